@@ -1,0 +1,104 @@
+"""What an engine is: token ids in, a `Completion` out, and weight updates as transactions.
+
+Callers ask `capabilities`, never a class name. Engines are asynchronous so that hundreds of episodes can wait on one;
+where the work happens (this process, a thread, a server) is the engine's own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gspo_gym.errors import ConfigError
+from gspo_gym.types import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one completion. There are no hidden defaults: these fields are all that is applied.
+
+    Attributes:
+        max_tokens: most tokens to sample, the stop token included.
+        stop_token_ids: sampling any of these ends the completion; it is kept as the last token.
+        temperature: > 0 divides the logits; 0 is greedy, whose logprobs are those of temperature 1.
+        top_p: keep the smallest set of tokens with at least this probability, renormalised; 1 keeps all.
+        top_k: keep this many tokens, renormalised; 0 keeps all.
+        seed: the request's own seed: the same prompt, weights and seed sample the same tokens.
+    """
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"SamplingParams.max_tokens: expected at least 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise ConfigError(f"SamplingParams.temperature: expected >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"SamplingParams.top_p: expected 0 < top_p <= 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise ConfigError(f"SamplingParams.top_k: expected >= 0 (0 keeps all), got {self.top_k}")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine promises.
+
+    Attributes:
+        is_trainable: it returns exact token ids and the logprobs of the sampling distribution.
+        seeds_per_request: `SamplingParams.seed` decides the sample.
+        reuses_prefixes: a session's earlier tokens are not computed again.
+        max_model_len: longest prompt plus completion, in tokens.
+    """
+
+    is_trainable: bool
+    seeds_per_request: bool
+    reuses_prefixes: bool
+    max_model_len: int
+
+
+class Engine(Protocol):
+    """The only place where a model generates."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def weight_version(self) -> int:
+        """The version that samples now: 0 at first, then what `update_weights` committed last."""
+        ...
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None
+    ) -> Completion:
+        """Sample one completion.
+
+        `session_id` names the episode: prompts of one session usually extend each other, and an engine may keep what it
+        computed. It never changes the result. Cancelling the call frees what it held.
+
+        Raises:
+            ContextOverflowError: the prompt leaves no room for a single token.
+            EnginePoisonedError: a weight update failed; the engine must be rebuilt.
+            EngineError: anything else that kept it from answering.
+        """
+        ...
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget a session; unknown ones are fine."""
+        ...
+
+    async def update_weights(self, version: int) -> None:
+        """Make the learner's present weights the ones that sample, as `version`.
+
+        No request may be in flight. After it returns, nothing computed under earlier weights is used again.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release everything; further calls raise EngineError. Closing twice is fine."""
+        ...

@@ -1,0 +1,112 @@
+"""Every exception the library raises on purpose.
+
+Each class is also the standard-library error it refines, so `except ValueError` keeps working::
+
+    GymError
+    ├── ConfigError          ValueError    a setting is unknown, out of range or contradicts another
+    ├── UnknownNameError     LookupError   no environment, model or policy of that name; says the nearest
+    ├── MissingExtraError    ImportError   an optional dependency is not installed; says which extra
+    ├── ContractError        ValueError    an environment or tool broke its interface (shape, type, NaN reward)
+    ├── TemplateError        ValueError    a chat template cannot be rendered exactly
+    ├── ContextOverflowError ValueError    a prompt does not fit the model's context
+    ├── RecordError          ValueError    a record's fields contradict each other
+    ├── UnscoredError        ValueError    a reward was read before anything scored the episode
+    ├── EnvError             RuntimeError  an environment raised
+    │   └── EnvTimeoutError  TimeoutError  an environment did not answer before its deadline
+    ├── EngineError          RuntimeError  an engine failed to generate
+    │   ├── EngineTimeoutError   TimeoutError  a generation missed its deadline
+    │   └── EnginePoisonedError  RuntimeError  a weight update failed half-way: nothing sampled may be trained on
+    ├── RolloutError         RuntimeError  so many episodes failed that the run cannot go on
+    ├── NonFiniteError       ArithmeticError   a loss or gradient was NaN or infinite too many times in a row
+    └── CheckpointError      OSError       a checkpoint is missing, incomplete or of another run
+
+A failed *episode* is a record (`types.Outcome`), never one of these escaping; a failed *run* is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GymError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class ConfigError(GymError, ValueError):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class UnknownNameError(GymError, LookupError):
+    """No registered thing has that name."""
+
+
+class MissingExtraError(GymError, ImportError):
+    """An optional dependency is not installed."""
+
+
+class ContractError(GymError, ValueError):
+    """An environment or tool broke its interface."""
+
+
+class TemplateError(GymError, ValueError):
+    """A chat template cannot be rendered exactly."""
+
+
+class ContextOverflowError(GymError, ValueError):
+    """A prompt does not fit the model's context."""
+
+
+class RecordError(GymError, ValueError):
+    """A record's fields contradict each other."""
+
+
+class UnscoredError(GymError, ValueError):
+    """A reward was read before anything scored the episode."""
+
+
+class EnvError(GymError, RuntimeError):
+    """An environment raised."""
+
+
+class EnvTimeoutError(EnvError, TimeoutError):
+    """An environment did not answer before its deadline."""
+
+
+class EngineError(GymError, RuntimeError):
+    """An engine failed to generate."""
+
+
+class EngineTimeoutError(EngineError, TimeoutError):
+    """A generation missed its deadline."""
+
+
+class EnginePoisonedError(EngineError):
+    """A weight update failed half-way: nothing this engine samples may be trained on."""
+
+
+class RolloutError(GymError, RuntimeError):
+    """So many episodes failed that the run cannot go on."""
+
+
+class NonFiniteError(GymError, ArithmeticError):
+    """A loss or gradient was NaN or infinite too many times in a row."""
+
+
+class CheckpointError(GymError, OSError):
+    """A checkpoint is missing, incomplete or of another run."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """A sentence fragment that helps with a misspelt name: the closest known one, or all of them.
+
+    >>> nearest_name("GuesNumber", ["GuessNumber", "FrozenLake"])
+    "did you mean 'GuessNumber'?"
+    >>> nearest_name("zzz", ["b", "a"])
+    'known: a, b'
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return "known: " + (", ".join(names) if names else "(none)")

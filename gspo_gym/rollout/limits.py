@@ -1,0 +1,38 @@
+"""Every limit on an episode, in one place, and the order in which they are checked.
+
+Before each turn, in this order; the first that binds decides the outcome:
+
+1. the environment ended the episode (terminated before truncated);
+2. `max_turns` actions were taken: Outcome.MAX_TURNS;
+3. the next prompt leaves no room for one token in `max_model_len`: Outcome.CONTEXT_OVERFLOW;
+4. `episode_timeout_seconds` ran out, which is also watched during every wait: Outcome.EPISODE_TIMEOUT.
+
+During a turn: at most min(max_output_tokens, max_model_len - prompt) tokens are sampled, and the environment has
+`step_timeout_seconds` for each reset, step and close: Outcome.ENV_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gspo_gym.settings import Settings
+
+
+class EpisodeLimits(Settings):
+    """Limits of one episode. Tokens are counted by the model's own tokenizer."""
+
+    max_turns: int = Field(gt=0, description="actions per episode")
+    max_output_tokens: int = Field(gt=0, description="sampled tokens per turn, the stop token included")
+    max_model_len: int = Field(gt=1, description="prompt plus completion, in tokens")
+    step_timeout_seconds: float = Field(default=30.0, gt=0, description="for each reset, step or close of the environment")
+    episode_timeout_seconds: float = Field(default=600.0, gt=0, description="for the whole episode")
+
+
+class PoolLimits(Settings):
+    """Limits of a rollout pool."""
+
+    max_concurrent_rollouts: int = Field(default=64, gt=0, description="episodes in flight at once")
+    max_attempts: int = Field(default=3, gt=0, description="tries per sample, each in a fresh environment with a fresh seed")
+    min_group_fraction: float = Field(
+        default=0.75, gt=0, le=1, description="a group that kept fewer of its episodes is dropped whole"
+    )

@@ -1,0 +1,395 @@
+"""The nouns: what passes between environments, chat, engines, rollouts, judges and the learner.
+
+All are frozen and check themselves when built, so a record that exists is a record that makes sense. numpy only: no
+torch, no I/O, no behaviour beyond reading a record. T = tokens of a segment, G = trajectories of a group.
+
+=================  ==================================  ====================================
+noun               made by                             read by
+=================  ==================================  ====================================
+Message            env, chat                           chat, judge, report
+Task               task sampling (trainer, evaluation) env, rollout, recording
+Completion         engine                              rollout
+StepResult         env                                 rollout
+Turn               rollout                             learning (credit), judge, report
+Segment            rollout                             learning (batching)
+Trajectory         rollout                             learning, evaluation, report
+TrajectoryGroup    rollout (pool)                      learning (advantages), trainer
+=================  ==================================  ====================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_gym.errors import RecordError, UnscoredError
+
+Role = Literal["system", "user", "assistant", "tool"]
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool by the model, already parsed: `arguments` are JSON values by parameter name."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, in the shape of the OpenAI chat API.
+
+    `reasoning_content` is what the model thought before it answered (Qwen3's `<think>` block), None if it did not.
+    A tool message names the call it answers in `tool_call_id`, and may name the tool in `name`.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ("system", "user", "assistant", "tool"):
+            raise RecordError(f"Message.role: expected system, user, assistant or tool, got {self.role!r}")
+        if not isinstance(self.content, str):
+            raise RecordError(f"Message.content: expected str, got {type(self.content).__name__}")
+        if self.tool_calls and self.role != "assistant":
+            raise RecordError(f"Message.tool_calls: only an assistant calls tools, got role {self.role!r}")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise RecordError(f"Message.reasoning_content: only an assistant reasons, got role {self.role!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The OpenAI wire shape, with absent fields left out and tool arguments as a mapping (as templates want)."""
+        wire: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning_content is not None:
+            wire["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            wire["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                for c in self.tool_calls
+            ]
+        for key in ("tool_call_id", "name"):
+            if (value := getattr(self, key)) is not None:
+                wire[key] = value
+        return wire
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do: an environment, the seed that picks the instance, and the options given to `reset`.
+
+    The same task is the same forever: `task_id` depends on nothing but these fields.
+    """
+
+    env_id: str
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def task_id(self) -> str:
+        return f"{self.env_id}#{self.seed}"
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # the model sampled a stop token, which is the last of token_ids
+    LENGTH = "length"  # max_tokens ran out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What an engine sampled for one prompt, exactly.
+
+    Attributes:
+        token_ids: [T] int32, the sampled ids, the stop token included.
+        logprobs: [T] float32, nats, of each sampled id under the distribution really sampled from (temperature
+            applied, truncation renormalised).
+        finish_reason: why it ended.
+        weight_version: [T] int32, the version of the weights that sampled each token.
+    """
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    finish_reason: FinishReason
+    weight_version: Int32Array
+
+    def __post_init__(self) -> None:
+        _freeze(self, token_ids=np.int32, logprobs=np.float32, weight_version=np.int32)
+        _require_equal_lengths("Completion", self, "token_ids", "logprobs", "weight_version")
+        if len(self.token_ids) == 0:
+            raise RecordError("Completion.token_ids: expected at least one sampled token, got none")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-3).any():
+            bad = int(np.flatnonzero(~(np.isfinite(self.logprobs) & (self.logprobs <= 1e-3)))[0])
+            raise RecordError(
+                f"Completion.logprobs: expected finite values <= 0, got {self.logprobs[bad]} at token {bad}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an environment answered to one action, or at reset.
+
+    Attributes:
+        messages: what the model sees next; may be empty when the episode is over.
+        reward: of this turn; None means "not scored (yet)", which is not 0.
+        reward_terms: the weighted contributions that sum to `reward`, by name.
+        terminated: the task itself ended. truncated: it was cut off from outside. Both, one or neither.
+        success: whether the task was achieved; None while undecided or if the environment has no such notion.
+        events: names of achievements reached in this turn.
+        info: for people; no library code reads it.
+    """
+
+    messages: tuple[Message, ...]
+    reward: float | None = None
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+    terminated: bool = False
+    truncated: bool = False
+    success: bool | None = None
+    events: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise RecordError(f"StepResult.reward: expected a finite number or None, got {self.reward}")
+        if not self.done and not self.messages:
+            raise RecordError("StepResult.messages: the episode goes on, so the model must be shown at least one message")
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class ParseStatus(enum.Enum):
+    """What became of the text that the model sampled in a turn."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"  # cut off by max_tokens inside a block that had to be closed
+    BAD_TOOL_CALL = "bad_tool_call"  # a tool call that is not valid JSON of the expected shape
+    BAD_REASONING = "bad_reasoning"  # an unclosed or repeated reasoning block
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One observation and the action that answered it. Spans are [start, stop) in the token_ids of `segment`.
+
+    `observation_span` holds only the tokens that are new in this turn. `reward` is None while not scored.
+    """
+
+    index: int
+    segment: int
+    observation_span: tuple[int, int]
+    action_span: tuple[int, int]
+    finish_reason: FinishReason
+    parse: ParseStatus = ParseStatus.OK
+    reward: float | None = None
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        (a, b), (c, d) = self.observation_span, self.action_span
+        if not 0 <= a <= b <= c < d:
+            raise RecordError(
+                f"Turn {self.index}: expected observation before a non-empty action, "
+                f"got observation_span {self.observation_span}, action_span {self.action_span}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Tokens that the model read as one sequence; turns only append to it.
+
+    A new segment starts where the chat template cannot extend (it rewrites earlier turns). All arrays are [T].
+
+    Attributes:
+        token_ids: int32.
+        action_mask: bool, True where the policy sampled the token. Environment, template and appended end-of-turn
+            tokens are False.
+        rollout_logprobs: float32, the engine's; 0 where the mask is False.
+        turn_index: int32, the turn that sampled the token; -1 where the mask is False.
+        weight_version: int32, of the weights that sampled the token; -1 where the mask is False.
+    """
+
+    token_ids: Int32Array
+    action_mask: BoolArray
+    rollout_logprobs: Float32Array
+    turn_index: Int32Array
+    weight_version: Int32Array
+
+    def __post_init__(self) -> None:
+        _freeze(
+            self,
+            token_ids=np.int32,
+            action_mask=np.bool_,
+            rollout_logprobs=np.float32,
+            turn_index=np.int32,
+            weight_version=np.int32,
+        )
+        _require_equal_lengths(
+            "Segment", self, "token_ids", "action_mask", "rollout_logprobs", "turn_index", "weight_version"
+        )
+        outside = ~self.action_mask
+        if (self.turn_index[outside] != -1).any() or (self.turn_index[self.action_mask] < 0).any():
+            raise RecordError("Segment.turn_index: expected -1 exactly where action_mask is False")
+        if (self.rollout_logprobs[outside] != 0).any():
+            raise RecordError("Segment.rollout_logprobs: expected 0 where action_mask is False")
+        if len(self.token_ids) and self.action_mask[0]:
+            raise RecordError("Segment.action_mask: the first token has no context to be sampled from")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Outcome(enum.Enum):
+    """How an episode ended. The infrastructure failures say nothing about the policy and never become a reward."""
+
+    TERMINATED = "terminated"  # the environment says the task is over
+    TRUNCATED = "truncated"  # the environment cut it off
+    MAX_TURNS = "max_turns"  # our limit on turns
+    CONTEXT_OVERFLOW = "context_overflow"  # the next observation does not fit the model
+    ENV_ERROR = "env_error"  # the environment raised or broke its contract
+    ENV_TIMEOUT = "env_timeout"  # the environment did not answer in time
+    ENGINE_ERROR = "engine_error"  # no completion
+    EPISODE_TIMEOUT = "episode_timeout"  # the episode's own deadline
+    CANCELLED = "cancelled"  # the run was stopped
+
+    @property
+    def is_infrastructure_failure(self) -> bool:
+        return self in _INFRASTRUCTURE_FAILURES
+
+
+_INFRASTRUCTURE_FAILURES = frozenset(
+    {Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.ENGINE_ERROR, Outcome.EPISODE_TIMEOUT, Outcome.CANCELLED}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where an episode's wall-clock time went, in seconds."""
+
+    total_seconds: float = 0.0
+    env_seconds: float = 0.0
+    engine_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One episode as it happened.
+
+    `trajectory_id` is stable over retries (they differ in `attempt`). `error` is the one-line reason of a failure,
+    None otherwise. `success` is what the environment declared last, None if it never did.
+    """
+
+    trajectory_id: str
+    attempt: int
+    task: Task
+    sampling_seed: int
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    outcome: Outcome
+    success: bool | None = None
+    error: str | None = None
+    timing: Timing = Timing()
+
+    def __post_init__(self) -> None:
+        if self.outcome.is_infrastructure_failure and self.error is None:
+            raise RecordError(f"Trajectory {self.trajectory_id}: outcome {self.outcome.value} needs an error text")
+        for turn in self.turns:
+            if not 0 <= turn.segment < len(self.segments):
+                raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} names segment {turn.segment}")
+            if turn.action_span[1] > len(self.segments[turn.segment]):
+                raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} reaches past its segment")
+
+    @property
+    def reward(self) -> float:
+        """The episode's return: the sum of its turns' rewards (undiscounted).
+
+        Raises:
+            UnscoredError: no turn carries a reward, or the episode failed before it could be scored.
+        """
+        rewards = [turn.reward for turn in self.turns if turn.reward is not None]
+        if not rewards or self.outcome.is_infrastructure_failure:
+            raise UnscoredError(
+                f"trajectory {self.trajectory_id} ({self.outcome.value}) has no reward: "
+                f"{self.error or 'its environment gave None at every turn and no judge scored it'}"
+            )
+        return float(sum(rewards))
+
+    @property
+    def is_scored(self) -> bool:
+        return not self.outcome.is_infrastructure_failure and any(t.reward is not None for t in self.turns)
+
+    @property
+    def num_actions(self) -> int:
+        """How many tokens the policy sampled, over all segments."""
+        return int(sum(int(s.action_mask.sum()) for s in self.segments))
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedEpisode:
+    """An episode that was asked for and will not be trained on, and why."""
+
+    trajectory_id: str
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryGroup:
+    """The episodes of one task that are compared with each other: kept + dropped = requested."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    requested_size: int
+    dropped: tuple[DroppedEpisode, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.trajectories) + len(self.dropped) != self.requested_size:
+            raise RecordError(
+                f"TrajectoryGroup {self.task.task_id}: requested {self.requested_size}, but kept "
+                f"{len(self.trajectories)} and dropped {len(self.dropped)}"
+            )
+        strangers = {t.task.task_id for t in self.trajectories} - {self.task.task_id}
+        if strangers:
+            raise RecordError(f"TrajectoryGroup {self.task.task_id}: also holds trajectories of {sorted(strangers)}")
+
+
+def _freeze(record: Any, **dtypes: type[np.generic]) -> None:
+    """Convert the named fields to read-only one-dimensional arrays of the given dtypes (Any: works on every record)."""
+    for name, dtype in dtypes.items():
+        value = np.asarray(getattr(record, name))
+        if value.ndim != 1:
+            raise RecordError(f"{type(record).__name__}.{name}: expected one dimension, got shape {value.shape}")
+        array = value.astype(dtype, copy=True)
+        if not np.array_equal(array, value) and dtype is not np.float32:
+            raise RecordError(f"{type(record).__name__}.{name}: values do not fit {np.dtype(dtype).name}")
+        array.setflags(write=False)
+        object.__setattr__(record, name, array)
+
+
+def _require_equal_lengths(kind: str, record: Any, *names: str) -> None:
+    lengths = {name: len(getattr(record, name)) for name in names}
+    if len(set(lengths.values())) > 1:
+        raise RecordError(f"{kind}: expected equal lengths, got {lengths}")
+
+
+def replace_turn_rewards(trajectory: Trajectory, rewards: tuple[float | None, ...]) -> Trajectory:
+    """The same trajectory with its turns' rewards replaced, one a turn (a judge's blend, a shaped reward)."""
+    turns = tuple(
+        dataclasses.replace(turn, reward=reward) for turn, reward in zip(trajectory.turns, rewards, strict=True)
+    )
+    return dataclasses.replace(trajectory, turns=turns)
