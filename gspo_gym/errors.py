@@ -11,6 +11,7 @@ Each class is also the standard-library error it refines, so `except ValueError`
     ├── ContextOverflowError ValueError    a prompt does not fit the model's context
     ├── RecordError          ValueError    a record's fields contradict each other
     ├── UnscoredError        ValueError    a reward was read before anything scored the episode
+    ├── UsageError           RuntimeError  a call at the wrong time: step before reset, a sync call inside an event loop
     ├── EnvError             RuntimeError  an environment raised
     │   └── EnvTimeoutError  TimeoutError  an environment did not answer before its deadline
     ├── EngineError          RuntimeError  an engine failed to generate
@@ -63,6 +64,10 @@ class RecordError(GymError, ValueError):
 
 class UnscoredError(GymError, ValueError):
     """A reward was read before anything scored the episode."""
+
+
+class UsageError(GymError, RuntimeError):
+    """A call at the wrong time: the object is not in the state that it needs."""
 
 
 class EnvError(GymError, RuntimeError):

@@ -11,6 +11,9 @@ import hashlib
 
 import numpy as np
 
+# Tasks below it are for evaluation, tasks from it up are trained on, so that every evaluation is held out.
+FIRST_TRAINING_SEED = 2**31
+
 _SEED_BITS = 63  # fits a signed 64-bit integer, which is what torch, numpy, vLLM and JSON readers all accept
 
 
@@ -33,3 +36,14 @@ def child_seed(seed: int, *path: str | int) -> int:
 def generator(seed: int, *path: str | int) -> np.random.Generator:
     """An independent numpy generator for the child that `path` names under `seed`."""
     return np.random.default_rng(child_seed(seed, *path))
+
+
+def training_seed(run_seed: int, step: int, group: int) -> int:
+    """The seed of the task that the group number `group` of a training step plays, in [2**31, 2**32).
+
+    Below 2**32, because many environments seed generators that take 32 bits.
+
+    >>> training_seed(0, 1, 0) >= FIRST_TRAINING_SEED
+    True
+    """
+    return FIRST_TRAINING_SEED + child_seed(run_seed, "task", step, group) % FIRST_TRAINING_SEED

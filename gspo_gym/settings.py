@@ -1,4 +1,4 @@
-"""The base of every settings record, so that all of them are strict in the same way.
+"""The base of every settings record, so that all are strict in the same way, and how a list of seeds is written.
 
 A settings record lives beside the code it governs; `config.py` composes them into the file a user writes. Nothing here
 may import torch.
@@ -6,10 +6,55 @@ may import torch.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
+
+from gspo_gym.errors import ConfigError
+
+_MAX_NUM_SEEDS = 1_000_000  # more is a slip of the keyboard, which would fill the memory first
 
 
 class Settings(BaseModel):
-    """A frozen record of settings: unknown keys are errors, and so are values of another type or out of range."""
+    """A frozen record of settings: unknown keys are errors, and so are values of another type or out of range.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+    Nothing is converted ("8" is not 8, and True is not 1), except that an integer may stand for a number.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+def parse_seeds(seeds: str | Sequence[int]) -> tuple[int, ...]:
+    """Seeds from a list of integers or from text: "0:100" (100 left out), "0:100:10", "7", "1,5,20:25".
+
+    Raises:
+        ConfigError: nothing, something negative, something twice, or no integer.
+
+    >>> parse_seeds("1,5,20:23")
+    (1, 5, 20, 21, 22)
+    """
+    if isinstance(seeds, str):
+        listed = [seed for part in seeds.split(",") for seed in _parse_part(part)]
+    else:
+        listed = seeds = list(seeds)
+    wrong = [seed for seed in listed if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0]
+    if wrong:
+        raise ConfigError(f"seeds: expected integers >= 0, got {wrong[0]!r} in {seeds!r}")
+    if not listed:
+        raise ConfigError(f"seeds: {seeds!r} names no seed")
+    repeated = [seed for seed, count in Counter(listed).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"seeds: {repeated[0]} occurs more than once in {seeds!r}")
+    return tuple(listed)
+
+
+def _parse_part(part: str) -> Sequence[int]:
+    try:
+        numbers = [int(number) for number in part.split(":")]
+        seeds = numbers if len(numbers) == 1 else range(*numbers)
+    except (TypeError, ValueError):
+        raise ConfigError(f'seeds: expected "start:stop", "start:stop:step" or a number, got {part!r}') from None
+    if len(seeds) > _MAX_NUM_SEEDS:
+        raise ConfigError(f"seeds: expected at most {_MAX_NUM_SEEDS} at once, got {len(seeds)} in {part!r}")
+    return seeds

@@ -19,7 +19,6 @@ TrajectoryGroup    rollout (pool)                      learning (advantages), tr
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 from collections.abc import Mapping
@@ -166,7 +165,9 @@ class StepResult:
         if self.reward is not None and not math.isfinite(self.reward):
             raise RecordError(f"StepResult.reward: expected a finite number or None, got {self.reward}")
         if not self.done and not self.messages:
-            raise RecordError("StepResult.messages: the episode goes on, so the model must be shown at least one message")
+            raise RecordError(
+                "StepResult.messages: the episode goes on, so the model must be shown at least one message"
+            )
 
     @property
     def done(self) -> bool:
@@ -252,6 +253,9 @@ class Segment:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def __repr__(self) -> str:
+        return f"Segment(<{len(self)} tokens, {int(self.action_mask.sum())} sampled>)"
+
 
 class Outcome(enum.Enum):
     """How an episode ended. The infrastructure failures say nothing about the policy and never become a reward."""
@@ -314,6 +318,9 @@ class Trajectory:
             if turn.action_span[1] > len(self.segments[turn.segment]):
                 raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} reaches past its segment")
 
+    def __repr__(self) -> str:  # short: asyncio prints results that it should not, at a second for a thousand episodes
+        return f"Trajectory(<{self.trajectory_id}, attempt {self.attempt}, {self.outcome.value}, {self.segments}>)"
+
     @property
     def reward(self) -> float:
         """The episode's return: the sum of its turns' rewards (undiscounted).
@@ -375,7 +382,7 @@ def _freeze(record: Any, **dtypes: type[np.generic]) -> None:
         if value.ndim != 1:
             raise RecordError(f"{type(record).__name__}.{name}: expected one dimension, got shape {value.shape}")
         array = value.astype(dtype, copy=True)
-        if not np.array_equal(array, value) and dtype is not np.float32:
+        if value.dtype != dtype and dtype is not np.float32 and not np.array_equal(array, value):
             raise RecordError(f"{type(record).__name__}.{name}: values do not fit {np.dtype(dtype).name}")
         array.setflags(write=False)
         object.__setattr__(record, name, array)
@@ -385,11 +392,3 @@ def _require_equal_lengths(kind: str, record: Any, *names: str) -> None:
     lengths = {name: len(getattr(record, name)) for name in names}
     if len(set(lengths.values())) > 1:
         raise RecordError(f"{kind}: expected equal lengths, got {lengths}")
-
-
-def replace_turn_rewards(trajectory: Trajectory, rewards: tuple[float | None, ...]) -> Trajectory:
-    """The same trajectory with its turns' rewards replaced, one a turn (a judge's blend, a shaped reward)."""
-    turns = tuple(
-        dataclasses.replace(turn, reward=reward) for turn, reward in zip(trajectory.turns, rewards, strict=True)
-    )
-    return dataclasses.replace(trajectory, turns=turns)

@@ -1,0 +1,70 @@
+"""For all tests: no network, one thread, and an episode in which every field of every record says something."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch or transformers: sums do not depend on the machine's cores, and a misspelt model name
+# fails at once instead of after a download's retries.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+
+from gspo_gym.types import (
+    FinishReason,
+    Message,
+    Outcome,
+    ParseStatus,
+    Segment,
+    Task,
+    Timing,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
+
+
+@pytest.fixture
+def rich_trajectory() -> Trajectory:
+    """Two segments, three turns, tools, reasoning, text beyond ASCII, and logprobs that no decimal writes exactly."""
+    logprobs = np.array([0, 0, -0.1, -1 / 3, 0, -1e-7], dtype=np.float32)
+    first = Segment(
+        token_ids=np.array([5, 6, 7, 2**31 - 1, 9, 10]),
+        action_mask=np.array([False, False, True, True, False, True]),
+        rollout_logprobs=logprobs,
+        turn_index=np.array([-1, -1, 0, 0, -1, 1]),
+        weight_version=np.array([-1, -1, 3, 4, -1, 4]),
+    )
+    second = Segment(
+        token_ids=np.array([1, 2]),
+        action_mask=np.array([False, True]),
+        rollout_logprobs=np.array([0, -np.float32(np.finfo(np.float32).max)]),
+        turn_index=np.array([-1, 2]),
+        weight_version=np.array([-1, 4]),
+    )
+    call = ToolCall("call_0", "query", {"sql": "select 'é'", "limit": 3, "nested": {"x": [1.5, None, True]}})
+    return Trajectory(
+        trajectory_id="step_000001/group_0000/0",
+        attempt=1,
+        task=Task("gspo_gym/SqlAnalyst-v0", 2**31 + 5, {"level": 2}),
+        sampling_seed=2**63 - 1,
+        segments=(first, second),
+        turns=(
+            Turn(0, 0, (0, 2), (2, 4), FinishReason.STOP, reward=0.1, reward_terms={"found": 0.1}, events=("a", "b")),
+            Turn(1, 0, (4, 5), (5, 6), FinishReason.LENGTH, ParseStatus.BAD_TOOL_CALL),
+            Turn(2, 1, (0, 1), (1, 2), FinishReason.STOP, reward=1 / 3),
+        ),
+        messages=(
+            Message("system", "You answer.\u2028"),
+            Message("user", "Wie viele? 数 \ud83d"),
+            Message("assistant", "", tool_calls=(call,), reasoning_content="hm"),
+            Message("tool", "3", tool_call_id="call_0", name="query"),
+        ),
+        outcome=Outcome.TRUNCATED,
+        success=False,
+        error=None,
+        timing=Timing(1.5, 0.25, 1 / 3),
+    )
