@@ -8,13 +8,23 @@ have `reset` and `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import gymnasium
 import numpy as np
 
-from gspo_gym.types import Message
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.tools import Tool, ToolError, require_distinct_names, text_of, tools_of
+from gspo_gym.env.workers import OwnThread
+from gspo_gym.errors import GymError, UsageError, nearest_name
+from gspo_gym.types import Message, ToolCall
 
 Observation = str | Sequence[Message | Mapping[str, Any]]
 Info = dict[str, Any]
@@ -23,7 +33,7 @@ Info = dict[str, Any]
 class ScriptedPolicy(Protocol):
     """A player written by hand: it sees the conversation so far and returns its next message or its text."""
 
-    def __call__(self, messages: Sequence[Message]) -> Message | str: ...
+    def __call__(self, messages: Sequence[Message], /) -> Message | str: ...
 
 
 # Given the environment instance that is being played (so that a reference may read the hidden answer) and a generator.
@@ -31,14 +41,14 @@ PolicyFactory = Callable[[Any, np.random.Generator], ScriptedPolicy]
 
 
 class Conversation(gymnasium.Space[Any]):
-    """The space of what is said: any string, or any non-empty sequence of messages (for Gymnasium's own tools)."""
+    """The space of what is said: any string or message, or any non-empty sequence of messages."""
 
     def contains(self, x: Any) -> bool:
-        if isinstance(x, str):
+        if isinstance(x, str | Message):
             return True
         return isinstance(x, Sequence) and bool(x) and all(isinstance(m, Message | Mapping) for m in x)
 
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
+    def sample(self, mask: Any = None, probability: Any = None) -> str:  # noqa: ARG002 - Gymnasium's signature
         """A short random string of printable ASCII."""
         length = int(self.np_random.integers(1, 9))
         return "".join(chr(int(c)) for c in self.np_random.integers(32, 127, size=length))
@@ -59,17 +69,289 @@ class TextEnv(gymnasium.Env[Any, Any]):
     `reset(*, seed=None, options=None) -> (observation, info)` starts an episode; everything random in it must come from
     `self.np_random` (call `super().reset(seed=seed)` first).
 
-    `step(action: str) -> (observation, reward, terminated, truncated, info)` answers one action. `reward` is a number, a
-    `Reward` with named terms, or None for "not scored here". `info` is for people only.
+    `step(action: str) -> (observation, reward, terminated, truncated, info)` answers one action. `reward` is a number,
+    a `Reward` with named terms, or None for "not scored here". `info` is for people only.
 
     Attributes:
         policies: hand-written players by name. "reference" earns the top score (it may read hidden state);
             "random" plays legal moves at random and is what warm-up imitates.
-        reward_range: smallest and largest possible return of an episode, checked by `check_env`.
+        reward_range: smallest and largest possible return of an episode, checked by `check_env`; set on the instance
+            where it depends on the constructor's arguments.
     """
 
     observation_space: gymnasium.Space[Any] = Conversation()
     action_space: gymnasium.Space[Any] = Conversation()
-    metadata: dict[str, Any] = {"render_modes": []}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # Gymnasium has it unmarked
     policies: ClassVar[Mapping[str, PolicyFactory]] = {}
-    reward_range: ClassVar[tuple[float, float]] = (-float("inf"), float("inf"))
+    reward_range: tuple[float, float] = (-float("inf"), float("inf"))
+
+    # Any: the answer of an async override is awaitable.
+    def invalid_action(self, error: str) -> Any:
+        """Answer text that could not even be read as an action, in place of `step`; override to penalise it.
+
+        The default shows `error` (written for the model) with reward 0 and goes on.
+        """
+        return error, 0.0, False, False, {}
+
+
+@dataclass(slots=True)
+class _OpenTurn:
+    """What the author's code has said about the turn so far."""
+
+    terms: dict[str, float] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+    success: bool | None = None
+    is_scored: bool = False
+    terminated: bool = False
+    truncated: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class _TimeLimitError(Exception):
+    """A tool took longer than its limit."""
+
+
+# Set in a thread while it runs a tool with a time limit; the event is set when the limit has passed.
+_given_up: ContextVar[threading.Event | None] = ContextVar("_given_up", default=None)
+
+
+class ToolEnv(TextEnv):
+    """An environment in which the model acts by calling tools: write `start` and methods marked `@tool`.
+
+    A turn is one assistant message. Its calls are made in order, each answered by one tool message; what goes wrong in
+    a call (an unknown tool, wrong arguments, an exception, the time limit) is answered with a text that starts with
+    "error: ". Tools, `end_turn` and `no_tool_call` score the turn with `add_reward` and end the episode with `finish`.
+    Rewards of one turn add up by term.
+
+    Any tool or hook may be `async def`; then `reset` or `step` return awaitables and plain methods run in a thread.
+
+    Attributes:
+        num_turns: actions taken in this episode, the present one included.
+        is_scored: True: a turn to which no reward was added earned 0. Set it to False where a judge scores: such a turn
+            then has no reward (None).
+
+    >>> from gspo_gym.env.tools import tool
+    >>> class Door(ToolEnv):
+    ...     def start(self, options):
+    ...         return "Open the door."
+    ...     @tool
+    ...     def turn_key(self, times: int) -> str:
+    ...         if times == 2:
+    ...             self.finish(Reward({"opened": 1.0}, success=True))
+    ...             return "It opens."
+    ...         return "Still locked."
+    >>> env = Door()
+    >>> env.reset(seed=0)[0]
+    'Open the door.'
+    >>> call = ToolCall("call_0", "turn_key", {"times": 2})
+    >>> [message], reward, terminated, _, _ = env.step(Message("assistant", "", tool_calls=(call,)))
+    >>> message.content, float(reward), terminated
+    ('It opens.', 1.0, True)
+    """
+
+    is_scored: ClassVar[bool] = True
+    num_turns: int = 0
+    _own_tools: ClassVar[tuple[Tool, ...]] = ()
+    _tools_by_name: Mapping[str, Tool] = {}
+    _turn: _OpenTurn | None = None  # None: no episode is being played
+    _is_async: bool = False
+    _thread: OwnThread | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Builds the tools, so that a wrong one is a ContractError where the class is defined."""
+        super().__init_subclass__(**kwargs)
+        cls._own_tools = tuple(require_distinct_names(tools_of(cls)).values())
+
+    # -- what an author writes ---------------------------------------------------------------------------------------
+
+    def start(self, options: Mapping[str, Any]) -> Any:
+        """Begin an episode and return its first observation; `self.np_random` is seeded. `options` may be empty."""
+        raise NotImplementedError(f"{type(self).__name__} must define start(options)")
+
+    def no_tool_call(self, text: str) -> Any:
+        """Observation that answers a message without any call; by default a reminder."""
+        del text
+        return "Call a tool. Tools: " + ", ".join(self._tools_by_name) + "."
+
+    def end_turn(self) -> Any:
+        """Called when the turn is answered, unless that has ended the episode: for step costs and turn limits."""
+
+    # -- what an author calls ----------------------------------------------------------------------------------------
+
+    def add_reward(self, reward: Reward | float) -> None:
+        """Add to the reward of this turn, term by term; a plain number is the term "reward".
+
+        Raises:
+            UsageError: no episode is being played, or the call that says so was given up at its time limit.
+            ContractError: the number is not finite.
+        """
+        turn = self._open_turn("add_reward")
+        if not isinstance(reward, Reward):
+            reward = Reward({"reward": reward})
+        for name, value in reward.terms.items():
+            turn.terms[name] = turn.terms.get(name, 0.0) + value
+        turn.events += reward.events
+        turn.success = turn.success if reward.success is None else reward.success
+        turn.is_scored = True
+
+    def finish(self, reward: Reward | float | None = None, *, truncated: bool = False) -> None:
+        """End the episode with this turn: the task is over, or, if `truncated`, it is cut off from outside.
+
+        Raises:
+            UsageError, ContractError: as `add_reward`.
+        """
+        if reward is not None:
+            self.add_reward(reward)
+        turn = self._open_turn("finish")
+        turn.truncated |= truncated
+        turn.terminated |= not truncated
+
+    # -- Gymnasium's interface ---------------------------------------------------------------------------------------
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools of this instance; override to offer others. Read when the episode starts."""
+        return tuple(tool.bound_to(self) for tool in self._own_tools)
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
+        """Starts an episode: (observation, info), or an awaitable of it if `start` is async."""
+        super().reset(seed=seed)
+        self._turn, self.num_turns = None, 0
+        self._tools_by_name = require_distinct_names(self.tools)
+        authored = [self.start, self.no_tool_call, self.end_turn, *(t.function for t in self._tools_by_name.values())]
+        self._is_async = any(map(inspect.iscoroutinefunction, authored))
+        return self._drive(self._start(options or {}))
+
+    def step(self, action: Message | str) -> Any:
+        """Answers one turn: Gymnasium's 5-tuple, or an awaitable of it if a tool or hook is async.
+
+        Raises:
+            gymnasium.error.ResetNeeded: no episode is being played.
+        """
+        self._begin_turn("step")
+        return self._drive(self._play(action))
+
+    def invalid_action(self, error: str) -> Any:
+        """Shows `error`; counts as a turn. To penalise it, call `add_reward`, then `super().invalid_action(error)`."""
+        self._begin_turn("invalid_action")
+        return self._drive(self._play(None, error))
+
+    def close(self) -> None:
+        """Gives the thread of limited tools back. Call `super().close()` if you override it."""
+        if self._thread is not None:
+            self._thread.release()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _open_turn(self, method: str) -> _OpenTurn:
+        late = _given_up.get()
+        if late is not None and late.is_set():
+            raise UsageError(f"{type(self).__name__}.{method}: this call was given up at its time limit")
+        if self._turn is None:
+            raise UsageError(f"{type(self).__name__}.{method}: no episode is being played")
+        return self._turn
+
+    def _begin_turn(self, method: str) -> None:
+        if self._turn is None:
+            raise gymnasium.error.ResetNeeded(f"{type(self).__name__}.{method}: no episode is being played; call reset")
+        self.num_turns += 1
+
+    async def _start(self, options: Mapping[str, Any]) -> Any:
+        observation = await self._call(self.start, options)
+        self._turn = _OpenTurn()
+        return observation, {}
+
+    async def _observe(self, action: Message | str) -> Any:
+        if isinstance(action, Message) and action.tool_calls:
+            return [await self._answer(call) for call in action.tool_calls]
+        return await self._call(self.no_tool_call, action.content if isinstance(action, Message) else action)
+
+    async def _play(self, action: Message | str | None, error: str = "") -> Any:
+        """One turn; `action` None: there is only the `error` to be shown."""
+        turn = self._open_turn("step")
+        try:
+            observation = error if action is None else await self._observe(action)
+            if not turn.is_last:
+                await self._call(self.end_turn)
+        except BaseException:
+            self._turn = None  # half a turn was played: only a reset helps
+            raise
+        self._turn = None if turn.is_last else _OpenTurn()
+        reward = None
+        if turn.is_scored or self.is_scored:
+            reward = Reward(turn.terms, events=tuple(turn.events), success=turn.success)
+        return observation, reward, turn.terminated, turn.truncated, {}
+
+    async def _answer(self, call: ToolCall) -> Message:
+        try:
+            content = await self._result(call)
+        except GymError:
+            raise  # the author's own mistake, such as a NaN reward, is not for the model to read
+        except ToolError as error:
+            content = f"error: {error}"
+        except Exception as error:
+            content = f"error: {type(error).__name__}: {error}"
+        return Message("tool", content, tool_call_id=call.id, name=call.name)
+
+    async def _result(self, call: ToolCall) -> str:
+        if self._open_turn("step").is_last:
+            raise ToolError("the episode is over, this call was not made")
+        tool = self._tools_by_name.get(call.name)
+        if tool is None:
+            raise ToolError(f"unknown tool {call.name!r}; {nearest_name(call.name, self._tools_by_name)}")
+        arguments = tool.check_arguments(call.arguments)
+        try:
+            result = await self._call(partial(tool.function, **arguments), time_limit_seconds=tool.time_limit_seconds)
+        except _TimeLimitError:
+            raise ToolError(f"{tool.name}: no result within {tool.time_limit_seconds:g} seconds") from None
+        return text_of(result)
+
+    async def _call(self, function: Callable[..., Any], *args: Any, time_limit_seconds: float | None = None) -> Any:
+        """Call the author's code where it belongs: in the loop, here, or in the environment's own thread."""
+        if inspect.iscoroutinefunction(function):
+            watchdog = asyncio.timeout(time_limit_seconds)
+            try:
+                async with watchdog:
+                    return await function(*args)
+            except TimeoutError:
+                if watchdog.expired():
+                    raise _TimeLimitError from None
+                raise  # the tool's own
+        if time_limit_seconds is None and not self._is_async:
+            return function(*args)
+        return await self._call_in_thread(partial(function, *args), time_limit_seconds)
+
+    async def _call_in_thread(self, function: Callable[[], Any], time_limit_seconds: float | None) -> Any:
+        given_up = threading.Event()
+
+        def call() -> Any:
+            token = _given_up.set(given_up)
+            try:
+                return function()
+            finally:
+                _given_up.reset(token)
+
+        self._thread = self._thread or OwnThread()
+        try:
+            if self._is_async:
+                returned = await self._thread.call_async(call, timeout_seconds=time_limit_seconds)
+            else:
+                returned = self._thread.call(call, timeout_seconds=time_limit_seconds)
+        except BaseException as error:  # the limit, or a cancellation: the thread is still busy
+            given_up.set()
+            self._thread.abandon()
+            raise (_TimeLimitError() if isinstance(error, TimeoutError) else error) from None
+        return returned.unwrap()
+
+    def _drive(self, answer: Coroutine[Any, Any, Any]) -> Any:
+        """The answer itself where nothing in it has to be awaited, else the awaitable."""
+        if self._is_async:
+            return answer
+        try:
+            answer.send(None)
+        except StopIteration as done:
+            return done.value
+        raise AssertionError("a coroutine of plain functions has nothing to wait for")

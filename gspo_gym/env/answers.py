@@ -1,0 +1,169 @@
+"""What an environment answered -> a `StepResult`, or a ContractError that says what was expected and what came.
+
+Pure functions; nothing is called or waited for. Called by `session.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.env.rewards import Reward
+from gspo_gym.errors import ContractError, RecordError, nearest_name
+from gspo_gym.types import Message, StepResult, ToolCall
+
+_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+_MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+
+
+def as_reset_result(answer: object, *, where: str) -> StepResult:
+    """The answer of `reset`, which must be (observation, info); the reward is None.
+
+    Raises:
+        ContractError: it is anything else, or shows the model nothing. Starts with `where`.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ContractError(f"{where}: expected (observation, info), got {described(answer)}")
+    observation, info = answer
+    messages = as_messages(observation, where=where)
+    if not messages:
+        raise ContractError(f"{where}: expected at least one message for the model, got none")
+    return StepResult(messages, info=_as_info(info, where))
+
+
+def as_step_result(answer: object, *, where: str) -> StepResult:
+    """The answer of `step`, which must be (observation, reward, terminated, truncated, info).
+
+    The terms, events and success of a `Reward` are kept; a plain number has none. An empty text that ends an episode is
+    no message.
+
+    Raises:
+        ContractError: it is anything else; the reward is not None and not a finite number; a flag is no bool; or the
+            episode goes on without a message for the model. Starts with `where`.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 5:
+        raise ContractError(
+            f"{where}: expected (observation, reward, terminated, truncated, info), got {described(answer)}"
+        )
+    observation, reward, terminated, truncated, info = answer
+    is_terminated = _as_flag(terminated, "terminated", where)
+    is_truncated = _as_flag(truncated, "truncated", where)
+    is_last_word = isinstance(observation, str) and not observation and (is_terminated or is_truncated)
+    rich = reward if isinstance(reward, Reward) else Reward({})
+    try:
+        return StepResult(
+            () if is_last_word else as_messages(observation, where=where),
+            reward=_as_reward(reward, where),
+            reward_terms=rich.terms,
+            terminated=is_terminated,
+            truncated=is_truncated,
+            success=rich.success,
+            events=rich.events,
+            info=_as_info(info, where),
+        )
+    except RecordError as error:
+        raise ContractError(f"{where}: {error}") from error
+
+
+def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
+    """A string as one user message; a sequence of messages, or of mappings in the OpenAI shape, as messages.
+
+    Raises:
+        ContractError: it is anything else, or a text that cannot be encoded. Starts with `where`.
+
+    >>> as_messages([{"role": "user", "content": "Hi."}], where="here")[0].content
+    'Hi.'
+    """
+    if isinstance(observation, str):
+        return (_checked(Message("user", str(observation)), where),)
+    if isinstance(observation, Message | Mapping):
+        raise ContractError(f"{where}: expected text or a sequence of messages, got one message; put it into a list")
+    if not isinstance(observation, Sequence) or isinstance(observation, bytes | bytearray):
+        raise ContractError(f"{where}: expected text or a sequence of messages, got {described(observation)}")
+    return tuple(_as_message(item, f"{where}: message {index}") for index, item in enumerate(observation))
+
+
+def described(value: object) -> str:
+    """A value as errors show it: its type, its length if it is a tuple or list, and a little of it."""
+    text = repr(value)
+    text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{length} {text}"
+
+
+def _as_message(item: object, where: str) -> Message:
+    if isinstance(item, Message):
+        return _checked(item, where)
+    if not isinstance(item, Mapping):
+        raise ContractError(f"{where}: expected a Message or a mapping with role and content, got {described(item)}")
+    for key in item:
+        if key not in _KEYS:
+            raise ContractError(f"{where}: unknown key {key!r}; {nearest_name(str(key), _KEYS)}")
+    calls = tuple(_as_call(call, where) for call in item.get("tool_calls") or ())
+    content = item.get("content")
+    if content is None and calls:
+        content = ""  # the OpenAI API sends null with calls
+    if not isinstance(content, str):
+        raise ContractError(f"{where}: expected content as text, got {described(content)}")
+    rest = {key: item[key] for key in ("tool_call_id", "name", "reasoning_content") if key in item}
+    try:
+        return _checked(Message(item.get("role", "(none)"), content, calls, **rest), where)
+    except RecordError as error:
+        raise ContractError(f"{where}: {error}") from error
+
+
+def _as_call(call: object, where: str) -> ToolCall:
+    """A call in the OpenAI shape; its arguments may be a mapping or, as on the wire, JSON text."""
+    if isinstance(call, ToolCall):
+        return call
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(call, Mapping) and isinstance(function, Mapping):
+        name, arguments = function.get("name"), function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError as error:
+                raise ContractError(f"{where}: the arguments of {name!r} are not JSON: {error}") from error
+        if isinstance(name, str) and isinstance(arguments, Mapping):
+            return ToolCall(str(call.get("id", "")), name, dict(arguments))
+    raise ContractError(
+        f'{where}: expected a tool call {{"id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}, '
+        f"got {described(call)}"
+    )
+
+
+def _checked(message: Message, where: str) -> Message:
+    if message.role == "tool" and not message.tool_call_id:
+        raise ContractError(f"{where}: expected a tool message to name its call in tool_call_id, got none")
+    if not message.content.isascii():
+        try:
+            message.content.encode()
+        except UnicodeEncodeError as error:
+            raise ContractError(f"{where}: expected text that can be encoded, got a lone surrogate: {error}") from error
+    return message
+
+
+def _as_reward(reward: object, where: str) -> float | None:
+    if reward is None:
+        return None
+    if not isinstance(reward, int | float | np.integer | np.floating | np.bool_):
+        raise ContractError(f"{where}: expected a number or None as the reward, got {described(reward)}")
+    if not math.isfinite(reward):
+        raise ContractError(f"{where}: expected a finite reward, got {float(reward)}; None means not scored")
+    return float(reward)
+
+
+def _as_flag(flag: object, name: str, where: str) -> bool:
+    if not isinstance(flag, bool | np.bool_):
+        raise ContractError(f"{where}: expected {name} as a bool, got {described(flag)}")
+    return bool(flag)
+
+
+def _as_info(info: object, where: str) -> dict[str, Any]:
+    if not isinstance(info, Mapping):
+        raise ContractError(f"{where}: expected info as a mapping, got {described(info)}")
+    return dict(info)

@@ -1,0 +1,180 @@
+"""Whole episodes of hand-written players, without a model or tokens: for the checker and for score tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.env.core import PolicyFactory, ScriptedPolicy, ToolEnv
+from gspo_gym.env.session import EnvSession
+from gspo_gym.env.workers import OwnThread
+from gspo_gym.errors import EnvError, EnvTimeoutError
+from gspo_gym.types import Message, StepResult, ToolCall
+
+_COMPARED = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events")  # not info
+
+# Entered around each call of the environment, with the method's name and the turn (-1 for reset).
+Watch = Callable[[str, int], AbstractContextManager[None]]
+
+
+class PlayerError(Exception):
+    """A hand-written player raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Playthrough:
+    """One episode: what was said by both sides, and how each turn was answered."""
+
+    seed: int
+    opening: tuple[Message, ...]
+    actions: tuple[Message, ...]
+    answers: tuple[StepResult, ...]
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.answers) and self.answers[-1].done
+
+    @property
+    def episode_return(self) -> float | None:
+        """The sum of the rewards; None if no turn had one."""
+        rewards = [answer.reward for answer in self.answers if answer.reward is not None]
+        return float(sum(rewards)) if rewards else None
+
+    @property
+    def success(self) -> bool | None:
+        """What was declared last."""
+        declared = [answer.success for answer in self.answers if answer.success is not None]
+        return declared[-1] if declared else None
+
+    def difference_from(self, other: Playthrough) -> str | None:
+        """The first thing that differs, in words; None if nothing does. `info` is for people and not compared."""
+        if self.opening != other.opening:
+            return f"reset: expected the observation {_said(self.opening)}, got {_said(other.opening)}"
+        for turn, (mine, theirs) in enumerate(zip(self.answers, other.answers, strict=False)):
+            for field in _COMPARED:
+                a, b = getattr(mine, field), getattr(theirs, field)
+                if a != b:
+                    a, b = (_said(a), _said(b)) if field == "messages" else (a, b)
+                    return f"turn {turn}: expected {field} {a}, got {b}"
+        if len(self.answers) != len(other.answers):
+            return f"expected {len(self.answers)} turns, got {len(other.answers)}"
+        return None
+
+
+async def open_session(factory: Callable[[], Any], *, name: str, step_timeout_seconds: float) -> EnvSession:
+    """A session around a fresh environment, which is made in the session's own thread.
+
+    Raises:
+        EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
+        ContractError: what it made is no environment.
+    """
+    thread = OwnThread()
+    try:
+        returned = await thread.call_async(factory, timeout_seconds=step_timeout_seconds)
+    except TimeoutError:
+        thread.abandon()
+        raise EnvTimeoutError(f"{name}: making the environment took over {step_timeout_seconds:g} seconds") from None
+    if returned.error is not None:
+        thread.release()
+        text = f"{name}: making the environment raised {type(returned.error).__name__}: {returned.error}"
+        raise EnvError(text) from returned.error
+    return EnvSession(returned.value, env_id=name, step_timeout_seconds=step_timeout_seconds, thread=thread)
+
+
+async def play(
+    factory: Callable[[], Any],
+    policy: PolicyFactory,
+    *,
+    seed: int,
+    name: str,
+    max_turns: int,
+    step_timeout_seconds: float,
+) -> Playthrough:
+    """Play one episode in a fresh environment, cut off after `max_turns`; the player's randomness comes from the seed.
+
+    Raises:
+        EnvError, EnvTimeoutError, ContractError: the environment failed.
+        PlayerError: the player did.
+    """
+    session = await open_session(factory, name=name, step_timeout_seconds=step_timeout_seconds)
+    try:
+        return await play_in(session, policy, seed=seed, max_turns=max_turns)
+    finally:
+        await session.close()
+
+
+async def play_in(
+    session: EnvSession, policy: PolicyFactory, *, seed: int, max_turns: int, watch: Watch | None = None
+) -> Playthrough:
+    """Like `play`, in an open session, which stays open."""
+    watch = watch or (lambda _method, _turn: nullcontext())
+    with watch("reset", -1):
+        opening = (await session.reset(seed)).messages
+    player = policy(session.env, np.random.default_rng((seed, 1)))
+    messages = list(opening)
+    actions: list[Message] = []
+    answers: list[StepResult] = []
+    while len(answers) < max_turns and not (answers and answers[-1].done):
+        try:
+            said = player(tuple(messages))
+        except Exception as error:
+            raise PlayerError(f"turn {len(answers)}: the player raised {type(error).__name__}: {error}") from error
+        actions.append(Message("assistant", said) if isinstance(said, str) else said)
+        with watch("step", len(answers)):
+            answers.append(await session.step(actions[-1]))
+        messages += [actions[-1], *answers[-1].messages]
+    return Playthrough(seed, opening, tuple(actions), tuple(answers))
+
+
+def silent_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
+    """Says nothing."""
+    return lambda _messages: ""
+
+
+def echo_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
+    """Repeats what it was last told."""
+    return lambda messages: messages[-1].content
+
+
+def tool_calling_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """Calls a random tool with random arguments that fit its schema; without tools, says random digits."""
+    tools = tuple(getattr(env, "tools", ())) if isinstance(env, ToolEnv) else ()
+
+    def play(messages: Sequence[Message]) -> Message | str:
+        if not tools:
+            return str(rng.integers(100))
+        tool = tools[int(rng.integers(len(tools)))]
+        arguments = {name: _value(tool.parameters["properties"][name], rng) for name in sorted(tool.required)}
+        return Message("assistant", "", (ToolCall(f"call_{len(messages)}", tool.name, arguments),))
+
+    return play
+
+
+def _value(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
+    """A small value that fits a schema of `tools.py` (Any: JSON)."""
+    if "enum" in schema:
+        return schema["enum"][int(rng.integers(len(schema["enum"])))]
+    if "anyOf" in schema:
+        return _value(schema["anyOf"][0], rng)
+    number = int(rng.integers(10))
+    values = {"string": str(number), "integer": number, "number": float(number), "boolean": number % 2 == 0}
+    return values.get(schema["type"], {"array": [], "object": {}}.get(schema["type"]))
+
+
+def replaying(actions: Sequence[Message]) -> PolicyFactory:
+    """A player that says what was said before."""
+
+    def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
+        remaining = iter(actions)
+        return lambda _messages: next(remaining)
+
+    return policy
+
+
+def _said(messages: Sequence[Message]) -> str:
+    text = repr([message.content for message in messages])
+    return text if len(text) <= 200 else text[:197] + "..."

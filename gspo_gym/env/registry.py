@@ -1,0 +1,172 @@
+"""Environments by name, on top of Gymnasium's own registry.
+
+Packages announce theirs through the `gymnasium.envs` entry point, which Gymnasium 1.4 no longer reads; it is read here,
+once, before a name is looked up. Called by `build.py`, the commands and users.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, load_env_creator, parse_env_id
+
+from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
+
+_NAMESPACE = "gspo_gym"
+_ENTRY_POINT_GROUP = "gymnasium.envs"
+
+
+def register(env_id: str, entry_point: Callable[..., Any] | str, **kwargs: Any) -> None:
+    """Register an environment under NAME-vN or NAMESPACE/NAME-vN; a later registration of the same id replaces it.
+
+    Args:
+        env_id: the id.
+        entry_point: a class, a function that makes one, or "package.module:Class".
+        **kwargs: as in `gymnasium.register`, for example `kwargs={...}` for the constructor.
+
+    Raises:
+        ConfigError: the id is malformed or contradicts another one.
+    """
+    gymnasium.registry.pop(env_id, None)  # Gymnasium warns of what is meant here, in a notebook for example
+    # Gymnasium's own checker judges by rules for arrays and would do it in every episode; `check_env` does it once.
+    settings = {"disable_env_checker": True, "order_enforce": False, **kwargs}
+    try:
+        gymnasium.register(env_id, entry_point=entry_point, **settings)
+    except gymnasium.error.Error as error:
+        raise ConfigError(f"cannot register environment {env_id!r}: {error}") from error
+
+
+def make(env_id: str, **kwargs: Any) -> Any:
+    """A fresh environment; keyword arguments go to its constructor.
+
+    Of Gymnasium's wrappers it has only a time limit, if it was registered with `max_episode_steps`. A registered class
+    that does not subclass `gymnasium.Env` gives a plain instance, without wrappers (hence Any).
+
+    Raises:
+        UnknownNameError: no environment of that name; says the nearest.
+        ConfigError: the constructor takes no such argument; says the nearest.
+    """
+    spec: EnvSpec = copy.copy(gymnasium.registry[resolve(env_id)])
+    spec.disable_env_checker, spec.order_enforce = True, False
+    creator: Any = spec.entry_point  # Any: a class or function of the author's
+    if isinstance(creator, str):
+        creator = load_env_creator(creator)
+    if creator is None:
+        raise ConfigError(f"environment {spec.id!r} is registered without an entry_point for single environments")
+    _require_known_arguments(spec.id, creator, kwargs)
+    if isinstance(creator, type) and not issubclass(creator, gymnasium.Env):
+        if spec.max_episode_steps is not None:
+            raise ConfigError(
+                f"environment {spec.id!r}: max_episode_steps needs a subclass of gymnasium.Env, got {creator.__name__}"
+            )
+        return creator(**(copy.deepcopy(spec.kwargs) | kwargs))
+    return gymnasium.make(spec, **kwargs)
+
+
+def resolve(env_id: str) -> str:
+    """The full id that a name stands for.
+
+    Without a namespace a name is looked up in all of them: ours first, then others' (where it must be the only one),
+    then Gymnasium's own suite. Without a version the newest is taken. "package.module:Env-v0" imports the module first,
+    which is expected to register the environment.
+
+    Raises:
+        UnknownNameError: there is none, or several namespaces have one; says which.
+
+    >>> resolve("GuessNumber")
+    'gspo_gym/GuessNumber-v0'
+    """
+    failed_plugins = _load_plugins()
+    module, colon, name = env_id.rpartition(":")
+    if colon:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UnknownNameError(f"environment {env_id!r}: cannot import {module!r}: {error}") from error
+    if name in gymnasium.registry:
+        return name
+    found = _matches(name)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UnknownNameError(f"environment {env_id!r} is in several namespaces: {', '.join(found)}; give the full id")
+    hint = "".join(f"; the plugin {plugin} could not be loaded: {error}" for plugin, error in failed_plugins)
+    raise UnknownNameError(f"there is no environment {env_id!r}; {_nearest(name)}{hint}")
+
+
+def list_environments(*, include_gymnasium: bool = False) -> tuple[str, ...]:
+    """Full ids, sorted: those that are not of Gymnasium's own suite, or all."""
+    _load_plugins()
+    specs = gymnasium.registry.values()
+    return tuple(sorted(spec.id for spec in specs if include_gymnasium or not _is_gymnasiums_own(spec)))
+
+
+@functools.cache
+def _load_plugins() -> tuple[tuple[str, str], ...]:
+    """Run every entry point once; returns those that failed, to be named when a lookup fails."""
+    failed = []
+    for plugin in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP):
+        try:
+            plugin.load()()
+        except Exception as error:  # a stranger's package must not keep ours from working
+            failed.append((plugin.name, f"{type(error).__name__}: {error}"))
+    return tuple(failed)
+
+
+def _matches(name: str) -> list[str]:
+    """Ids whose name (and namespace and version, if given) are as asked, the newest of each namespace that counts."""
+    try:
+        namespace, wanted, version = parse_env_id(name)
+    except gymnasium.error.Error:
+        return []
+    newest: dict[str | None, EnvSpec] = {}
+    for spec in gymnasium.registry.values():
+        if spec.name != wanted or namespace not in (None, spec.namespace) or version not in (None, spec.version):
+            continue
+        known = newest.get(spec.namespace)
+        if known is None or _age(spec) > _age(known):
+            newest[spec.namespace] = spec
+    if _NAMESPACE in newest:
+        return [newest[_NAMESPACE].id]
+    strangers = [spec.id for spec in newest.values() if not _is_gymnasiums_own(spec)]
+    return sorted(strangers or [spec.id for spec in newest.values()])
+
+
+def _age(spec: EnvSpec) -> int:
+    return -1 if spec.version is None else spec.version
+
+
+def _nearest(name: str) -> str:
+    """What may have been meant, written with as many parts as the name has; the names there are if nothing is near."""
+    ids = list_environments()
+    if "/" not in name:
+        ids = tuple(env_id.rpartition("/")[2] for env_id in ids)
+        if "-v" not in name:
+            ids = tuple(parse_env_id(env_id)[1] for env_id in ids)
+    return nearest_name(name, set(ids))
+
+
+def _require_known_arguments(env_id: str, creator: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(creator).parameters.values()
+    except (TypeError, ValueError):  # written in C: it will say itself what it does not take
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = {parameter.name for parameter in parameters}
+    for name in kwargs:
+        if name not in known:
+            raise ConfigError(f"environment {env_id!r} takes no argument {name!r}; {nearest_name(name, known)}")
+
+
+def _is_gymnasiums_own(spec: EnvSpec) -> bool:
+    creator = spec.entry_point or spec.vector_entry_point
+    where = creator if isinstance(creator, str) else getattr(creator, "__module__", "")
+    return where.startswith("gymnasium.")

@@ -1,0 +1,218 @@
+"""EnvSession: the only caller of an environment's methods, and the border at which what it says is checked.
+
+It makes every environment look the same to a rollout: plain or async, subclass or any object, text or tools. Plain
+methods run in a thread of the session's own, so a slow or hanging environment holds up nobody else. Called by
+`rollout/adapter.py` and `env/playing.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from gspo_gym.env.answers import as_reset_result, as_step_result, described
+from gspo_gym.env.core import ToolEnv
+from gspo_gym.env.workers import OwnThread, Returned
+from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, UsageError
+from gspo_gym.types import Message, StepResult
+
+
+class EnvSession:
+    """One environment instance, driven through episodes, one call at a time.
+
+    A plain method is called in the session's thread, always the same, which other sessions use after `close`. An async
+    method is awaited in the event loop, as is whatever awaitable a plain one returns. After a call that missed its
+    deadline or was cancelled, the environment may only be closed. A plain `close` never runs beside another call: it
+    waits its turn in the environment's thread. Async code is cancelled, and gets `step_timeout_seconds` to give in.
+
+    Args:
+        env: a `TextEnv`, a `ToolEnv`, a Gymnasium wrapper around one, or any object with `reset` and `step`.
+        env_id: its name in errors.
+        step_timeout_seconds: for each call of a method; None waits for ever.
+        thread: the session's thread, if the environment was made in it; the session gives it back. None leases one.
+
+    Attributes:
+        env: the environment below Gymnasium's wrappers, for hand-written policies that look at hidden state.
+        tool_schemas: the tools it offers, as OpenAI function schemas; () for plain text environments.
+
+    Raises:
+        ContractError: the object has no `reset` or `step`.
+    """
+
+    # Any: authors need not subclass anything.
+    def __init__(
+        self, env: Any, *, env_id: str, step_timeout_seconds: float | None = None, thread: OwnThread | None = None
+    ) -> None:
+        for method in ("reset", "step"):
+            if not callable(getattr(env, method, None)):
+                raise ContractError(f"{env_id}: expected an object with reset and step, got {described(env)}")
+        self.env_id = env_id
+        self.env = getattr(env, "unwrapped", env)
+        self._outer = env
+        self._timeout = step_timeout_seconds
+        self._takes_messages = isinstance(self.env, ToolEnv)
+        self.tool_schemas: tuple[Mapping[str, Any], ...] = ()
+        if self._takes_messages:
+            self.tool_schemas = tuple(tool.schema for tool in self.env.tools)
+        self._thread = thread or OwnThread()
+        self._left: str | None = None  # the method whose answer was not awaited to the end
+        self._is_thread_busy = False
+        self._has_missed_deadline = False
+        self._cancelled: asyncio.Future[Any] | None = None  # an async call that was told to stop, and may not have yet
+        self._is_closed = False
+
+    async def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> StepResult:
+        """Start an episode; the first observation, without a reward.
+
+        `options` are given only if there are any. A plain object may do without `options`, but not without `seed`: the
+        episodes of a group are compared because they play the same task.
+
+        Raises:
+            EnvError, EnvTimeoutError: it raised, or did not answer in time.
+            ContractError: the answer is not (observation, info), or `reset` does not take what it is given.
+        """
+        given: dict[str, Any] = {"seed": seed}
+        if options:
+            given["options"] = dict(options)
+        self._require_keywords(given)
+        answer = await self._call("reset", partial(self._outer.reset, **given))
+        return as_reset_result(answer, where=f"{self.env_id}: reset()")
+
+    async def step(self, action: Message) -> StepResult:
+        """Answer one action: a `ToolEnv` is given the message, any other environment its text.
+
+        Raises:
+            EnvError, EnvTimeoutError: it raised, or did not answer in time.
+            ContractError: the answer is not (observation, reward, terminated, truncated, info), or a part is wrong.
+        """
+        given = action if self._takes_messages else action.content
+        answer = await self._call("step", partial(self._outer.step, given))
+        return as_step_result(answer, where=f"{self.env_id}: step()")
+
+    async def invalid_action(self, error: str) -> StepResult:
+        """Answer text that could not be parsed as an action; an object without that method shows `error`, reward 0.
+
+        Gymnasium's wrappers do not know of it, so it goes past them.
+
+        Raises:
+            as `step`.
+        """
+        method = getattr(self.env, "invalid_action", None)
+        if method is None:
+            return StepResult((Message("user", error),), reward=0.0)
+        answer = await self._call("invalid_action", partial(method, error))
+        return as_step_result(answer, where=f"{self.env_id}: invalid_action()")
+
+    async def close(self) -> None:
+        """Close the environment, if it can be closed, and give the thread back. Closing again does nothing.
+
+        Where a plain method hangs, a plain `close` follows if it ever returns, and nobody waits for that.
+
+        Raises:
+            EnvError, EnvTimeoutError: it raised, or did not return in time.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        close = getattr(self._outer, "close", None)
+        if self._cancelled is not None:  # async code usually gives in at once
+            await asyncio.wait({self._cancelled}, timeout=self._timeout)
+        if self._has_missed_deadline and self._is_thread_busy and not inspect.iscoroutinefunction(close):
+            self._thread.abandon(close)
+            return
+        try:
+            if callable(close):
+                await self._answer_of("close", close)
+        finally:
+            if self._is_thread_busy:
+                self._thread.abandon()
+            else:
+                self._thread.release()
+
+    # Any, here and below: what the environment answers is checked only afterwards.
+    async def _call(self, method: str, call: Callable[[], Any]) -> Any:
+        if self._is_closed:
+            raise UsageError(f"{self.env_id}: {method}() after close()")
+        if self._left is not None:
+            raise UsageError(f"{self.env_id}: {method}() after {self._left}() was given up; make a new environment")
+        return await self._answer_of(method, call)
+
+    async def _answer_of(self, method: str, call: Callable[[], Any]) -> Any:
+        """What the call answers in time; what it raises becomes an EnvError."""
+        watchdog = asyncio.timeout(self._timeout)
+        try:
+            async with watchdog:
+                if inspect.iscoroutinefunction(call):
+                    return await self._in_own_task(call())
+                answer = await self._in_thread(call)
+                return await self._in_own_task(answer) if inspect.isawaitable(answer) else answer
+        except TimeoutError as error:
+            if not watchdog.expired():
+                raise self._failure(method, error) from error
+            self._left, self._has_missed_deadline = method, True
+            raise EnvTimeoutError(
+                f"{self.env_id}: {method}() did not answer within {self._timeout:g} seconds"
+            ) from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # nobody cancelled us: it is the environment's own
+                raise self._failure(method, error) from error
+            self._left = method
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._failure(method, error) from error
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        self._is_thread_busy = True
+        returned = await self._thread.call_async(call, timeout_seconds=None)  # the deadline is the caller's
+        self._is_thread_busy = False
+        return returned.unwrap()
+
+    async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
+        """The awaitable's result; a cancellation reaches it but does not wait until it gives in."""
+        task = asyncio.ensure_future(_contained(awaitable))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            task.add_done_callback(_read)
+            self._cancelled = task
+            raise
+        return task.result().unwrap()
+
+    def _failure(self, method: str, error: BaseException) -> BaseException:
+        if isinstance(error, ContractError | EnvError):
+            return error  # an adapter of a foreign environment knows better than we what went wrong
+        return EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}")
+
+    def _require_keywords(self, given: Mapping[str, Any]) -> None:
+        try:
+            parameters = inspect.signature(self._outer.reset).parameters.values()
+        except (TypeError, ValueError):  # written in C: it will say itself what it does not take
+            return
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return
+        known = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+        for name in given:
+            if name not in known:
+                raise ContractError(
+                    f"{self.env_id}: expected reset(*, seed=None, options=None), got a reset that takes no {name!r} "
+                    f"but {sorted(known) or 'nothing'}"
+                )
+
+
+async def _contained(awaitable: Awaitable[Any]) -> Returned:
+    """What becomes of it. A SystemExit that leaves a task ends the event loop, so it is kept from leaving."""
+    try:
+        return Returned(await awaitable, None)
+    except SystemExit as error:
+        return Returned(None, error)
+
+
+def _read(task: asyncio.Future[Any]) -> None:
+    """Look at what nobody waits for any more, so that asyncio does not complain of an error never retrieved."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,324 @@
+"""Tools: typed Python functions that a model may call.
+
+`@tool` marks a method of a `ToolEnv` (it stays an ordinary method); `Tool` is what becomes of it: a schema for the
+model's chat template, and strict checking of the arguments that the model sends. Running the function, with its time
+limit, is the business of `core.ToolEnv`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from gspo_gym.env.docstrings import parse_docstring
+from gspo_gym.errors import ContractError, nearest_name
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_MARK = "__gspo_tool__"
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what the OpenAI API accepts
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
+_SUPPORTED = "str, int, float, bool, list, dict with str keys, Literal, Enum, None and unions of these"
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+
+
+class ToolError(Exception):
+    """The call failed, and the text is for the model that made it; raise it in a tool for an error without noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    time_limit_seconds: float | None
+
+
+@overload
+def tool(function: _Function, /) -> _Function: ...
+
+
+@overload
+def tool(*, time_limit_seconds: float | None = None) -> Callable[[_Function], _Function]: ...
+
+
+def tool(function: Any = None, /, *, time_limit_seconds: float | None = None) -> Any:
+    """Mark a method of a `ToolEnv`, plain or async, as a tool; write `@tool` or `@tool(time_limit_seconds=2.0)`.
+
+    Name, description and parameters come from the method's name, docstring (Google's "Args:" or reST's ":param x:")
+    and annotations. What it returns is shown to the model: a string as it is, anything else as JSON.
+
+    Args:
+        time_limit_seconds: a call that takes longer is given up and answered with an error text; None: no limit of its
+            own. A limited plain method runs in another thread than the rest of the environment, the same for all of
+            them, and cannot be stopped there: it should have no effect that must not happen late.
+
+    Raises:
+        ContractError: not a function, or the limit is not positive.
+    """
+    if time_limit_seconds is not None and not time_limit_seconds > 0:
+        raise ContractError(f"tool: expected time_limit_seconds > 0, got {time_limit_seconds}")
+
+    def mark(marked: _Function) -> _Function:
+        if not inspect.isfunction(marked):
+            raise ContractError(f"tool: expected a function or method, got {type(marked).__name__}")
+        setattr(marked, _MARK, _Mark(time_limit_seconds))
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tool:
+    """A function as a model sees it.
+
+    Attributes:
+        name, description: for the model.
+        parameters: JSON schema of the arguments, an object.
+        function: called with the checked arguments by name.
+        time_limit_seconds: of one call; None is no limit.
+        adapters: one checker a parameter, by name.
+        required: the parameters without a default.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    function: Callable[..., Any]
+    time_limit_seconds: float | None
+    adapters: Mapping[str, TypeAdapter[Any]]
+    required: frozenset[str]
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any]) -> Tool:
+        """The tool that a typed function is; a time limit is taken from `@tool`, if it is there.
+
+        Raises:
+            ContractError: a parameter has no annotation or an unsupported one, or the docstring names one that does not
+                exist.
+        """
+        return _build(function, skip=0, names={})
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI function schema, a fresh object."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    def check_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as Python values (enum members for enums). Nothing is coerced but integers to floats.
+
+        Raises:
+            ToolError: an argument is unknown, missing or of the wrong type; says all that is wrong.
+        """
+        if not isinstance(arguments, Mapping):
+            raise ToolError(f"{self.name}: expected arguments by name, got {_shown(arguments)}")
+        unknown = [name for name in arguments if name not in self.adapters]
+        problems = [f"unknown argument {name!r}, {nearest_name(str(name), self.adapters)}" for name in unknown]
+        problems += [f"missing argument {name!r}" for name in self.adapters if name in self.required - set(arguments)]
+        checked: dict[str, Any] = {}
+        for name, adapter in self.adapters.items():
+            if name in arguments:
+                try:
+                    checked[name] = _checked(adapter, arguments[name])
+                except ToolError as error:
+                    problems.append(f"argument {name!r}: {error}")
+        if problems:
+            raise ToolError(f"{self.name}: " + "; ".join(problems))
+        return checked
+
+    def bound_to(self, instance: object) -> Tool:
+        """The tool as a method of that object."""
+        return dataclasses.replace(self, function=getattr(instance, self.function.__name__))
+
+
+def tools_of(cls: type) -> tuple[Tool, ...]:
+    """The tools among a class's methods, base classes first, in the order of their definition; not yet bound.
+
+    Raises:
+        ContractError: as `Tool.from_function`.
+    """
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    namespace: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        namespace |= vars(base)
+    marked = [inspect.getattr_static(cls, name) for name in names]
+    return tuple(_build(function, skip=1, names=namespace) for function in marked if hasattr(function, _MARK))
+
+
+def text_of(result: object) -> str:
+    """What the model reads of a tool's result: a string as it is, anything else as JSON.
+
+    Raises:
+        ToolError: it is neither.
+    """
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ToolError(f"the tool's result is neither text nor JSON: {error}") from error
+
+
+def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """The tools by name.
+
+    Raises:
+        ContractError: two have the same.
+    """
+    by_name: dict[str, Tool] = {}
+    for each in tools:
+        if each.name in by_name:
+            raise ContractError(f"two tools are named {each.name!r}")
+        by_name[each.name] = each
+    return by_name
+
+
+def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any]) -> Tool:
+    """The tool made of all but the first `skip` parameters; `names` are known to annotations besides the globals."""
+    name = getattr(function, "__name__", type(function).__name__)
+    where = f"tool {getattr(function, '__qualname__', name)}"
+    if not _NAME.fullmatch(name):
+        raise ContractError(f"{where}: expected a name of 1 to 64 ASCII letters, digits, _ and -, got {name!r}")
+    documented = parse_docstring(function.__doc__)
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    known = {parameter.name for parameter in parameters}
+    for stranger in sorted(set(documented.parameters) - known):
+        raise ContractError(f"{where}: its docstring describes {stranger!r}; {nearest_name(stranger, known)}")
+    types_by_name = _annotations(function, parameters, names, where)
+    properties = {
+        parameter.name: _property(parameter, types_by_name[parameter.name], documented.parameters, where)
+        for parameter in parameters
+    }
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    mark: _Mark | None = getattr(function, _MARK, None)
+    return Tool(
+        name=name,
+        description=documented.description,
+        parameters={"type": "object", "properties": properties, "required": required},
+        function=function,
+        time_limit_seconds=mark.time_limit_seconds if mark else None,
+        adapters={key: TypeAdapter(value, config=_STRICT) for key, value in types_by_name.items()},
+        required=frozenset(required),
+    )
+
+
+def _annotations(
+    function: Callable[..., Any], parameters: Iterable[inspect.Parameter], names: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The resolved annotations of the parameters; the return type is nobody's business here and may be unresolvable."""
+    hints: dict[str, Any] = {}
+    for parameter in parameters:
+        place = f"{where}, parameter {parameter.name!r}"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ContractError(
+                f"{place}: expected a parameter that can be given by name, got a {parameter.kind.description} one"
+            )
+        if parameter.annotation is parameter.empty:
+            raise ContractError(f"{place}: expected a type annotation, got none; supported are {_SUPPORTED}")
+        hints[parameter.name] = _resolved(parameter.annotation, function, names, place)
+    return hints
+
+
+def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str, Any], place: str) -> Any:
+    """The type that an annotation stands for (Any: annotations are arbitrary objects).
+
+    The function's module comes before the class body, where a tool may be called `list`.
+    """
+    holder = types.SimpleNamespace(__annotations__={"annotation": annotation})
+    module = getattr(inspect.unwrap(function), "__globals__", {})
+    try:
+        try:
+            return typing.get_type_hints(holder, module, include_extras=True)["annotation"]
+        except NameError:
+            return typing.get_type_hints(holder, module, dict(names), include_extras=True)["annotation"]
+    except (NameError, SyntaxError, TypeError, AttributeError) as error:
+        raise ContractError(f"{place}: cannot resolve the annotation {annotation!r}: {error}") from error
+
+
+def _property(parameter: inspect.Parameter, hint: Any, descriptions: Mapping[str, str], where: str) -> dict[str, Any]:
+    """JSON schema of one parameter. A default of None is left out: that the parameter is not required says it."""
+    schema = _schema(hint, f"{where}, parameter {parameter.name!r}")
+    if description := descriptions.get(parameter.name):
+        schema["description"] = description
+    default = parameter.default
+    if default is not parameter.empty and default is not None:
+        schema["default"] = default.value if isinstance(default, enum.Enum) else default
+    return schema
+
+
+def _schema(hint: Any, where: str) -> dict[str, Any]:
+    """JSON schema of a type (Any: annotations are arbitrary objects)."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if hint is None:
+        return {"type": "null"}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _choice([member.value for member in hint], where)
+    if origin is Literal:
+        return _choice([a.value if isinstance(a, enum.Enum) else a for a in arguments], where)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(argument, where) for argument in arguments]}
+    if hint is list or origin is list:
+        return {"type": "array", **({"items": _schema(arguments[0], where)} if arguments else {})}
+    if hint is dict or (origin is dict and arguments[0] is str):
+        return {"type": "object", **({"additionalProperties": _schema(arguments[1], where)} if arguments else {})}
+    raise ContractError(f"{where}: expected one of {_SUPPORTED}, got {inspect.formatannotation(hint)}")
+
+
+def _choice(values: list[Any], where: str) -> dict[str, Any]:
+    """JSON schema of a choice among constants (Any: whatever the author listed)."""
+    strangers = [value for value in values if type(value) not in _JSON_TYPES]
+    if strangers or not values:
+        raise ContractError(f"{where}: expected choices that are JSON values, got {strangers or 'none'}")
+    kinds = {_JSON_TYPES[type(value)] for value in values}
+    return {"enum": values} | ({"type": kinds.pop()} if len(kinds) == 1 else {})
+
+
+def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
+    """The value as the parameter's type. Checked as JSON, in which an enum is its value (Any: whatever the model sent).
+
+    Raises:
+        ToolError: it is not of that type.
+    """
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ToolError(f"expected a JSON value, got {_shown(value)}") from None
+    try:
+        checked = adapter.validate_json(text)
+    except ValidationError as error:
+        wrong = [_explained(detail) for detail in error.errors(include_url=False, include_context=False)]
+        raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {_shown(value)}") from None
+    if not _agree(adapter.dump_python(checked, mode="json"), value):  # pydantic takes true for Literal[1]
+        raise ToolError(f"expected no boolean for a number and no number for a boolean, got {_shown(value)}")
+    return checked
+
+
+def _agree(a: object, b: object) -> bool:
+    """Whether two equal JSON values also agree on what is a boolean."""
+    if isinstance(a, list) and isinstance(b, list):
+        return all(map(_agree, a, b))
+    if isinstance(a, dict) and isinstance(b, Mapping):
+        return all(_agree(a[key], b.get(key)) for key in a)
+    return isinstance(a, bool) == isinstance(b, bool)
+
+
+def _explained(detail: Any) -> str:
+    """One of pydantic's complaints in a few words (Any: its error records are typed loosely)."""
+    message = str(detail["msg"]).replace("Input should be", "expected", 1)
+    path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int))
+    return f"at {path}: {message}" if path else message
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

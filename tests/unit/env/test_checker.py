@@ -1,0 +1,487 @@
+"""check_env: a good environment passes, and each way of breaking it is caught by the check that is there for it.
+
+The list of mutations is `BROKEN`: an environment, the check that must report it, and a part of what it must say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+
+from gspo_gym.env.checker import CheckReport, check_env
+from gspo_gym.env.checks import CHECKS
+from gspo_gym.env.core import TextEnv, ToolEnv
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.tools import tool
+from gspo_gym.errors import ConfigError, ContractError, UnknownNameError
+from gspo_gym.types import Message, ToolCall
+
+SEEDS = range(4)
+
+
+def tell_sum(env: Any, rng: np.random.Generator) -> Callable[[Sequence[Message]], str]:
+    return lambda messages: str(env.numbers[-1] + env.numbers[-2])
+
+
+def guess(env: Any, rng: np.random.Generator) -> Callable[[Sequence[Message]], str]:
+    return lambda messages: str(rng.integers(20))
+
+
+class Sums(TextEnv):
+    """Two sums to be told, 0.5 each. Keeps the contract; the mutations below break it."""
+
+    policies: ClassVar = {"reference": tell_sum, "random": guess}
+    reward_range = (0.0, 1.0)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.num_right = self.num_told = 0
+        self.numbers: list[int] = []
+        self.is_over = False
+        return self.question(), {}
+
+    def question(self) -> str:
+        self.numbers += [int(n) for n in self.np_random.integers(10, size=2)]
+        return f"{self.numbers[-2]} + {self.numbers[-1]} = ?"
+
+    def step(self, action: str) -> Any:
+        if self.is_over:
+            raise RuntimeError("the episode is over")
+        is_right = action.strip() == str(self.numbers[-1] + self.numbers[-2])
+        self.num_right += is_right
+        self.num_told += 1
+        self.is_over = self.num_told == 2
+        success = self.num_right == 2 if self.is_over else None
+        observation = "Thanks." if self.is_over else self.question()
+        return observation, Reward({"right": 0.5 * is_right}, success=success), self.is_over, False, {}
+
+
+class AsyncSums(Sums):
+    async def reset(self, **given: Any) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().reset(**given)
+
+    async def step(self, action: str) -> Any:
+        await asyncio.sleep(0)
+        return super().step(action)
+
+
+def press_lit(env: Any, rng: np.random.Generator) -> Callable[[Sequence[Message]], Message]:
+    def play(messages: Sequence[Message]) -> Message:
+        return Message("assistant", "", tool_calls=(ToolCall(f"c{len(messages)}", "press", {"button": env.lit}),))
+
+    return play
+
+
+class Buttons(ToolEnv):
+    policies: ClassVar = {"reference": press_lit}
+    reward_range = (0.0, 1.0)
+
+    def start(self, options: Any) -> str:
+        self.lit = int(self.np_random.integers(100))
+        return "Press the lit button."
+
+    @tool
+    def press(self, button: int) -> str:
+        """Press a button."""
+        self.finish(Reward({"lit": float(button == self.lit)}, success=button == self.lit))
+        return "click"
+
+    def end_turn(self) -> None:
+        if self.num_turns == 3:
+            self.finish(Reward({}, success=False), truncated=True)
+
+
+class AsyncButtons(Buttons):
+    @tool
+    async def look(self) -> str:
+        """Look."""
+        await asyncio.sleep(0)
+        return "lights"
+
+
+class PlainCoin:
+    """No subclass of anything, no policies, no close."""
+
+    def reset(self, seed: int) -> Any:
+        self.side = "heads" if seed % 2 else "tails"
+        return "Which side?", {}
+
+    def step(self, action: str) -> Any:
+        return self.side, float(action == self.side), True, False, {}
+
+
+def check(env: Any, **settings: Any) -> CheckReport:
+    return check_env(env, **{"seeds": SEEDS, "step_timeout_seconds": 5.0, **settings})
+
+
+@pytest.mark.parametrize("good", [Sums, AsyncSums, Buttons, AsyncButtons, PlainCoin])
+def test_a_good_environment_passes_every_check(good: type) -> None:
+    report = check(good)
+    assert report.passed, str(report)
+    assert report.checks == tuple(CHECKS)
+    assert "4 seeds gave at least" in report.notes[0]
+
+
+def test_notes_say_what_could_not_be_checked() -> None:
+    assert check(PlainCoin).notes == (
+        "4 seeds gave at least 2 different tasks",
+        "no policy 'reference': whether the task can be solved was not checked",
+        "not a gymnasium.Env with plain methods, so Gymnasium's own checker does not apply",
+    )
+
+
+# -- the mutations ---------------------------------------------------------------------------------------------------
+
+
+def answering(position: int, value: Any) -> type[Sums]:
+    """Sums whose step answers `value` in place of one of its five parts."""
+
+    class Wrong(Sums):
+        def step(self, action: str) -> Any:
+            answer = list(super().step(action))
+            answer[position] = value
+            return tuple(answer)
+
+    return Wrong
+
+
+def playing(**policies: Any) -> type[Sums]:
+    class Wrong(Sums):
+        pass
+
+    Wrong.policies = {**Sums.policies, **policies}
+    return Wrong
+
+
+class OneForAll:
+    instance = Sums()
+
+    def __new__(cls) -> Any:
+        return cls.instance
+
+
+class BackwardRange(Sums):
+    reward_range = (1.0, 0.0)
+
+
+class PoliciesList(Sums):
+    policies: ClassVar = ["reference"]  # type: ignore[assignment]
+
+
+class NoStep:
+    def reset(self, seed: int) -> Any:
+        return "go", {}
+
+
+class RaisesInInit(Sums):
+    def __init__(self) -> None:
+        raise OSError("no data")
+
+
+class ResetWithoutInfo(Sums):
+    def reset(self, **given: Any) -> Any:
+        return super().reset(**given)[0]
+
+
+class StepOfFour(Sums):
+    def step(self, action: str) -> Any:
+        return super().step(action)[:4]
+
+
+class RaisesForSomeSeeds(Sums):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed == 2:
+            raise IndexError("no such task")
+        return super().reset(seed=seed)
+
+
+class Hangs(Sums):
+    async def step(self, action: str) -> Any:
+        await asyncio.Event().wait()
+
+
+class GlobalNumpy(Sums):
+    def question(self) -> str:
+        np.random.seed(self.num_told)
+        return super().question()
+
+
+class GlobalRandom(Sums):
+    def step(self, action: str) -> Any:
+        random.random()
+        return super().step(action)
+
+
+class SharedState(Sums):
+    """Right while it plays alone: the numbers are the class's."""
+
+    numbers: list[int] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(SharedState, name, value) if name == "numbers" else super().__setattr__(name, value)
+
+    async def step(self, action: str) -> Any:
+        await asyncio.sleep(0.001)  # others move meanwhile
+        return super().step(action)
+
+
+class IgnoresSeed(Sums):
+    counter = itertools.count()
+
+    def question(self) -> str:
+        self.numbers += [next(self.counter), 0]
+        return f"{self.numbers[-2]} + 0 = ?"
+
+
+class KeepsState(Sums):
+    """The second episode of an instance is another one than that of a fresh instance."""
+
+    num_episodes = 0
+
+    def reset(self, **given: Any) -> Any:
+        observation, info = super().reset(**given)
+        self.num_episodes += 1
+        return f"Episode {self.num_episodes}. {observation}", info
+
+
+class AnswersForTheModel(Sums):
+    def question(self) -> str:
+        return [Message("user", super().question()), Message("assistant", "Hm.")]  # type: ignore[return-value]
+
+
+class AnswersNoCall(Buttons):
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return ("clicked" if isinstance(observation, list) else observation), *rest
+
+
+class AnswersForeignCall(Buttons):
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        if isinstance(observation, list):
+            observation = [Message("tool", "clicked", tool_call_id="another")]
+        return observation, *rest
+
+
+class PaysTooMuch(Sums):
+    reward_range = (0.0, 0.75)
+
+
+class IgnoresTimeLimit(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Declares a time limit, and forgets it."""
+
+    def __init__(self) -> None:
+        super().__init__(Endless())
+
+    @property
+    def spec(self) -> Any:
+        return gymnasium.envs.registration.EnvSpec("Endless-v0", max_episode_steps=3)
+
+
+class Endless(TextEnv):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return "Say something.", {}
+
+    def step(self, action: str) -> Any:
+        return "Go on.", 0.0, False, False, {}
+
+
+class NotAnew(Sums):
+    """After the end, reset shows the last word."""
+
+    is_over = False
+
+    def reset(self, **given: Any) -> Any:
+        was_over = self.is_over
+        observation, info = super().reset(**given)
+        return ("Thanks." if was_over else observation), info
+
+
+class NoSenseOfErrors(Sums):
+    def invalid_action(self, error: str) -> Any:
+        return error
+
+
+class ClosesOnce(Sums):
+    is_closed = False
+
+    def close(self) -> None:
+        if self.is_closed:
+            raise ValueError("closed already")
+        self.is_closed = True
+
+
+class ClosesOnlyAfterReset(Sums):
+    def close(self) -> None:
+        del self.numbers
+
+
+class PaysForNothing(Sums):
+    def step(self, action: str) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, Reward({"right": 0.5}, success=reward.success), *rest
+
+
+class EchoWins(TextEnv):
+    reward_range = (0.0, 2.0)
+    policies: ClassVar = {"reference": lambda env, rng: lambda messages: "open sesame"}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return "Repeat this.", {}
+
+    def step(self, action: str) -> Any:
+        reward = Reward({"said": 2.0 * (action == "open sesame")}, success=action != "")
+        return "Done.", reward, True, False, {}
+
+
+class UnseededGymnasium(Sums):
+    """Does not tell Gymnasium of the seed."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._np_random = np.random.default_rng(0 if seed is None else [seed, 7])
+        answer = super().reset()
+        self._np_random = None
+        return answer
+
+    def question(self) -> str:
+        self._np_random = self._np_random or np.random.default_rng(0)
+        return super().question()
+
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (OneForAll, "construction", "expected a fresh instance from every call, got the same object twice"),
+    (BackwardRange, "construction", "expected reward_range to be (smallest, largest return), got (1.0, 0.0)"),
+    (PoliciesList, "construction", "expected policies to map names to functions"),
+    (NoStep, "construction", "expected an object with reset and step"),
+    (RaisesInInit, "construction", "making the environment raised OSError: no data"),
+    (ResetWithoutInfo, "play", "reset(): expected (observation, info), got str"),
+    (StepOfFour, "play", "got tuple of length 4"),
+    (answering(0, 3), "play", "expected text or a sequence of messages, got int 3"),
+    (answering(1, math.nan), "play", "expected a finite reward, got nan"),
+    (answering(1, "0.5"), "play", "expected a number or None as the reward, got str '0.5'"),
+    (answering(2, 0), "play", "expected terminated as a bool, got int 0"),
+    (answering(3, None), "play", "expected truncated as a bool, got NoneType"),
+    (answering(4, None), "play", "expected info as a mapping, got NoneType"),
+    (RaisesForSomeSeeds, "play", "random, seed 2: EnvError: RaisesForSomeSeeds: reset() raised IndexError"),
+    (Hangs, "play", "EnvTimeoutError: Hangs: step() did not answer within"),
+    (playing(random=lambda env, rng: lambda messages: 1 / 0), "play", "the player raised ZeroDivisionError"),
+    (GlobalNumpy, "global randomness", "random, seed 0: expected randomness from self.np_random only, but reset()"),
+    (GlobalRandom, "global randomness", "step(), turn 0 changed the generator of random"),
+    (SharedState, "determinism", "alone and beside others differ: turn 0: expected"),
+    (IgnoresSeed, "determinism", "alone and beside others differ: reset: expected the observation"),
+    (KeepsState, "reset", "a fresh instance and one that was reset differ: reset: expected the observation"),
+    (AnswersForTheModel, "messages", "expected reset to end with something to answer, got an assistant message last"),
+    (AnswersForTheModel, "messages", "expected no assistant message from the environment"),
+    (AnswersNoCall, "messages", "turn 0: expected tool messages for the calls ['c1'], got []"),
+    (AnswersForeignCall, "messages", "turn 0: expected tool messages for the calls ['c1'], got ['another']"),
+    (PaysTooMuch, "reward range", "reference, seed 0: expected a return in reward_range (0.0, 0.75), got 1.0"),
+    (answering(1, -0.25), "reward range", "expected a return in reward_range (0.0, 1.0), got -0.5"),
+    (IgnoresTimeLimit, "end", "expected the end within 3 steps, the time limit, it went on"),
+    (NotAnew, "end", "seed 0: expected reset after the end to begin anew"),
+    (
+        NoSenseOfErrors,
+        "invalid action",
+        "invalid_action(): expected (observation, reward,",
+    ),
+    (ClosesOnce, "close", "close() raised ValueError: closed already"),
+    (ClosesOnlyAfterReset, "close", "close() raised AttributeError"),
+    (playing(reference=guess), "reference", "expected 'reference' to succeed, it failed"),
+    (answering(1, 0.25), "reference", "seed 0: expected 'reference' to earn 1.0, got 0.5"),
+    (playing(random=tell_sum), "trivial play", "expected random to earn less than 'reference' (1 on average), got 1"),
+    (PaysForNothing, "trivial play", "expected saying nothing to earn less than 'reference' (1 on average), got 1"),
+    (EchoWins, "trivial play", "seed 0: expected repeating what was said to fail, it succeeded"),
+    (UnseededGymnasium, "gymnasium", "AssertionError"),
+]
+
+
+@pytest.mark.parametrize(("broken", "name", "text"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_environment_is_caught_by_its_check(broken: Any, name: str, text: str) -> None:
+    report = check(broken, step_timeout_seconds=0.4 if broken is Hangs else 5.0, max_turns=20)
+    assert not report.passed
+    found = [problem.text for problem in report.problems if problem.check == name]
+    assert any(text in each for each in found), f"{name} did not say {text!r}:\n{report}"
+
+
+def test_every_check_has_a_mutation() -> None:
+    assert {name for _, name, _ in BROKEN} == set(CHECKS)
+
+
+def test_an_endless_environment_is_noted() -> None:
+    report = check(Endless, max_turns=5)
+    assert report.passed, str(report)
+    note = "5 turns of arbitrary actions, saying nothing, repeating what was said were not the end"
+    assert any(each.startswith(note) for each in report.notes)
+
+
+def test_going_on_after_the_end_is_noted() -> None:
+    class GoesOn(PlainCoin):
+        num_steps = 0
+
+        def step(self, action: str) -> Any:
+            self.num_steps += 1
+            return "x", 0.0, self.num_steps == 1, False, {}
+
+        def reset(self, seed: int) -> Any:
+            self.num_steps = 0
+            return super().reset(seed)
+
+    assert any("step() after the end goes on" in note for note in check(GoesOn).notes)
+
+
+def test_a_fourth_problem_of_a_check_is_only_counted() -> None:
+    problems = [problem.text for problem in check(ResetWithoutInfo).problems if problem.check == "play"]
+    # 5 players (random, reference, arbitrary, silent, echo) on 4 seeds.
+    assert len(problems) == 4
+    assert problems[-1] == "... and 17 more like these"
+
+
+def test_what_could_not_be_judged_is_shown_as_such() -> None:
+    report = check(ResetWithoutInfo)
+    assert report.checks == ("construction", "play")
+    lines = str(report).splitlines()
+    assert lines[0] == "ResetWithoutInfo: FAILED"
+    assert lines[1].startswith("  ok   construction: ")
+    assert lines[2].startswith("  FAIL play: ")
+    assert sum(line.startswith("  -    ") for line in lines) == len(CHECKS) - 2
+
+
+def test_the_report_raises_all_that_was_found() -> None:
+    check(Sums).raise_if_failed()
+    with pytest.raises(ContractError) as caught:
+        check(PaysTooMuch).raise_if_failed()
+    assert "reward range" in str(caught.value)
+    assert "expected 'reference' to earn 0.75, got 1.0" in str(caught.value)
+
+
+def test_other_names_for_the_policies_can_be_given() -> None:
+    report = check(playing(reference=guess, best=tell_sum, worst=tell_sum), reference="best", random="worst")
+    assert [problem.check for problem in report.problems] == ["trivial play"]
+
+
+def test_it_works_inside_a_running_event_loop() -> None:
+    async def notebook() -> CheckReport:
+        return check(Sums)
+
+    assert asyncio.run(notebook()).passed
+
+
+def test_a_registered_name_is_enough_and_a_wrong_one_gets_the_nearest() -> None:
+    assert check("GuessNumber").name == "gspo_gym/GuessNumber-v0"
+    with pytest.raises(UnknownNameError, match="did you mean 'GuessNumber'"):
+        check("GuesNumber")
+
+
+def test_one_seed_is_too_few() -> None:
+    with pytest.raises(ConfigError, match="expected at least 2 seeds"):
+        check_env(Sums, seeds=[1])

@@ -1,0 +1,439 @@
+"""EnvSession: every kind of environment driven alike, and every failure with its own error.
+
+Pinned here:
+
+1.  Text environments get the text, tool environments the message; observations become messages.
+2.  Plain, async, mixed and wrapped environments, and plain objects, are all driven.
+3.  Plain methods run in one thread per session, off the loop; async ones in the loop.
+4.  What is raised, what comes late and what has the wrong shape are three errors, which name environment and method.
+5.  A call that was given up leaves nothing but close, and a plain close never runs beside it.
+6.  close happens once, whatever happened before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import gymnasium
+import pytest
+
+from gspo_gym.env.core import TextEnv, ToolEnv
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.session import EnvSession
+from gspo_gym.env.tools import tool
+from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, UsageError
+from gspo_gym.types import Message, ToolCall
+
+
+def say(text: str) -> Message:
+    return Message("assistant", text)
+
+
+def run(play: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(play())
+
+
+class Echo(TextEnv):
+    """Repeats what it hears until it hears "stop"; `trouble` may interfere with a method."""
+
+    def __init__(self, trouble: Callable[[str], Any] = lambda method: None) -> None:
+        self.trouble = trouble
+        self.num_closed = 0
+        self.threads: set[int] = set()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.threads.add(threading.get_ident())
+        return self.trouble("reset") or (f"{seed} {options}", {"seed": seed})
+
+    def step(self, action: str) -> Any:
+        self.threads.add(threading.get_ident())
+        return self.trouble("step") or (action, 0.25, action == "stop", False, {})
+
+    def close(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.num_closed += 1
+        self.trouble("close")
+
+
+class AsyncEcho(Echo):
+    """The same, async."""
+
+    async def reset(self, **given: Any) -> Any:  # type: ignore[override]
+        return super().reset(**given)
+
+    async def step(self, action: str) -> Any:
+        return super().step(action)
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
+class LaterEcho(Echo):
+    """Plain methods that return awaitables."""
+
+    def step(self, action: str) -> Any:
+        async def later() -> Any:
+            await asyncio.sleep(0)
+            return Echo.step(self, action)
+
+        return later()
+
+
+async def episode(env: Any, **settings: Any) -> list[Any]:
+    session = EnvSession(env, env_id="Echo-v0", **settings)
+    try:
+        return [await session.reset(5), await session.step(say("hi")), await session.step(say("stop"))]
+    finally:
+        await session.close()
+
+
+@pytest.mark.parametrize("kind", [Echo, AsyncEcho, LaterEcho])
+def test_plain_and_async_environments_are_driven_alike(kind: type[Echo]) -> None:
+    env = kind()
+    opening, first, last = asyncio.run(episode(env))
+    assert (opening.messages, opening.reward, opening.info) == ((Message("user", "5 None"),), None, {"seed": 5})
+    assert (first.messages, first.reward, first.done) == ((Message("user", "hi"),), 0.25, False)
+    assert (last.terminated, last.truncated) == (True, False)
+    assert env.num_closed == 1
+
+
+def test_plain_methods_have_one_thread_and_it_is_not_the_loops() -> None:
+    env = Echo()
+    asyncio.run(episode(env))
+    assert len(env.threads) == 1
+    assert threading.get_ident() not in env.threads
+
+
+def test_async_methods_run_in_the_loops_thread() -> None:
+    env = AsyncEcho()
+    asyncio.run(episode(env))
+    assert env.threads == {threading.get_ident()}
+
+
+def test_a_gymnasium_wrapper_is_driven_and_the_environment_below_it_shown() -> None:
+    env = Echo()
+    wrapped = gymnasium.wrappers.TimeLimit(env, 2)
+
+    async def play() -> Any:
+        session = EnvSession(wrapped, env_id="E")
+        assert session.env is env
+        await session.reset(0)
+        flags = [(await session.step(say("x"))).truncated for _ in range(2)]
+        await session.close()
+        return flags
+
+    assert run(play) == [False, True]
+
+
+def test_a_tool_environment_is_given_the_message_and_tells_its_schemas() -> None:
+    class Door(ToolEnv):
+        def start(self, options: Any) -> str:
+            return f"Open {options['which']}."
+
+        @tool
+        def open(self) -> str:
+            """Open it."""
+            self.finish(Reward({"opened": 1.0}, success=True))
+            return "It opens."
+
+    async def play() -> Any:
+        session = EnvSession(Door(), env_id="Door-v0")
+        opening = await session.reset(0, {"which": "the left one"})
+        unread = await session.invalid_action("no JSON")
+        done = await session.step(Message("assistant", "", tool_calls=(ToolCall("c7", "open", {}),)))
+        await session.close()
+        return session.tool_schemas, opening, unread, done
+
+    schemas, opening, unread, done = run(play)
+    parameters = {"type": "object", "properties": {}, "required": []}
+    function = {"name": "open", "description": "Open it.", "parameters": parameters}
+    assert schemas == ({"type": "function", "function": function},)
+    assert opening.messages[0].content == "Open the left one."
+    assert (unread.messages[0].content, unread.done) == ("no JSON", False)
+    assert done.messages == (Message("tool", "It opens.", tool_call_id="c7", name="open"),)
+    assert (done.reward, done.success, done.terminated) == (1.0, True, True)
+
+
+class Bare:
+    """Nothing but reset and step."""
+
+    def reset(self, seed: int) -> Any:
+        return f"task {seed}", {}
+
+    def step(self, action: str) -> Any:
+        return action, 1.0, True, False, {}
+
+
+def test_a_plain_object_is_enough() -> None:
+    async def play() -> Any:
+        session = EnvSession(Bare(), env_id="Bare")
+        results = [await session.reset(3), await session.invalid_action("no JSON"), await session.step(say("x"))]
+        await session.close()
+        return session.tool_schemas, results
+
+    schemas, (opening, unread, done) = run(play)
+    assert schemas == ()
+    assert opening.messages[0].content == "task 3"
+    assert (unread.messages, unread.reward, unread.done) == ((Message("user", "no JSON"),), 0.0, False)
+    assert done.reward == 1.0
+
+
+def test_options_that_reset_does_not_take_are_an_error_and_no_options_are_not() -> None:
+    async def play() -> None:
+        session = EnvSession(Bare(), env_id="Bare")
+        await session.reset(3, {})
+        with pytest.raises(ContractError, match=r"^Bare: expected reset.*takes no 'options' but \['seed'\]"):
+            await session.reset(3, {"level": 1})
+        await session.close()
+
+    run(play)
+
+
+def test_a_reset_without_seed_is_an_error() -> None:
+    class Seedless:
+        def reset(self) -> Any:
+            return "go", {}
+
+        def step(self, action: str) -> Any:
+            return "bye", 0.0, True, False, {}
+
+    async def play() -> None:
+        session = EnvSession(Seedless(), env_id="Seedless")
+        with pytest.raises(ContractError, match="takes no 'seed' but nothing"):
+            await session.reset(3)
+        await session.close()
+
+    run(play)
+
+
+@pytest.mark.parametrize("thing", [object(), None, "GuessNumber"])
+def test_what_is_no_environment_is_refused(thing: Any) -> None:
+    with pytest.raises(ContractError, match=r"^E: expected an object with reset and step, got "):
+        EnvSession(thing, env_id="E")
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def raising(method: str, error: BaseException) -> Callable[[str], Any]:
+    def trouble(called: str) -> Any:
+        if called == method:
+            raise error
+        return None
+
+    return trouble
+
+
+@pytest.mark.parametrize("kind", [Echo, AsyncEcho, LaterEcho])
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), TimeoutError("socket"), SystemExit(2), asyncio.CancelledError("mine")], ids=repr
+)
+def test_what_step_raises_is_an_env_error(kind: type[Echo], error: BaseException) -> None:
+    env = kind(raising("step", error))
+    with pytest.raises(EnvError, match=rf"^Echo-v0: step\(\) raised {type(error).__name__}") as caught:
+        asyncio.run(episode(env, step_timeout_seconds=10.0))
+    assert not isinstance(caught.value, EnvTimeoutError)
+    assert isinstance(caught.value.__cause__, type(error))
+    assert env.num_closed == 1
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize("kind", [Echo, AsyncEcho])
+def test_a_wrong_answer_is_a_contract_error(kind: type[Echo], method: str) -> None:
+    with pytest.raises(ContractError, match=rf"^Echo-v0: {method}\(\): expected \("):
+        asyncio.run(episode(kind(lambda called: "wrong" if called == method else None)))
+
+
+def test_a_wrong_answer_to_an_unreadable_action_is_a_contract_error() -> None:
+    class Bad(Echo):
+        def invalid_action(self, error: str) -> Any:
+            return error
+
+    async def play() -> None:
+        session = EnvSession(Bad(), env_id="Bad")
+        await session.reset(0)
+        with pytest.raises(ContractError, match=r"^Bad: invalid_action\(\): expected \(observation, reward"):
+            await session.invalid_action("no JSON")
+        await session.close()
+
+    run(play)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Set when the test is over, so that hanging threads end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_hang_is_a_timeout_and_stalls_nobody_else(gate: threading.Event) -> None:
+    env = Echo(lambda method: gate.wait() if method == "step" else None)
+
+    async def play() -> None:
+        session = EnvSession(env, env_id="Echo-v0", step_timeout_seconds=0.4)
+        await session.reset(0)
+        hanging = asyncio.create_task(session.step(say("x")))
+        assert len(await episode(Echo())) == 3
+        with pytest.raises(EnvTimeoutError, match=r"^Echo-v0: step\(\) did not answer within 0.4 seconds"):
+            await hanging
+        with pytest.raises(UsageError, match=r"step\(\) after step\(\) was given up"):
+            await session.step(say("y"))
+        with pytest.raises(UsageError, match="make a new environment"):
+            await session.reset(0)
+        await session.close()
+
+    run(play)
+    assert env.num_closed == 0  # it hangs, and no other thread may touch it
+
+
+def test_a_plain_close_follows_the_hanging_call_in_the_same_thread(gate: threading.Event) -> None:
+    closed = threading.Event()
+    env = Echo(lambda method: gate.wait() if method == "step" else closed.set() if method == "close" else None)
+
+    async def play() -> None:
+        session = EnvSession(env, env_id="Echo-v0", step_timeout_seconds=0.4)
+        await session.reset(0)
+        with pytest.raises(EnvTimeoutError):
+            await session.step(say("x"))
+        await session.close()
+
+    run(play)
+    assert not closed.is_set()
+    gate.set()
+    assert closed.wait(5)
+    assert len(env.threads) == 1
+
+
+def test_a_cancelled_call_is_waited_for_before_closing() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def trouble(method: str) -> None:
+        if method == "step":
+            entered.set()
+            go_on.wait(5)
+        order.append(method)
+
+    env = Echo(trouble)
+
+    async def play() -> None:
+        session = EnvSession(env, env_id="Echo-v0", step_timeout_seconds=5.0)
+        await session.reset(0)
+        stepping = asyncio.create_task(session.step(say("x")))
+        await asyncio.to_thread(entered.wait, 5)
+        stepping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stepping
+        go_on.set()
+        await session.close()
+        assert env.num_closed == 1  # when close returns, it has happened
+
+    run(play)
+    assert order == ["reset", "step", "close"]
+    assert len(env.threads) == 1
+
+
+def test_async_code_that_does_not_give_in_is_left_behind() -> None:
+    released = []
+
+    class Stubborn(AsyncEcho):
+        async def step(self, action: str) -> Any:
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    released.append("asked")
+                    if len(released) > 1:
+                        raise
+
+    async def play() -> None:
+        session = EnvSession(Stubborn(), env_id="S", step_timeout_seconds=0.3)
+        await session.reset(0)
+        with pytest.raises(EnvTimeoutError):
+            await session.step(say("x"))
+        await session.close()
+
+    run(play)
+    assert released[0] == "asked"
+
+
+def test_an_async_call_that_is_cancelled_can_be_closed_at_once() -> None:
+    class Waits(AsyncEcho):
+        async def step(self, action: str) -> Any:
+            await asyncio.Event().wait()
+
+    env = Waits()
+
+    async def play() -> None:
+        session = EnvSession(env, env_id="W", step_timeout_seconds=5.0)
+        await session.reset(0)
+        stepping = asyncio.create_task(session.step(say("x")))
+        await asyncio.sleep(0)
+        stepping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stepping
+        await session.close()
+
+    run(play)
+    assert env.num_closed == 1
+
+
+# -- closing ---------------------------------------------------------------------------------------------------------
+
+
+def test_closing_twice_closes_once_and_ends_the_session() -> None:
+    env = Echo()
+
+    async def play() -> None:
+        session = EnvSession(env, env_id="E")
+        await session.reset(0)
+        await session.close()
+        await session.close()
+        with pytest.raises(UsageError, match=r"E: step\(\) after close\(\)"):
+            await session.step(say("x"))
+
+    run(play)
+    assert env.num_closed == 1
+
+
+@pytest.mark.parametrize("kind", [Echo, AsyncEcho])
+def test_a_failing_close_is_an_env_error_once(kind: type[Echo]) -> None:
+    async def play() -> None:
+        session = EnvSession(kind(raising("close", OSError("busy"))), env_id="E")
+        with pytest.raises(EnvError, match=r"E: close\(\) raised OSError: busy"):
+            await session.close()
+        await session.close()
+
+    run(play)
+
+
+def test_a_hanging_close_is_a_timeout(gate: threading.Event) -> None:
+    async def play() -> None:
+        env = Echo(lambda method: gate.wait() if method == "close" else None)
+        session = EnvSession(env, env_id="E", step_timeout_seconds=0.4)
+        with pytest.raises(EnvTimeoutError, match=r"E: close\(\) did not answer"):
+            await session.close()
+
+    run(play)
+
+
+def test_two_hundred_sessions_run_beside_each_other() -> None:
+    async def play() -> int:
+        barrier = asyncio.Barrier(200)
+
+        async def one(number: int) -> int:
+            session = EnvSession(Echo(), env_id="E")
+            await session.reset(number)
+            await barrier.wait()  # all are open at once
+            answers = [await session.step(say(f"{number}-{turn}")) for turn in range(3)]
+            await session.close()
+            return sum(a.messages[0].content == f"{number}-{t}" for t, a in enumerate(answers))
+
+        return sum(await asyncio.gather(*map(one, range(200))))
+
+    assert run(play) == 600

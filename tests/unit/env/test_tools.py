@@ -1,0 +1,341 @@
+"""Tool: the schema of a typed function, and strict checking of arguments.
+
+Pinned here:
+
+1.  The schema of every supported type, by hand, with descriptions and defaults.
+2.  What cannot become a tool is refused where the class is defined, naming the parameter.
+3.  Arguments are checked, never coerced but from integer to float; every complaint names the argument and what came.
+4.  Tools are found over base classes, in the order of their definition.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any, Literal, Optional, TypedDict
+
+import pytest
+
+from gspo_gym.env.core import ToolEnv
+from gspo_gym.env.tools import Tool, ToolError, require_distinct_names, text_of, tool, tools_of
+from gspo_gym.errors import ContractError
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = 2
+
+
+def search(
+    query: str,
+    limit: int = 10,
+    *,
+    score: float | None = None,
+    exact: bool = False,
+    tags: list[str] = [],  # noqa: B006 - the default is what is under test
+    extra: dict[str, int] | None = None,
+    mode: Literal["all", "any"] = "all",
+    color: Color = Color.BLUE,
+) -> str:
+    """Search the shop.
+
+    Args:
+        query: What to look for,
+            in words.
+        limit: At most so many.
+    """
+    return query
+
+
+def test_the_schema_is_the_openai_one() -> None:
+    assert Tool.from_function(search).schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the shop.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "What to look for, in words."},
+                    "limit": {"type": "integer", "description": "At most so many.", "default": 10},
+                    "score": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+                    "exact": {"type": "boolean", "default": False},
+                    "tags": {"type": "array", "items": {"type": "string"}, "default": []},
+                    "extra": {
+                        "anyOf": [
+                            {"type": "object", "additionalProperties": {"type": "integer"}},
+                            {"type": "null"},
+                        ]
+                    },
+                    "mode": {"enum": ["all", "any"], "type": "string", "default": "all"},
+                    "color": {"enum": ["red", "blue"], "type": "string", "default": "blue"},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        (list, {"type": "array"}),
+        (dict, {"type": "object"}),
+        (list[list[int]], {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}),
+        (Optional[int], {"anyOf": [{"type": "integer"}, {"type": "null"}]}),  # noqa: UP045 - both spellings
+        (int | str, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+        (Literal[1, "a"], {"enum": [1, "a"]}),
+        (Literal[Color.RED], {"enum": ["red"], "type": "string"}),
+        (Level, {"enum": [1, 2], "type": "integer"}),
+    ],
+    ids=str,
+)
+def test_the_schema_of_a_type(hint: Any, schema: dict[str, Any]) -> None:
+    def function(x) -> None: ...  # type: ignore[no-untyped-def]
+
+    function.__annotations__["x"] = hint
+    assert Tool.from_function(function).parameters["properties"]["x"] == schema
+
+
+class Point(TypedDict):
+    x: int
+
+
+@pytest.mark.parametrize(
+    "hint", [bytes, set[int], tuple[int, int], dict[int, str], Point, Any, list[bytes], Annotated[int, "few"]], ids=str
+)
+def test_an_unsupported_type_names_the_parameter(hint: Any) -> None:
+    def function(x) -> None: ...  # type: ignore[no-untyped-def]
+
+    function.__annotations__["x"] = hint
+    with pytest.raises(ContractError, match=r"function, parameter 'x': expected one of str, int, float"):
+        Tool.from_function(function)
+
+
+def test_a_parameter_without_annotation_is_refused_where_the_class_is_defined() -> None:
+    with pytest.raises(ContractError, match=r"tool .*Bad\.look, parameter 'x': expected a type annotation, got none"):
+
+        class Bad(ToolEnv):
+            @tool
+            def look(self, x) -> str:  # type: ignore[no-untyped-def]
+                return "nothing"
+
+
+def test_an_annotation_that_does_not_exist_is_refused() -> None:
+    def function(x: NoSuchType) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(ContractError, match=r"parameter 'x': cannot resolve the annotation 'NoSuchType'"):
+        Tool.from_function(function)
+
+
+def test_parameters_that_have_no_name_are_refused() -> None:
+    def any_number(*values: int) -> None: ...
+    def any_names(**values: int) -> None: ...
+    def nameless(value: int, /) -> None: ...
+
+    for function, kind in [
+        (any_number, "variadic positional"),
+        (any_names, "variadic keyword"),
+        (nameless, "positional-only"),
+    ]:
+        with pytest.raises(ContractError, match=rf"expected a parameter that can be given by name, got a {kind} one"):
+            Tool.from_function(function)
+
+
+def test_a_docstring_that_describes_an_unknown_parameter_is_refused() -> None:
+    def look(place: str) -> None:
+        """Look.
+
+        Args:
+            plaace: where
+        """
+
+    with pytest.raises(ContractError, match=r"describes 'plaace'; did you mean 'place'\?"):
+        Tool.from_function(look)
+
+
+def test_a_name_that_the_wire_cannot_carry_is_refused() -> None:
+    def häuser() -> None: ...
+
+    with pytest.raises(ContractError, match="1 to 64 ASCII letters"):
+        Tool.from_function(häuser)
+
+
+def test_choices_must_be_json_values() -> None:
+    class Odd(enum.Enum):
+        A = (1, 2)
+
+    def function(x) -> None: ...  # type: ignore[no-untyped-def]
+
+    function.__annotations__["x"] = Odd
+    with pytest.raises(ContractError, match=r"parameter 'x': expected choices that are JSON values, got \[\(1, 2\)\]"):
+        Tool.from_function(function)
+
+
+def test_a_tool_named_like_a_type_does_not_hide_the_type() -> None:
+    class Shelf(ToolEnv):
+        @tool
+        def list(self, kinds: list[str]) -> str:  # type: ignore[valid-type]
+            return ""
+
+        class Size(enum.Enum):
+            S = "s"
+
+        @tool
+        def pick(self, size: Size) -> str:
+            return ""
+
+    items, size = (each.parameters["properties"] for each in tools_of(Shelf))
+    assert items == {"kinds": {"type": "array", "items": {"type": "string"}}}
+    assert size == {"size": {"enum": ["s"], "type": "string"}}
+
+
+def test_good_arguments_become_python_values() -> None:
+    checked = Tool.from_function(search).check_arguments(
+        {"query": "tea", "limit": 3, "score": 1, "tags": ["a"], "extra": {"n": 2}, "color": "red", "exact": True}
+    )
+    expected = {"query": "tea", "limit": 3, "score": 1.0, "tags": ["a"], "extra": {"n": 2}, "color": Color.RED}
+    assert checked == {**expected, "exact": True}
+    assert type(checked["score"]) is float
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"limit": "5"}, "argument 'limit': expected a valid integer, got '5'"),
+        ({"limit": True}, "argument 'limit': expected a valid integer, got True"),
+        ({"limit": 2.0}, "argument 'limit': expected a valid integer, got 2.0"),
+        ({"limit": None}, "argument 'limit': expected a valid integer, got None"),
+        ({"query": 7}, "argument 'query': expected a valid string, got 7"),
+        ({"exact": 1}, "argument 'exact': expected a valid boolean, got 1"),
+        ({"exact": "true"}, "argument 'exact': expected a valid boolean, got 'true'"),
+        ({"score": "1"}, "argument 'score': expected a valid number, got '1'"),
+        ({"score": float("nan")}, "argument 'score': expected a JSON value, got nan"),
+        ({"tags": "a"}, "argument 'tags': expected a valid array, got 'a'"),
+        ({"tags": ["a", 1]}, "argument 'tags': at [1]: expected a valid string, got ['a', 1]"),
+        ({"extra": {"n": "x"}}, "argument 'extra': expected a valid integer, got {'n': 'x'}"),
+        ({"mode": "some"}, "argument 'mode': expected 'all' or 'any', got 'some'"),
+        ({"color": "RED"}, "argument 'color': expected 'red' or 'blue', got 'RED'"),
+        ({"limt": 1}, "unknown argument 'limt', did you mean 'limit'?"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named_and_shown(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ToolError) as caught:
+        Tool.from_function(search).check_arguments({"query": "tea", **wrong})
+    assert str(caught.value) == f"search: {complaint}"
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ToolError) as caught:
+        Tool.from_function(search).check_arguments({"limit": "5", "colour": "red"})
+    assert str(caught.value) == (
+        "search: unknown argument 'colour', did you mean 'color'?; missing argument 'query'; "
+        "argument 'limit': expected a valid integer, got '5'"
+    )
+
+
+def test_a_union_says_all_that_it_would_take() -> None:
+    def function(x: int | str) -> None: ...
+
+    with pytest.raises(ToolError, match=r"expected a valid integer or expected a valid string, got \[\]"):
+        Tool.from_function(function).check_arguments({"x": []})
+
+
+def test_integers_and_booleans_of_a_literal_are_told_apart() -> None:
+    def function(x: Literal[1, 2]) -> None: ...
+
+    assert Tool.from_function(function).check_arguments({"x": 1}) == {"x": 1}
+    with pytest.raises(ToolError):
+        Tool.from_function(function).check_arguments({"x": True})
+
+
+def test_a_long_wrong_value_is_cut() -> None:
+    with pytest.raises(ToolError) as caught:
+        Tool.from_function(search).check_arguments({"query": "tea", "limit": "x" * 10_000})
+    assert str(caught.value).endswith("x...")
+    assert len(str(caught.value)) < 150
+
+
+def test_arguments_that_are_no_mapping_are_an_error_for_the_model() -> None:
+    with pytest.raises(ToolError, match=r"search: expected arguments by name, got \['tea'\]"):
+        Tool.from_function(search).check_arguments(["tea"])  # type: ignore[arg-type]
+
+
+def test_tools_of_base_classes_come_first_and_may_be_replaced_or_dropped() -> None:
+    class Base(ToolEnv):
+        @tool
+        def first(self) -> str:
+            """Of the base."""
+            return ""
+
+        @tool
+        def second(self) -> str:
+            return ""
+
+        @tool
+        def third(self) -> str:
+            return ""
+
+    class Child(Base):
+        @tool
+        def fourth(self) -> str:
+            return ""
+
+        @tool
+        def first(self) -> str:
+            """Of the child."""
+            return ""
+
+        def second(self) -> str:  # no longer a tool
+            return ""
+
+    found = tools_of(Child)
+    assert [each.name for each in found] == ["first", "third", "fourth"]
+    assert found[0].description == "Of the child."
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    one = Tool.from_function(search)
+    with pytest.raises(ContractError, match="two tools are named 'search'"):
+        require_distinct_names([one, one])
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+def test_a_time_limit_must_be_positive(limit: float) -> None:
+    with pytest.raises(ContractError, match="expected time_limit_seconds > 0"):
+        tool(time_limit_seconds=limit)
+
+
+def test_only_functions_can_be_marked() -> None:
+    with pytest.raises(ContractError, match="expected a function or method, got staticmethod"):
+
+        class Bad(ToolEnv):
+            @tool
+            @staticmethod
+            def look() -> str:
+                return ""
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ("as it is", "as it is"),
+        ("", ""),
+        ({"a": [1, None]}, '{"a": [1, null]}'),
+        (None, "null"),
+        ("é", "é"),
+        (["é"], '["é"]'),
+    ],
+)
+def test_a_result_is_text_or_json(result: Any, text: str) -> None:
+    assert text_of(result) == text
+
+
+def test_a_result_that_is_neither_is_an_error_text() -> None:
+    with pytest.raises(ToolError, match="neither text nor JSON"):
+        text_of(object())
