@@ -1,0 +1,1 @@
+"""GuessNumber: find a hidden integer from higher/lower hints within a few guesses."""

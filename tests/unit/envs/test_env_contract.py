@@ -1,0 +1,37 @@
+"""Every bundled environment keeps the whole contract, in its default form and in the forms made for tiny models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from gspo_gym_envs.score import main
+
+from gspo_gym.env.checker import check_env
+from gspo_gym.env.registry import make
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("GuessNumber", {}),
+        ("GuessNumber", {"high": 100, "max_guesses": 7, "style": "verbose"}),
+        ("FrozenLake", {}),
+        ("FrozenLake", {"map": "random", "size": 3, "style": "verbose"}),
+        ("SqlAnalyst", {}),
+        ("SqlAnalyst", {"level": "tiny", "tools": ["query", "answer"], "style": "verbose"}),
+    ],
+)
+def test_the_contract_is_kept(name: str, kwargs: dict[str, Any]) -> None:
+    report = check_env(partial(make, name, **kwargs), seeds=range(4))
+    assert report.passed, str(report)
+
+
+def test_the_score_command_prints_what_the_players_earn(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["GuessNumber", "--episodes", "3", "high=1", "max_guesses=2"])
+    # One number: both players say "1" (1 byte) to "Guess 1-1. 2 tries." (19) and hear "correct" (7).
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["reference", "1.000", "1.000", "1.00", "19.0", "7.0", "1.0"],
+        ["random", "1.000", "1.000", "1.00", "19.0", "7.0", "1.0"],
+    ]
