@@ -1,0 +1,1 @@
+"""Messages and tokens: rendering, parsing, and checking that the two agree."""

@@ -1,0 +1,197 @@
+"""Rendered text <-> token ids, with special tokens recognised where the template put them and nowhere else.
+
+Not for templates (template.py). A text without special tokens typed by somebody is tokenised exactly as the tokenizer
+itself would (`tokenizer(text, add_special_tokens=False)`). Where a message holds the text of a special token, as in an
+attempt to forge a turn, that text becomes ordinary tokens: the message is rendered with a marker in its place, and the
+marker's ids are put in after tokenisation. Only merges that would have reached across its edges are lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gspo_gym.errors import TemplateError
+
+_MAX_REMEMBERED = 4096  # texts
+_MAX_REMEMBERED_CHARACTERS = 2048  # of each: 8 million in all at the most
+_MARKER = re.compile(r"zx\d{7}")
+
+
+class Escapes:
+    """The special-token texts found in the messages of one rendering, each replaced by a marker. Grows; not shared.
+
+    Equal texts get equal markers: a template may compare messages.
+    """
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self._markers: dict[str, str] = {}
+
+    @property
+    def originals(self) -> list[str]:
+        """The texts by the number of their marker."""
+        return list(self._markers)
+
+    def __call__(self, text: str) -> str:
+        """The text with markers in place of special tokens (and of what looks like a marker).
+
+        Raises:
+            TemplateError: the text is not Unicode, so no tokenizer can read it.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TemplateError(
+                f"a message holds half of a surrogate pair at character {error.start}; remove it"
+            ) from error
+        return self._pattern.sub(self._keep, text)
+
+    def _keep(self, match: re.Match[str]) -> str:
+        return self._markers.setdefault(match.group(), f"zx{len(self._markers):07d}")
+
+
+class TextCodec:
+    """Encodes and decodes for one tokenizer.
+
+    Args:
+        tokenizer: any transformers tokenizer.
+
+    Attributes:
+        added: id by text of every token added to the vocabulary, special or not.
+        special: the texts of those that are special.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:  # Any: transformers ships no types
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self.added: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
+        self.special = frozenset(token.content for token in added.values() if token.special)
+        self._any_special = _alternation(self.special)
+        self._any_added = _alternation(self.added)
+        # Something to put before a text that does not begin the sequence: a special token that eats no spaces.
+        self._anchor = min((t.content for t in added.values() if t.special and not (t.lstrip or t.rstrip)), default="")
+        self._guarded: frozenset[str] = self.special
+        self._escaped = _escape_pattern(self._guarded)
+        self._plain_ids: dict[str, list[int]] = {}
+        self._encoded: dict[str, tuple[int, ...]] = {}
+        normalizes = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None
+        # Such a tokenizer may find a token in text that does not spell it, e.g. in full-width brackets.
+        self._finds_respelled = normalizes and any(token.normalized for token in added.values())
+
+    def guard(self, texts: Iterable[str]) -> None:
+        """Treat these added tokens like special ones when somebody types them."""
+        self._guarded = self.special | frozenset(texts)
+        self._encoded.clear()  # what is refused depends on it
+        self._escaped = _escape_pattern(self._guarded)
+
+    def escapes(self) -> Escapes:
+        """A fresh record for one rendering."""
+        return Escapes(self._escaped)
+
+    def find_special(self, text: str, start: int = 0) -> re.Match[str] | None:
+        """The first special token in the text."""
+        return self._any_special.search(text, start)
+
+    def find_added(self, text: str, start: int = 0) -> re.Match[str] | None:
+        """The first added token in the text, special or not."""
+        return self._any_added.search(text, start)
+
+    def encode(self, text: str, escapes: Escapes | None = None, *, after: str = "") -> list[int]:
+        """The ids of rendered text.
+
+        Args:
+            text: rendered with `escapes`.
+            escapes: what the markers in the text stand for; None if nothing was escaped.
+            after: a special token that precedes the text without being part of the answer. Tokenizers of the
+                sentencepiece kind treat the start of a string unlike its middle; behind a special token they do not.
+        """
+        originals = [] if escapes is None else escapes.originals
+        if not originals:
+            return self._encode_behind(after, text)
+        ids: list[int] = []
+        position = 0
+        for marker in _MARKER.finditer(text):
+            ids += self._encode_behind(self._anchor if position else after, text[position : marker.start()])
+            ids += self._encode_as_plain(originals[int(marker.group()[2:])])
+            position = marker.end()
+        return ids + self._encode_behind(self._anchor if position else after, text[position:])
+
+    def decode(self, token_ids: Sequence[int], *, after: int) -> str:
+        """The text of ids that follow the special token `after`; special tokens are kept."""
+        anchor: str = self._tokenizer.decode([after], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            [after, *token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text.removeprefix(anchor)
+
+    def _encode_behind(self, anchor: str, text: str) -> list[int]:
+        if not text:
+            return []
+        if not anchor:
+            return self._encode(text)
+        ids = self._encode(anchor + text)
+        return ids[1:] if ids[0] == self.added.get(anchor) else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """The tokenizer's ids, remembered for short texts.
+
+        Environments repeat themselves, and siblings of a group read the same. It is not only the time of encoding: the
+        tokenizer lets go of Python's lock, and gets it back late from an engine that decodes in another thread.
+        """
+        if (known := self._encoded.get(text)) is not None:
+            return list(known)
+        ids = self._encode_anew(text)
+        if len(text) <= _MAX_REMEMBERED_CHARACTERS:
+            if len(self._encoded) >= _MAX_REMEMBERED:
+                del self._encoded[next(iter(self._encoded))]
+            self._encoded[text] = tuple(ids)
+        return ids
+
+    def _encode_anew(self, text: str) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False, verbose=False)
+        ids: list[int] = encoded["input_ids"]
+        if self._finds_respelled:
+            self._require_spelled_out(text, ids)
+        return ids
+
+    def _require_spelled_out(self, text: str, ids: list[int]) -> None:
+        forbidden = {self.added[token]: token for token in self._guarded}
+        for token_id, token in forbidden.items():
+            if ids.count(token_id) > text.count(token):
+                raise TemplateError(
+                    f"a message contains another spelling of {token!r} that this tokenizer normalises to it"
+                )
+
+    def _encode_as_plain(self, text: str) -> list[int]:
+        """The ids of a special token's text that are not that token.
+
+        It is tokenised in two halves. `split_special_tokens=True` would do it in one, but is a switch on the shared
+        tokenizer: another thread would tokenise a template with its special tokens taken apart.
+        """
+        if text not in self._plain_ids:
+            self._plain_ids[text] = self._find_plain(text)
+        return self._plain_ids[text]
+
+    def _find_plain(self, text: str) -> list[int]:
+        if _MARKER.fullmatch(text):
+            return self._encode_behind(self._anchor, text)
+        forbidden = {self.added[token] for token in self._guarded}
+        for cut in range(1, len(text)):
+            ids = self._encode_behind(self._anchor, text[:cut]) + self._encode_behind(self._anchor, text[cut:])
+            if not forbidden.intersection(ids):
+                return ids
+        raise TemplateError(
+            f"a message contains {text!r}, which this tokenizer can only read as its special token; remove it"
+        )
+
+
+def _escape_pattern(guarded: Iterable[str]) -> re.Pattern[str]:
+    return re.compile(f"{_alternation(guarded).pattern}|{_MARKER.pattern}")
+
+
+def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of the texts, the longest first; nothing if there are none."""
+    ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

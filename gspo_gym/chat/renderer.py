@@ -1,0 +1,228 @@
+"""Messages -> token ids and back, for any transformers tokenizer with a chat template. Nothing else knows a template.
+
+What was sampled is never rendered again: a turn appends the closing and the new messages to the ids that exist, and
+where the template would rewrite those (Qwen3 strips earlier reasoning when a user speaks), the whole prompt is rendered
+afresh and a new segment begins. How that is decided: seams.py. Used by the rollout, the warm-up and the drift check.
+
+Two facts about exactness. The appended ids are what the tokenizer makes of the whole text, because they begin behind a
+special token, across which nothing merges. The sampled ids need not be what it makes of their own text: a model may
+spell a word in other pieces, and a message in other white space, than the template would. They stand as sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_gym.chat.encoding import TextCodec
+from gspo_gym.chat.parsing import ParseFailure, parse_action
+from gspo_gym.chat.probing import probe
+from gspo_gym.chat.seams import Seams
+from gspo_gym.chat.template import ChatTemplate
+from gspo_gym.errors import TemplateError
+from gspo_gym.types import Message, ParseStatus, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What the model reads next.
+
+    Attributes:
+        token_ids: to append behind the sampled ids, or the whole new prompt. None of them was sampled: all are masked.
+        is_new_segment: `token_ids` is a whole prompt, because the template rewrites what stands before it.
+    """
+
+    token_ids: list[int]
+    is_new_segment: bool
+
+
+class Renderer:
+    """One chat template with one set of tools, probed when built.
+
+    An assistant message whose `reasoning_content` is None was said without a reasoning block, one with "" with an empty
+    block. Templates that do not know `reasoning_content` get the block as part of the content.
+
+    Text that spells a special token inside a message is encoded as ordinary tokens, so no environment can forge a turn.
+    Where the template opens the model's turn by plain text (Mistral's first), a message with that text is refused.
+
+    Args:
+        tokenizer: any transformers tokenizer.
+        tool_schemas: the environment's tools as OpenAI function schemas.
+        template_kwargs: handed to the template, e.g. {"enable_thinking": False}; "chat_template" is another template.
+
+    Attributes:
+        stop_token_ids: sampling any of these ends a turn: the template's closing tokens, then the tokenizer's eos.
+        extends: every turn only appends, whoever speaks next.
+        extends_over_tools: turns append at least while tools answer; the template may rewrite when a user speaks.
+        opens_reasoning: the prompt ends inside a reasoning block, so the answer starts there.
+
+    Raises:
+        TemplateError: the template cannot be rendered exactly; says which part of it, and what to do.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,  # transformers ships no types
+        *,
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._template = ChatTemplate(tokenizer, tool_schemas=tool_schemas, template_kwargs=template_kwargs)
+        self._codec = TextCodec(tokenizer)
+        self._facts = probe(self._template, self._codec)
+        self._seams = Seams(self._template, self._facts)
+        stops = [self._codec.added[closer] for closer in self._facts.closers]
+        eos = tokenizer.eos_token_id
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
+        self.opens_reasoning = self._facts.opens_reasoning
+        self.extends_over_tools = self._extends_over(_TOOL_TURNS)
+        self.extends = self._extends_over(_USER_TURNS) and (self.extends_over_tools or not tool_schemas)
+
+    def start(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of an episode: the whole conversation and the opening of the model's turn.
+
+        Raises:
+            TemplateError: the template refuses a message, or does not show it exactly once.
+        """
+        return self.full(messages, add_generation_prompt=True)
+
+    def continue_from(
+        self, history: Sequence[Message], new_messages: Sequence[Message], *, closed: bool
+    ) -> Continuation:
+        """What to append so that the model sees `new_messages` and answers.
+
+        Args:
+            history: the conversation so far; its last message is what the model just said, parsed.
+            new_messages: what came in answer.
+            closed: the sampled ids ended with a stop token. If not, the closing is part of what is appended.
+
+        Raises:
+            TemplateError: the template refuses a message or does not show it, or `history` does not end with the model.
+        """
+        if len(history) < 2 or history[-1].role != "assistant":
+            raise TemplateError(
+                "continue_from: expected a history of a prompt and the assistant message that answered it"
+            )
+        if not new_messages:
+            raise TemplateError("continue_from: expected at least one new message, got none; the episode is over")
+        escapes = self._codec.escapes()
+        seam = self._seams.find(history, new_messages, escapes)
+        if seam is None:
+            return Continuation(self.start([*history, *new_messages]), is_new_segment=True)
+        after_stop = self._codec.encode(seam.rest, escapes, after=seam.stop)
+        if closed:
+            return Continuation(after_stop, is_new_segment=False)
+        closing = [*self._codec.encode(seam.unclosed, after=seam.stop), self._codec.added[seam.stop]]
+        return Continuation(closing + after_stop, is_new_segment=False)
+
+    def action_ids(self, message: Message) -> list[int]:
+        """What a model would sample to say `message`, stop token included, in the template's own spelling.
+
+        A template that trims contents trims here, too.
+
+        Raises:
+            TemplateError: the template cannot make the model say all of it, e.g. a text beside tool calls in Llama 3.1.
+        """
+        if message.role != "assistant":
+            raise TemplateError(f"action_ids: expected an assistant message, got role {message.role}")
+        escapes = self._codec.escapes()
+        user = {"role": "user", "content": "Hello"}
+        said = self._seams.wires([message], escapes, first_index=1)[0]
+        prompt = self._template.text([user], add_generation_prompt=True)
+        # Where the template puts an empty reasoning block before a last answer that had none, the answer is read off
+        # further back, where it stands as it was said.
+        is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
+        text = self._template.text([user, said, user] if is_decorated else [user, said], add_generation_prompt=False)
+        if not text.startswith(prompt):
+            raise TemplateError(
+                f"{self._template.name} shows an answer in another form than its generation prompt opens "
+                f"({prompt[-40:]!r}), so what the model would have to sample cannot be read off it"
+            )
+        text = text[len(prompt) :]
+        stops = [(at, closer) for closer in self._facts.closers if (at := text.find(closer)) >= 0]
+        if not stops:
+            raise TemplateError(f"{self._template.name} does not close this answer: {text[-40:]!r}")
+        at, stop = min(stops)
+        _require_said(said, text[:at], self._template.name)
+        return [*self._codec.encode(text[:at], escapes, after=stop), self._codec.added[stop]]
+
+    def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+        """The whole conversation as the template and tokenizer render it from nothing.
+
+        Raises:
+            TemplateError: as for `start`.
+        """
+        escapes = self._codec.escapes()
+        wires = self._seams.wires(messages, escapes)
+        text = self._template.text(wires, add_generation_prompt=add_generation_prompt)
+        self._seams.require_shown(messages)
+        return self._codec.encode(text, escapes)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids without the stop token at their end; other special tokens are kept.
+
+        A character whose bytes were cut apart by the end of the turn becomes U+FFFD.
+        """
+        ids = [int(token_id) for token_id in token_ids]
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        return self._codec.decode(ids, after=self.stop_token_ids[0])
+
+    def parse(self, text: str, *, is_truncated: bool) -> Message | ParseFailure:
+        """`parse_action` with what this template and its tools say about answers."""
+        parsed = parse_action(
+            text,
+            has_tools=bool(self._template.tools),
+            is_truncated=is_truncated,
+            starts_in_reasoning=self.opens_reasoning,
+        )
+        most = self._facts.max_tool_calls
+        if isinstance(parsed, Message) and most is not None and len(parsed.tool_calls) > most:
+            error = f"expected at most {most} tool call in one answer, got {len(parsed.tool_calls)}"
+            return ParseFailure(ParseStatus.BAD_TOOL_CALL, error, text)
+        return parsed
+
+    def _extends_over(self, turns: Sequence[tuple[Message, ...]]) -> bool:
+        """Whether all seams in these conversations hold, leaving out what the template cannot render anyway."""
+        verdicts: list[bool] = []
+        for messages in turns:
+            answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+            try:
+                for answer, end in zip(answers, [*answers[1:], len(messages)], strict=True):
+                    self.action_ids(messages[answer])
+                    seam = self._seams.find(messages[: answer + 1], messages[answer + 1 : end], self._codec.escapes())
+                    verdicts.append(seam is not None)
+            except TemplateError:
+                continue
+        return bool(verdicts) and all(verdicts)
+
+
+def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:  # Any: a wire message
+    """Check that rendered text holds all that a message says."""
+    parts = {"content": said["content"], "reasoning": said.get("reasoning_content", "")}
+    parts |= {f"call of {call['function']['name']}": call["function"]["name"] for call in said.get("tool_calls", ())}
+    for part, words in parts.items():
+        if words.strip() not in text:
+            raise TemplateError(
+                f"{name} drops the {part} of this assistant message, so a model would not say it: {words!r}"
+            )
+
+
+def _conversation(letters: str) -> tuple[Message, ...]:
+    """A small conversation from one letter a message: s(ystem), u(ser), a(nswer), r(easoned answer), c(all), t(ool)."""
+    call = (ToolCall("call_0", "probe_tool", {"key": "value"}),)
+    kinds = {
+        "s": Message("system", "Be brief."),
+        "u": Message("user", "And?"),
+        "a": Message("assistant", "Seven."),
+        "r": Message("assistant", "Seven.", reasoning_content="Hm."),
+        "c": Message("assistant", "", tool_calls=call),
+        "d": Message("assistant", "", tool_calls=call, reasoning_content="Hm."),
+        "t": Message("tool", "7", tool_call_id="call_0", name="probe_tool"),
+    }
+    return tuple(kinds[letter] for letter in letters)
+
+
+_USER_TURNS = tuple(map(_conversation, ("uauau", "suau", "uruau", "uctau", "udtru")))
+_TOOL_TURNS = tuple(map(_conversation, ("uct", "uctct", "udtdt", "suct")))
