@@ -1,0 +1,1 @@
+"""Engines: token prompts in, completions out."""

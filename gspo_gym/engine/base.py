@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.types import Completion
 
 
@@ -102,3 +102,22 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Release everything; further calls raise EngineError. Closing twice is fine."""
         ...
+
+
+def num_tokens_to_sample(prompt_length: int, sampling: SamplingParams, max_model_len: int) -> int:
+    """How many tokens a request may sample: `max_tokens`, or what is left of the context if that is less.
+
+    Raises:
+        ContextOverflowError: the prompt leaves no room for a single token.
+        EngineError: the prompt is empty, so there is nothing to sample from.
+
+    >>> num_tokens_to_sample(10, SamplingParams(max_tokens=8, stop_token_ids=(), seed=0), max_model_len=16)
+    6
+    """
+    if prompt_length < 1:
+        raise EngineError("generate: expected a prompt of at least one token, got none")
+    if prompt_length >= max_model_len:
+        raise ContextOverflowError(
+            f"generate: a prompt of {prompt_length} tokens leaves no room in a context of {max_model_len}"
+        )
+    return min(sampling.max_tokens, max_model_len - prompt_length)

@@ -1,0 +1,332 @@
+"""Keys and values of one layer, and the attention of single new tokens to them: two layouts of the same thing.
+
+`PlainStore` is the usual [S, H, T, D] with torch's fused attention, for CUDA and half precision. `BlockStore` is for
+float32 on a CPU, where a step is bound by memory: it reads each sequence's own keys and values once, and no padding.
+S, H, T, D = slots, key/value heads, tokens, head size; G = query heads to a key head, R = rows that add a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+
+BLOCK = 64
+"""Tokens in a block: long enough to stream, short enough that the unused end of the last one does not matter."""
+
+_COST_OF_GATHERING = 3  # reading, writing and reading again, against reading a slot in place
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer asks of attention.
+
+    Attributes:
+        scale: multiplies the scores.
+        window: a token sees this many tokens, itself included; None sees all before it.
+        softcap: squashes the scores into (-softcap, softcap) (Gemma 2, arXiv 2408.00118); None leaves them.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(slots=True)
+class SingleRows:
+    """The sequences that add one token: their slots, ascending, and their lengths with the new token.
+
+    What the layers derive from them is kept in `plans`, so that it is made once a step and not once a layer.
+    """
+
+    slots: Int64Array
+    lengths: Int64Array
+    device: torch.device
+    plans: dict[tuple[object, ...], object] = field(default_factory=dict)
+
+    @property
+    def num(self) -> int:
+        return len(self.slots)
+
+
+class KeyValueStore(Protocol):
+    """One layer's keys and values."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store keys and values [N, H, D] of N tokens, each at its slot and position [N]."""
+        ...
+
+    def read(self, slots: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, H, length, D] of n slots."""
+        ...
+
+    def attend_singles(self, rows: SingleRows, queries: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """[R, H * G, D]: each row's one query [R, H * G, D] against all that its slot holds."""
+        ...
+
+    def resize(self, num_slots: int, num_tokens: int) -> None:
+        """Grow to that many slots and tokens; what was never written is zero."""
+        ...
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Overwrite the first `length` tokens (or some more) of one slot with another's."""
+        ...
+
+    def wipe(self, slot: int) -> None:
+        """Zero a slot."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Memory held."""
+        ...
+
+
+def make_store(keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> KeyValueStore:
+    """The faster store for tensors like these samples [N, H, D]."""
+    if keys.device.type == "cpu" and keys.dtype == torch.float32:
+        return BlockStore(keys, values, num_slots, num_tokens)
+    return PlainStore(keys, values, num_slots, num_tokens)
+
+
+def masked_scores(scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Scores, already scaled, capped and masked."""
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    return scores + mask
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainPlan:
+    """How to read the rows' keys: gathered from `slots`, or in place from the contiguous slots [first, last).
+
+    `place` [R] is each row's place among the slots read, None if that is its own number; `mask` [read, 1, 1, length].
+    """
+
+    slots: torch.Tensor | None
+    first: int
+    last: int
+    place: torch.Tensor | None
+    length: int
+    mask: torch.Tensor
+
+
+class PlainStore:
+    """Keys and values as [S, H, T, D]."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> None:
+        self._keys, self._values = (
+            new.new_zeros(num_slots, new.shape[1], num_tokens, new.shape[2]) for new in (keys, values)
+        )
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        self._keys[slots, :, positions] = keys
+        self._values[slots, :, positions] = values
+
+    def read(self, slots: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._keys[:, :, :length], self._values[:, :, :length]
+        return keys.index_select(0, slots), values.index_select(0, slots)
+
+    def attend_singles(self, rows: SingleRows, queries: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """Grouped query heads attend as if they were positions, so that no key is repeated."""
+        key = ("plain", options.window, queries.dtype)
+        plan = rows.plans.get(key)
+        if plan is None:
+            plan = rows.plans[key] = _plan_plain(rows, options.window, queries.dtype)
+        assert isinstance(plan, _PlainPlan)
+        num_rows, num_heads, size = queries.shape
+        grouped = queries.reshape(num_rows, self._keys.shape[1], -1, size)
+        keys, values = self._keys[:, :, : plan.length], self._values[:, :, : plan.length]
+        if plan.slots is not None:
+            keys, values = self.read(plan.slots, plan.length)
+        else:
+            keys, values = keys[plan.first : plan.last], values[plan.first : plan.last]
+        if plan.place is not None:
+            spread = grouped.new_zeros(len(keys), *grouped.shape[1:])
+            grouped = spread.index_copy_(0, plan.place, grouped)
+        if options.softcap is None:
+            output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.mask, scale=options.scale)
+        else:
+            scores = masked_scores((grouped * options.scale) @ keys.transpose(-1, -2), plan.mask, options)
+            output = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+        if plan.place is not None:
+            output = output.index_select(0, plan.place)
+        return output.reshape(num_rows, num_heads, -1)
+
+    def resize(self, num_slots: int, num_tokens: int) -> None:
+        self._keys, self._values = (self._resized(old, num_slots, num_tokens) for old in (self._keys, self._values))
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        for stored in (self._keys, self._values):
+            stored[target, :, :length] = stored[source, :, :length]
+
+    def wipe(self, slot: int) -> None:
+        self._keys[slot] = 0
+        self._values[slot] = 0
+
+    def num_bytes(self) -> int:
+        return sum(stored.numel() * stored.element_size() for stored in (self._keys, self._values))
+
+    @staticmethod
+    def _resized(old: torch.Tensor, num_slots: int, num_tokens: int) -> torch.Tensor:
+        new = old.new_zeros(num_slots, old.shape[1], num_tokens, old.shape[3])
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+
+def _plan_plain(rows: SingleRows, window: int | None, dtype: torch.dtype) -> _PlainPlan:
+    first, last = int(rows.slots[0]), int(rows.slots[-1]) + 1
+    length, gather = int(rows.lengths.max()), rows.num * _COST_OF_GATHERING < last - first
+    place = None if gather or rows.num == last - first else rows.slots - first
+    seen = rows.lengths
+    if place is not None:
+        seen = np.ones(last - first, np.int64)  # an idle slot sees one key, lest its softmax gives NaN
+        seen[place] = rows.lengths
+    hidden = np.arange(length) >= seen[:, None]
+    if window is not None:
+        hidden |= np.arange(length) < seen[:, None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=rows.device)
+    mask.masked_fill_(torch.from_numpy(hidden).to(rows.device), float("-inf"))
+    return _PlainPlan(
+        slots=torch.from_numpy(rows.slots).to(rows.device) if gather else None,
+        first=first,
+        last=last,
+        place=None if place is None else torch.from_numpy(place).to(rows.device),
+        length=length,
+        mask=mask[:, None, None],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockPlan:
+    """Which blocks the rows read. E = (row, query head, block) triples; width = blocks of the longest row.
+
+    Attributes:
+        query_rows: [E] which of the queries, [R * H * G, D], each triple asks.
+        key_rows, key_bags: the rows of the keys as [S * H * T / BLOCK * D, BLOCK] that each triple sums, and where its
+            sum starts.
+        value_rows, value_bags: the rows of the values as [S * H * T, D] that each (row, query head) sums.
+        padded_rows: [E] where each triple's scores go in [R * H * G * width, BLOCK].
+        mask: [R, H * G, width * BLOCK].
+    """
+
+    query_rows: torch.Tensor
+    key_rows: torch.Tensor
+    key_bags: torch.Tensor
+    value_rows: torch.Tensor
+    value_bags: torch.Tensor
+    padded_rows: torch.Tensor
+    mask: torch.Tensor
+
+
+class BlockStore:
+    """Keys as [S, H, T / BLOCK, D, BLOCK], values as [S, H, T / BLOCK, BLOCK, D]; float32 on a CPU.
+
+    Scores of a block are a sum of D rows of keys weighted by the query, the output a sum of rows of values weighted by
+    the probabilities; and a weighted sum of rows at given indices is what `embedding_bag` computes, one bag a sum. Its
+    kernel streams rows at memory speed. Measured on one AVX-512 core at 64 sequences of 100 to 300 tokens: 2.4 to 3.4
+    times as fast as `scaled_dot_product_attention`, whose matrix products are too thin and read the padding too.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // BLOCK)
+        self._keys = _untouched_zeros(num_slots, keys.shape[1], num_blocks, keys.shape[2], BLOCK)
+        self._values = _untouched_zeros(num_slots, values.shape[1], num_blocks, BLOCK, values.shape[2])
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        block, within = positions // BLOCK, positions % BLOCK
+        self._keys[slots, :, block, :, within] = keys
+        self._values[slots, :, block, within] = values
+
+    def read(self, slots: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_blocks = -(-length // BLOCK)
+        keys = self._keys[:, :, :num_blocks].index_select(0, slots).transpose(-1, -2)
+        values = self._values[:, :, :num_blocks].index_select(0, slots)
+        return keys.flatten(2, 3)[:, :, :length], values.flatten(2, 3)[:, :, :length]
+
+    def attend_singles(self, rows: SingleRows, queries: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        num_rows, num_heads, size = queries.shape
+        key = ("blocks", options.window, num_heads, self._keys.shape)
+        plan = rows.plans.get(key)
+        if plan is None:
+            plan = rows.plans[key] = _plan_blocks(rows, options.window, num_heads, self._keys.shape)
+        assert isinstance(plan, _BlockPlan)
+        scores = F.embedding_bag(
+            plan.key_rows,
+            self._keys.view(-1, BLOCK),
+            plan.key_bags,
+            mode="sum",
+            per_sample_weights=(queries * options.scale).reshape(-1, size).index_select(0, plan.query_rows).view(-1),
+        )
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        padded = plan.mask.clone()
+        padded.view(-1, BLOCK).index_add_(0, plan.padded_rows, scores)
+        probs = torch.softmax(padded, dim=-1)
+        output = F.embedding_bag(
+            plan.value_rows,
+            self._values.view(-1, self._values.shape[-1]),
+            plan.value_bags,
+            mode="sum",
+            per_sample_weights=probs.view(-1, BLOCK).index_select(0, plan.padded_rows).view(-1),
+        )
+        return output.view(num_rows, num_heads, -1)
+
+    def resize(self, num_slots: int, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // BLOCK)
+        for name, old in (("_keys", self._keys), ("_values", self._values)):
+            new = _untouched_zeros(num_slots, old.shape[1], num_blocks, *old.shape[3:])
+            new[: old.shape[0], :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        num_blocks = -(-length // BLOCK)
+        for stored in (self._keys, self._values):
+            stored[target, :, :num_blocks] = stored[source, :, :num_blocks]
+
+    def wipe(self, slot: int) -> None:
+        self._keys[slot] = 0
+        self._values[slot] = 0
+
+    def num_bytes(self) -> int:
+        return sum(stored.numel() * stored.element_size() for stored in (self._keys, self._values))
+
+
+def _untouched_zeros(*shape: int) -> torch.Tensor:
+    """float32 zeros whose memory the system provides when it is first used: numpy asks for it so, torch fills it."""
+    return torch.from_numpy(np.zeros(shape, np.float32))
+
+
+def _plan_blocks(rows: SingleRows, window: int | None, num_heads: int, shape: torch.Size) -> _BlockPlan:
+    """`shape` is that of the layer's keys."""
+    _, num_kv_heads, blocks_per_slot, size, _ = shape
+    first = np.zeros_like(rows.lengths) if window is None else np.maximum(rows.lengths - window, 0) // BLOCK
+    counts = -(-rows.lengths // BLOCK) - first
+    width = int(counts.max())
+    # One bag a (row, query head), in that order; one triple a bag and block.
+    bag_counts = np.repeat(counts, num_heads)
+    bag_starts = np.cumsum(bag_counts) - bag_counts
+    bag_of = np.repeat(np.arange(len(bag_counts)), bag_counts)
+    within = np.arange(len(bag_of)) - bag_starts[bag_of]
+    row_of, head_of = bag_of // num_heads, bag_of % num_heads // (num_heads // num_kv_heads)
+    block = (rows.slots[row_of] * num_kv_heads + head_of) * blocks_per_slot + first[row_of] + within
+    position = first[:, None] * BLOCK + np.arange(width * BLOCK)
+    hidden = position >= rows.lengths[:, None]
+    if window is not None:
+        hidden |= position < rows.lengths[:, None] - window
+    mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+    blocks = torch.from_numpy(block)[:, None]
+    return _BlockPlan(
+        query_rows=torch.from_numpy(bag_of),
+        key_rows=(blocks * size + torch.arange(size)).view(-1),
+        key_bags=torch.arange(0, len(block) * size, size),
+        value_rows=(blocks * BLOCK + torch.arange(BLOCK)).view(-1),
+        value_bags=torch.from_numpy(bag_starts * BLOCK),
+        padded_rows=torch.from_numpy(bag_of * width + within),
+        mask=mask[:, None].expand(-1, num_heads, -1).contiguous(),
+    )

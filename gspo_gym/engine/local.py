@@ -1,0 +1,243 @@
+"""A transformers model in this process as an engine: the embedded default, on CPU or CUDA.
+
+Continuous batching in a thread of its own; the model is the learner's, weights and all. An episode's keys and values
+stay between its turns, so a turn costs its new tokens only. What it is not: a server, or a way to run a model larger
+than one device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_gym.engine.base import Capabilities, SamplingParams, num_tokens_to_sample
+from gspo_gym.engine.batcher import Batcher, Counters, Request
+from gspo_gym.engine.shared_model import SharedModel
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.types import Completion
+
+
+class LocalEngine:
+    """Samples from a transformers causal language model, many requests at once.
+
+    Every token's logprob is computed in float32 from the logits that it was sampled from. The same prompt, weights and
+    seed give the same tokens whatever else runs, up to rounding: the shape of a batch changes float32 logits by about
+    1e-6, so a draw within that of the boundary between two tokens may fall either way.
+
+    >>> from gspo_gym.models import load_policy
+    >>> policy = load_policy("tiny:qwen3-64")
+    >>> async def run() -> int:
+    ...     engine = LocalEngine(policy.model, max_model_len=64)
+    ...     sampling = SamplingParams(max_tokens=5, stop_token_ids=(), seed=0)
+    ...     completion = await engine.generate([72, 105], sampling)
+    ...     await engine.close()
+    ...     return len(completion.token_ids)
+    >>> asyncio.run(run())
+    5
+    """
+
+    def __init__(
+        self, model: Any, *, max_model_len: int, max_batch_size: int = 256, device: str | torch.device | None = None
+    ) -> None:
+        """Share `model` and start the thread.
+
+        Args:
+            model: a transformers causal language model or a PEFT model around one (Any: both are untyped). Its modes,
+                hooks and attention are left alone; its weights are read whenever something is sampled.
+            max_model_len: longest prompt plus completion, in tokens. Memory for keys and values grows with use, up to
+                `max_batch_size` sequences of this length.
+            max_batch_size: most requests in work plus sessions kept between turns; further requests wait, and take the
+                place of the session that has waited longest.
+            device: where the model is expected to be; None asks nothing.
+
+        Raises:
+            ConfigError: the model cannot be run this way, or is not on that device.
+        """
+        if max_model_len < 2 or max_batch_size < 1:
+            raise ConfigError(
+                "LocalEngine: expected max_model_len >= 2 and max_batch_size >= 1, "
+                f"got {max_model_len} and {max_batch_size}"
+            )
+        shared = SharedModel(model, max_model_len=max_model_len)
+        if device is not None and torch.device(device).type != shared.device.type:
+            raise ConfigError(f"LocalEngine: the model is on {shared.device}, expected {device}; move it first")
+        shared.verify()
+        batcher = Batcher(shared, max_model_len=max_model_len, max_batch_size=max_batch_size)
+        self._max_model_len = max_model_len
+        self._vocab_size = shared.vocab_size
+        self._worker = _Worker(batcher)
+        self._thread = threading.Thread(target=self._worker.run, name="gspo-gym-engine", daemon=True)
+        self._thread.start()
+        # Also when the engine is dropped without close(), and at the interpreter's exit.
+        self._stop = weakref.finalize(self, _stop, self._worker, self._thread)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            is_trainable=True, seeds_per_request=True, reuses_prefixes=True, max_model_len=self._max_model_len
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._worker.batcher.weight_version
+
+    @property
+    def counters(self) -> Counters:
+        """What the engine has done so far: a copy of its counters."""
+        return replace(self._worker.batcher.counters)
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`.
+
+        Sampling stops at `max_model_len` as at `max_tokens`. A session whose prompt does not extend its earlier tokens
+        loses nothing but time: what the two have in common is reused.
+
+        Raises:
+            ContextOverflowError: the prompt leaves no room for a single token.
+            EngineError: the logits are not finite, the weights changed without `update_weights`, a prompt token is not
+                in the vocabulary, or the engine is closed or dead.
+        """
+        max_new = num_tokens_to_sample(len(prompt_token_ids), sampling, self._max_model_len)
+        prompt = np.asarray(prompt_token_ids, np.int32)
+        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
+            raise EngineError(
+                f"generate: prompt tokens must be in [0, {self._vocab_size}), got {prompt.min()}..{prompt.max()}"
+            )
+        request = Request(prompt, sampling, max_new, session_id)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._worker.post(lambda batcher: batcher.submit(request), key=request, future=answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
+                self._worker.post(lambda batcher: batcher.cancel(request))
+            raise
+
+    async def end_session(self, session_id: str) -> None:
+        """Free the keys and values kept for a session; unknown ones are fine."""
+        self._worker.post(lambda batcher: batcher.end_session(session_id))
+
+    async def update_weights(self, version: int) -> None:
+        """Sample under the model's present weights, as `version`; everything computed under others is dropped.
+
+        Raises:
+            EngineError: a request is in flight (nothing has changed then), or the engine is closed or dead.
+        """
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        key = object()
+
+        def update(batcher: Batcher) -> None:
+            error = None
+            try:
+                batcher.update_weights(version)
+            except EngineError as raised:
+                error = raised
+            self._worker.settle([(key, error)])
+
+        self._worker.post(update, key=key, future=answer)
+        await answer
+
+    async def close(self) -> None:
+        """Stop the thread. Requests in flight, and all later calls, raise EngineError."""
+        await asyncio.to_thread(self._stop)
+
+
+class _Worker:
+    """The thread's side: takes commands between steps, runs the batcher, hands results back once a step."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self._changed = threading.Condition()
+        self._commands: deque[Callable[[Batcher], object]] = deque()
+        # Who waits for what: a request for its completion, or a command for its end. Any: results of both kinds.
+        self._futures: dict[object, asyncio.Future[Any]] = {}
+        self._is_closing = False
+        self._failure: BaseException | None = None
+
+    def post(self, command: Callable[[Batcher], object], *, key: object = None, future: Any = None) -> None:
+        """Queue a command for the thread, to be run between two steps; `key` names the future that is to be settled.
+
+        Raises:
+            EngineError: the thread has ended.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise EngineError(f"the engine's thread died: {self._failure!r}") from self._failure
+            if self._is_closing:
+                raise EngineError("the engine is closed")
+            if key is not None:
+                self._futures[key] = future
+            self._commands.append(command)
+            self._changed.notify()
+
+    def settle(self, results: list[tuple[object, object]]) -> None:
+        """Give (key, result) pairs to those who wait, with one wake-up for each of their event loops."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]] = {}
+        for key, result in results:
+            future = self._futures.pop(key, None)
+            if future is not None:
+                by_loop.setdefault(future.get_loop(), []).append((future, result))
+        for loop, settled in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle_in_loop, settled)
+
+    def close(self) -> None:
+        """Let the thread end after its present step."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """The thread."""
+        reason = "the engine was closed"
+        try:
+            while self._take_commands():
+                finished = self.batcher.step()
+                if finished:
+                    self.settle([(item.request, item.result) for item in finished])
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            reason = f"the engine's thread died: {error!r}"
+            with self._changed:
+                self._failure = error
+        with self._changed:
+            waiting = list(self._futures)
+        self.settle([(key, EngineError(reason)) for key in waiting])
+
+    def _take_commands(self) -> bool:
+        """Wait for something to do and run what was posted; False when it is time to end."""
+        with self._changed:
+            while not (self._commands or self._is_closing or self.batcher.num_in_flight):
+                self._changed.wait()
+            commands, self._commands = self._commands, deque()
+        if self._is_closing:
+            return False
+        for command in commands:
+            command(self.batcher)
+        return True
+
+
+def _settle_in_loop(settled: list[tuple[asyncio.Future[Any], object]]) -> None:
+    for future, result in settled:
+        if future.done():  # cancelled meanwhile
+            continue
+        if isinstance(result, EngineError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _stop(worker: _Worker, thread: threading.Thread) -> None:
+    worker.close()
+    if threading.current_thread() is not thread:
+        thread.join()

@@ -1,0 +1,98 @@
+"""From logits to tokens: the distribution that `SamplingParams` describe, and a draw from it by inverse CDF.
+
+One uniform number decides one token, so a request's tokens depend on its own seed and logits and on nothing else in the
+batch. Pure functions of tensors; called by the batcher. B = rows, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_MAX_CDF_ELEMENTS = 1 << 24  # 128 MiB of float64 at once; a large vocabulary is drawn from in groups of rows
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How to sample each row. None means that no row asks for it, which spares the work.
+
+    Attributes:
+        uniforms: [B] float64 in [0, 1).
+        temperature: [B] float32 > 0, or None if all are 1.
+        is_greedy: [B] bool, or None. Greedy rows have temperature 1 and no truncation here.
+        top_k: [B] int64 (0 keeps all), or None.
+        top_p: [B] float32 in (0, 1], or None.
+    """
+
+    uniforms: torch.Tensor
+    temperature: torch.Tensor | None = None
+    is_greedy: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token a row: `token_ids` [B] int64, and `logprobs` [B] float32 under the distribution really sampled from.
+
+    A logprob that is not finite says that the row's logits were not.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+
+
+def sample(logits: torch.Tensor, rows: RowSampling) -> SampledTokens:
+    """Draw a token for every row of `logits` [B, V], in any floating dtype; computed in float32, the CDF in float64."""
+    distribution = sampling_logprobs(logits, rows)
+    token_ids = _inverse_cdf(distribution, rows.uniforms)
+    if rows.is_greedy is not None:
+        token_ids = torch.where(rows.is_greedy, distribution.argmax(-1), token_ids)
+    logprobs = distribution.gather(-1, token_ids[:, None])[:, 0]
+    return SampledTokens(token_ids=token_ids, logprobs=logprobs)
+
+
+def sampling_logprobs(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """The distribution sampled from: [B, V] float32 log-probabilities, -inf where truncated.
+
+    In the order of vLLM and transformers: temperature, then top-k, then top-p of what top-k left; renormalised.
+    """
+    scaled = logits.float()
+    if rows.temperature is not None:
+        scaled = scaled / rows.temperature[:, None]
+    if rows.top_k is not None or rows.top_p is not None:
+        scaled = _truncate(scaled, rows)
+    return torch.log_softmax(scaled, dim=-1)
+
+
+def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """-inf outside the kept set. Equal logits are ranked by token id, so that the set is always the same."""
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    if rows.top_k is not None:
+        limit = torch.where(rows.top_k > 0, rows.top_k, scaled.shape[-1])
+        ordered = ordered.masked_fill(rank >= limit[:, None], float("-inf"))
+    if rows.top_p is not None:
+        probs = ordered.softmax(dim=-1)
+        mass_before = probs.cumsum(dim=-1) - probs
+        # The first token that reaches top_p is kept; rank 0 always is, whatever rounding does to a tiny top_p.
+        ordered = ordered.masked_fill((mass_before >= rows.top_p[:, None]) & (rank > 0), float("-inf"))
+    return torch.full_like(scaled, float("-inf")).scatter(-1, order, ordered)
+
+
+def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """[B] int64: the first token whose cumulative probability exceeds the row's uniform number.
+
+    A token of probability 0 is never returned. Rows that hold NaN get an arbitrary valid id.
+    """
+    rows_at_once = max(1, _MAX_CDF_ELEMENTS // logprobs.shape[-1])
+    drawn = []
+    for start in range(0, len(logprobs), rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        cdf = logprobs[rows].double().exp_().cumsum_(dim=-1)
+        total = cdf[:, -1]
+        target = torch.minimum(uniforms[rows] * total, torch.nextafter(total, torch.zeros_like(total)))
+        drawn.append(torch.searchsorted(cdf, target[:, None], right=True)[:, 0])
+    token_ids = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+    return token_ids.clamp_(max=logprobs.shape[-1] - 1)

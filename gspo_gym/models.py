@@ -1,0 +1,243 @@
+"""A name becomes a policy: a model and its tokenizer, from the hub, a folder, or built from nothing (`tiny:NAME`).
+
+Also puts LoRA adapters on, and writes a policy into a folder that `load_policy` reads back. What it is not for:
+resuming a run, which needs the optimizer and the random state too (`checkpoints.py`).
+Called by build, the trainer's export, evaluation and the benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
+from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.models_tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_tokenizer
+from gspo_gym.seeding import child_seed
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A causal language model and its tokenizer.
+
+    Attributes:
+        model: a transformers `PreTrainedModel` or a `PeftModel` around one. Any, because both packages are untyped.
+        tokenizer: a transformers tokenizer with a chat template. Any for the same reason.
+        base: what it was loaded from, in a form that `load_policy` takes; a tiny model's names its seed.
+    """
+
+    model: Any
+    tokenizer: Any
+    base: str
+
+
+def load_policy(base: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0) -> Policy:
+    """The policy that `base` names, in eval mode.
+
+    Args:
+        base: a folder (transformers or PEFT layout), `tiny:NAME`, `tiny:NAME@SEED`, or a model id of the hub.
+        dtype: float32, bfloat16 or float16; of all parameters.
+        device: where a torch device string says.
+        seed: decides a tiny model's weights, unless the name does; nothing else is random.
+
+    Raises:
+        UnknownNameError: there is no such tiny model, folder or hub model.
+        CheckpointError: the folder is there but holds no model that loads.
+        ConfigError: an unknown dtype.
+
+    >>> load_policy("tiny:qwen3-64", seed=7).base
+    'tiny:qwen3-64@7'
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if base.startswith(TINY_PREFIX):
+        policy = _load_tiny(base, seed)
+    elif Path(base).expanduser().is_dir():
+        policy = _load_folder(Path(base).expanduser(), _DTYPES[dtype])
+    else:
+        policy = _load_hub(base, _DTYPES[dtype])
+    policy.model.to(device=device, dtype=_DTYPES[dtype])
+    policy.model.eval()
+    return policy
+
+
+def load_tokenizer(base: str) -> Any:
+    """The tokenizer of the policy that `base` names, without loading the model (Any: transformers is untyped).
+
+    Raises:
+        UnknownNameError, CheckpointError: as `load_policy`.
+    """
+    if base.startswith(TINY_PREFIX):
+        parse_tiny(base)
+        return tiny_tokenizer()
+    folder = Path(base).expanduser()
+    if not folder.is_dir():
+        return _from_hub(base, AutoTokenizer.from_pretrained)
+    if (folder / "adapter_config.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(_base_name(folder))
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model folder {folder}: its tokenizer cannot be loaded: {error}") from error
+
+
+def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
+    """The model with a trainable LoRA adapter put in (arXiv 2106.09685); its own weights are frozen in place.
+
+    The adapter changes nothing before it is trained (B starts at zero); `seed` draws A. The global generator is left as
+    it was. Models are Any: transformers and peft are untyped.
+
+    Raises:
+        ConfigError: PEFT refuses, for example because no module matches.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(child_seed(seed, "lora"))
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            raise ConfigError(f"lora: {error}") from error
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write the policy so that `load_policy(folder)` gives it back, weights bit for bit.
+
+    A full model is written in the transformers layout, an adapter in the PEFT layout. The base of a tiny model's
+    adapter exists nowhere else, so it is written beside it, into `base/`. The folder is made; files in it are
+    overwritten. Not crash-safe: `checkpoints.py` writes to a temporary folder and renames.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    policy.tokenizer.save_pretrained(folder)
+    if not is_adapter(policy.model):
+        with _no_progress_bars():
+            policy.model.save_pretrained(folder)
+        return
+    # The vocabulary is never resized; told so, PEFT need not look the base up (on the hub, if it finds no folder).
+    policy.model.save_pretrained(folder, save_embedding_layers=False)
+    if _base_name(folder).startswith(TINY_PREFIX):
+        _save_tiny_base(policy, folder / "base")
+
+
+def _load_tiny(base: str, seed: int) -> Policy:
+    name, own_seed = parse_tiny(base)
+    model = build_tiny(name, seed if own_seed is None else own_seed)
+    return Policy(model=model, tokenizer=tiny_tokenizer(), base=model.name_or_path)
+
+
+def _load_folder(folder: Path, dtype: torch.dtype) -> Policy:
+    try:
+        if (folder / "adapter_config.json").is_file():
+            return _load_adapter(folder, dtype)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"model folder {folder}: expected config.json (transformers) or adapter_config.json (PEFT), found "
+                f"{', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}"
+            )
+        with _no_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        if report["missing_keys"]:  # transformers would go on with random numbers in their place
+            raise CheckpointError(f"model folder {folder}: weights are missing: {sorted(report['missing_keys'])[:5]}")
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"model folder {folder}: cannot be loaded: {error}") from error
+    return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
+
+
+def _load_adapter(folder: Path, dtype: torch.dtype) -> Policy:
+    from peft import PeftModel
+
+    base_folder = folder / "base"
+    base = load_policy(str(base_folder) if base_folder.is_dir() else _base_name(folder), dtype=str(dtype)[6:])
+    model = PeftModel.from_pretrained(base.model, folder, is_trainable=True)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else base.tokenizer
+    return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
+
+
+def _load_hub(base: str, dtype: torch.dtype) -> Policy:
+    tokenizer = _from_hub(base, AutoTokenizer.from_pretrained)
+    model = _from_hub(base, AutoModelForCausalLM.from_pretrained, dtype=dtype)
+    return Policy(model=model, tokenizer=tokenizer, base=base)
+
+
+def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
+    """What `load` gets from the hub or its local cache (Any: transformers is untyped)."""
+    reason: object = "it does not look like one of the hub's ids"
+    if _may_be_hub_id(base):
+        try:
+            return load(base, **options)
+        except (OSError, ValueError) as error:
+            reason = error
+    raise UnknownNameError(
+        f"model {base!r}: not a folder here ({Path(base).expanduser().absolute()}), not a tiny model "
+        f"({', '.join(list_tiny())}), and the hub has no such model or cannot be reached: {reason}"
+    )
+
+
+def _may_be_hub_id(base: str) -> bool:
+    """Whether to ask the hub at all: a misspelt path is told apart at once, not after the retries of a dead network."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base):
+        return False
+    first, slash, _ = base.partition("/")
+    return not (slash and Path(first).is_dir())
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether PEFT has put an adapter on the model (Any: untyped)."""
+    return hasattr(model, "peft_config")
+
+
+def _base_name(folder: Path) -> str:
+    name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(f"{folder}/adapter_config.json: expected base_model_name_or_path, got {name!r}")
+    return str(name)
+
+
+def _save_tiny_base(policy: Policy, folder: Path) -> None:
+    """The frozen weights under the adapter, as a full model: the adapter's layers are left out, not merged."""
+    base = policy.model.get_base_model()
+    weights = {
+        name.replace(".base_layer.", "."): tensor.detach().clone()
+        for name, tensor in base.state_dict().items()
+        if "lora_" not in name
+    }
+    with _no_progress_bars():
+        base.save_pretrained(folder, state_dict=weights)
+    policy.tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Without transformers' bars, which would run through the trainer's own display at every checkpoint."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

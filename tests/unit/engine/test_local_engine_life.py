@@ -1,0 +1,222 @@
+"""The local engine's life: joining and leaving, cancelling, updates in flight, closing, and dying."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.batcher import Batcher
+from gspo_gym.engine.local import LocalEngine
+from gspo_gym.errors import EngineError
+
+MAX_LEN = 1024
+
+
+def _run(model: Any, use: Callable[[LocalEngine], Coroutine[Any, Any, Any]], **options: int) -> Any:
+    async def main() -> Any:
+        engine = LocalEngine(model, max_model_len=MAX_LEN, **options)
+        try:
+            return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def _sampling(max_tokens: int, seed: int = 0) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, stop_token_ids=(), seed=seed)
+
+
+async def _until_sampling(engine: LocalEngine) -> None:
+    while engine.counters.num_sampled_tokens == 0:  # noqa: ASYNC110  # nothing to wait on: the task is still running
+        await asyncio.sleep(0.001)
+
+
+def test_a_short_request_leaves_a_running_batch_before_the_long_one_ends(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        long = asyncio.create_task(engine.generate([1, 2, 3], _sampling(900)))
+        await engine.generate([4, 5], _sampling(3))
+        assert not long.done()
+        assert engine.counters.num_steps < 900
+        assert len((await long).token_ids) == 900
+
+    _run(model, use)
+
+
+def test_cancelling_a_request_frees_its_slot_for_the_next(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        hog = asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000)))
+        waiting = asyncio.create_task(engine.generate([4, 5], _sampling(3)))
+        await _until_sampling(engine)  # the only slot is taken, so the second request can only wait
+        assert not waiting.done()
+        hog.cancel()
+        assert len((await waiting).token_ids) == 3
+        with pytest.raises(asyncio.CancelledError):
+            await hog
+        assert engine.counters.num_sampled_tokens < 1000
+        await engine.update_weights(1)  # nothing is in flight any more
+
+    _run(model, use, max_batch_size=1)
+
+
+def test_cancelling_a_request_that_still_waits_drops_it(model: Any) -> None:
+    async def use(engine: LocalEngine) -> int:
+        first = asyncio.create_task(engine.generate([1, 2, 3], _sampling(50)))
+        waiting = asyncio.create_task(engine.generate([4, 5], _sampling(500)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await first
+        await engine.update_weights(1)
+        return engine.counters.num_sampled_tokens
+
+    assert _run(model, use, max_batch_size=1) == 50
+
+
+def test_a_cancelled_sessions_cache_is_sound(model: Any, plain_logprobs: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        task = asyncio.create_task(engine.generate([1, 2, 3], _sampling(900, seed=5), session_id="a"))
+        await _until_sampling(engine)
+        task.cancel()
+        again = await engine.generate([1, 2, 3], _sampling(30, seed=5), session_id="a")
+        expected = plain_logprobs(model, [1, 2, 3], again.token_ids.tolist())
+        np.testing.assert_allclose(again.logprobs, expected, rtol=0, atol=1e-5)  # float32 rounding, five times over
+
+    _run(model, use)
+
+
+def test_an_update_is_refused_while_a_request_is_in_flight_and_changes_nothing(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        task = asyncio.create_task(engine.generate([1, 2, 3], _sampling(300)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="expected no request in flight, got 1"):
+            await engine.update_weights(1)
+        assert engine.weight_version == 0
+        assert (await task).weight_version.tolist() == [0] * 300
+        await engine.update_weights(1)
+        assert engine.weight_version == 1
+
+    _run(model, use)
+
+
+def test_weights_that_change_while_requests_run_fail_those_requests(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000, seed=i))) for i in range(3)]
+        await engine.generate([9], _sampling(2))
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+        for task in tasks:
+            with pytest.raises(EngineError, match="weights changed since version 0"):
+                await task
+
+    _run(model, use)
+
+
+def test_closing_fails_what_is_in_flight_and_all_later_calls(model: Any) -> None:
+    async def main() -> None:
+        engine = LocalEngine(model, max_model_len=MAX_LEN)
+        running = asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000)))
+        await asyncio.sleep(0)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await running
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate([1], _sampling(1))
+        with pytest.raises(EngineError, match="closed"):
+            await engine.update_weights(1)
+        with pytest.raises(EngineError, match="closed"):
+            await engine.end_session("a")
+
+    asyncio.run(main())
+
+
+def test_closing_ends_the_thread_and_so_does_dropping_the_engine(model: Any) -> None:
+    def engine_threads() -> int:
+        return sum(thread.name == "gspo-gym-engine" for thread in threading.enumerate())
+
+    before = engine_threads()
+    closed, dropped = (LocalEngine(model, max_model_len=MAX_LEN) for _ in range(2))
+    assert engine_threads() == before + 2
+    asyncio.run(closed.close())
+    assert engine_threads() == before + 1
+    del dropped
+    gc.collect()
+    assert engine_threads() == before
+
+
+def test_if_the_thread_dies_everybody_hears_of_it(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        engine = LocalEngine(model, max_model_len=MAX_LEN)
+        survivor = asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000)))
+        await engine.generate([9], _sampling(2))
+
+        def explode(self: Batcher) -> None:
+            raise RuntimeError("out of memory, say")
+
+        monkeypatch.setattr(Batcher, "step", explode)
+        with pytest.raises(EngineError, match=r"thread died.*out of memory, say"):
+            await survivor
+        with pytest.raises(EngineError, match=r"thread died.*out of memory, say") as caught:
+            await engine.generate([1], _sampling(1))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(EngineError, match="thread died"):
+            await engine.update_weights(1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_serves_one_event_loop_after_another(model: Any) -> None:
+    engine = LocalEngine(model, max_model_len=MAX_LEN)
+    results = [asyncio.run(engine.generate([1, 2, 3], _sampling(4))).token_ids.tolist() for _ in range(2)]
+    assert results[0] == results[1]
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("prompt", [[-1], [3, 263], []])
+def test_a_prompt_that_is_empty_or_outside_the_vocabulary_is_an_error_of_that_request_only(
+    model: Any, prompt: list[int]
+) -> None:
+    async def use(engine: LocalEngine) -> None:
+        with pytest.raises(EngineError, match=r"in \[0, 263\)|at least one token"):
+            await engine.generate(prompt, _sampling(1))
+        assert len((await engine.generate([262], _sampling(2))).token_ids) == 2
+
+    _run(model, use)
+
+
+def test_sessions_beyond_the_slots_lose_their_cache_and_nothing_else(model: Any) -> None:
+    async def use(engine: LocalEngine) -> list[int]:
+        prompts = {name: [ord(name)] * 20 for name in "abc"}
+        for name, prompt in prompts.items():
+            await engine.generate(prompt, _sampling(2), session_id=name)
+        kept = []
+        for name in "ca":  # c kept its slot; a's was given to c
+            before = engine.counters.num_kept_tokens
+            await engine.generate(prompts[name], _sampling(2), session_id=name)
+            kept.append(engine.counters.num_kept_tokens - before)
+        return kept
+
+    assert _run(model, use, max_batch_size=2) == [19, 0]
+
+
+def test_the_cache_grows_with_use_and_not_before(model: Any) -> None:
+    async def use(engine: LocalEngine) -> list[int]:
+        cache = engine._worker.batcher._cache
+        sizes = []
+        for length in (10, 10, 900):
+            await engine.generate([1] * length, _sampling(2))
+            sizes.append(cache.num_bytes())
+        return sizes
+
+    # 2 layers, keys and values, 8 slots, 1 key head of 32 numbers, 4 bytes each; 256 tokens at first, then 1024.
+    per_token = 2 * 2 * 8 * 32 * 4
+    assert _run(model, use) == [256 * per_token, 256 * per_token, 1024 * per_token]

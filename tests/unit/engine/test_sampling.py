@@ -1,0 +1,127 @@
+"""Sampling: the distribution against closed forms, the draw against its frequencies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_gym.engine.sampling import RowSampling, sample, sampling_logprobs
+
+LOGITS = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
+
+
+def _rows(num: int = 1, uniform: float = 0.5, **fields: torch.Tensor) -> RowSampling:
+    return RowSampling(uniforms=torch.full((num,), uniform, dtype=torch.float64), **fields)
+
+
+def _probs(**fields: torch.Tensor) -> list[float]:
+    return [round(p, 6) for p in sampling_logprobs(LOGITS, _rows(**fields)).exp()[0].tolist()]
+
+
+def test_temperature_two_takes_the_square_root_of_every_probability() -> None:
+    root = np.sqrt([0.1, 0.4, 0.2, 0.3])
+    expected = (root / root.sum()).round(6).tolist()
+    assert _probs(temperature=torch.tensor([2.0])) == pytest.approx(expected, abs=2e-6)  # both rounded to 6 digits
+
+
+def test_top_k_keeps_the_k_likeliest_renormalised() -> None:
+    # 0.4 and 0.3 stay, and share 0.7 between them.
+    assert _probs(top_k=torch.tensor([2])) == [0.0, round(4 / 7, 6), 0.0, round(3 / 7, 6)]
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it_renormalised() -> None:
+    # 0.4 alone is below 0.65, and 0.4 + 0.3 = 0.7 reaches it.
+    assert _probs(top_p=torch.tensor([0.65])) == [0.0, round(4 / 7, 6), 0.0, round(3 / 7, 6)]
+    # 0.9 is reached by 0.4 + 0.3 + 0.2 only.
+    assert _probs(top_p=torch.tensor([0.85])) == [0.0, round(4 / 9, 6), round(2 / 9, 6), round(3 / 9, 6)]
+
+
+def test_top_p_applies_to_what_top_k_left() -> None:
+    # Of the three likeliest (sum 0.9), 4/9 + 3/9 = 0.78 reaches 0.75; of all four, 0.7 would not.
+    both = _probs(top_k=torch.tensor([3]), top_p=torch.tensor([0.75]))
+    assert both == [0.0, round(4 / 7, 6), 0.0, round(3 / 7, 6)]
+
+
+def test_a_tiny_top_p_still_keeps_the_likeliest_token() -> None:
+    assert _probs(top_p=torch.tensor([1e-9])) == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_equal_logits_are_ranked_by_token_id() -> None:
+    logprobs = sampling_logprobs(torch.zeros(1, 4), _rows(top_k=torch.tensor([2])))
+    assert logprobs.exp()[0].tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_rows_that_ask_for_nothing_are_untouched_by_their_neighbours_truncation() -> None:
+    rows = _rows(2, top_k=torch.tensor([0, 1]), top_p=torch.tensor([1.0, 1.0]))
+    logprobs = sampling_logprobs(LOGITS.repeat(2, 1), rows)
+    torch.testing.assert_close(logprobs[0], LOGITS[0])  # probabilities sum to 1, so logits are their own logprobs
+    assert logprobs[1].exp().tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.4999, 1), (0.5001, 2), (0.7001, 3), (0.9999999, 3)]
+)
+def test_a_uniform_number_picks_the_token_whose_share_of_the_unit_interval_holds_it(uniform: float, token: int) -> None:
+    sampled = sample(LOGITS, _rows(uniform=uniform))  # cumulative: 0.1, 0.5, 0.7, 1
+    assert sampled.token_ids.tolist() == [token]
+    assert sampled.logprobs.tolist() == pytest.approx([LOGITS[0, token].item()], abs=1e-6)  # float32 rounding
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_a_token_of_probability_zero_is_never_drawn_at_either_end(uniform: float) -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]])
+    token = sample(logits, _rows(uniform=uniform)).token_ids.item()
+    assert token == (1 if uniform == 0.0 else 2)
+
+
+def test_frequencies_match_the_softmax() -> None:
+    num_draws, num_tokens = 20_000, 12
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=num_tokens)).float()
+    uniforms = torch.from_numpy(np.random.default_rng(1).random(num_draws))
+    drawn = sample(logits.repeat(num_draws, 1), RowSampling(uniforms=uniforms)).token_ids.numpy()
+    exact = np.exp(logits.double().numpy())
+    expected = num_draws * exact / exact.sum()
+    statistic = ((np.bincount(drawn, minlength=num_tokens) - expected) ** 2 / expected).sum()
+    # Chi-square with 11 degrees of freedom: the 0.999 quantile is 31.26. Seeds are fixed, so this cannot flicker.
+    assert statistic < 31.26
+
+
+def test_frequencies_under_temperature_and_truncation_match_the_renormalised_distribution() -> None:
+    num_draws = 20_000
+    fields = {
+        "temperature": torch.full((num_draws,), 2.0),
+        "top_k": torch.full((num_draws,), 3),
+        "uniforms": torch.from_numpy(np.random.default_rng(2).random(num_draws)),
+    }
+    drawn = sample(LOGITS.repeat(num_draws, 1), RowSampling(**fields)).token_ids.numpy()
+    weights = np.sqrt([0.0, 0.4, 0.2, 0.3])
+    expected = num_draws * weights / weights.sum()
+    observed = np.bincount(drawn, minlength=4)
+    assert observed[0] == 0
+    statistic = ((observed[1:] - expected[1:]) ** 2 / expected[1:]).sum()
+    assert statistic < 13.82  # chi-square with 2 degrees of freedom, 0.999 quantile; fixed seeds
+
+
+def test_greedy_rows_take_the_argmax_with_its_logprob_at_temperature_one() -> None:
+    sampled = sample(LOGITS, _rows(uniform=0.05, is_greedy=torch.tensor([True])))
+    assert sampled.token_ids.tolist() == [1]
+    assert sampled.logprobs.exp().tolist() == pytest.approx([0.4], abs=1e-6)  # float32 rounding
+
+
+def test_a_row_with_nan_says_so_and_leaves_its_neighbour_alone() -> None:
+    logits = torch.cat([torch.full((1, 4), float("nan")), LOGITS])
+    sampled = sample(logits, _rows(2, uniform=0.6))
+    assert not torch.isfinite(sampled.logprobs[0])
+    assert 0 <= sampled.token_ids[0] < 4
+    assert sampled.token_ids[1] == 2  # whose share is [0.5, 0.7)
+
+
+def test_a_large_vocabulary_is_drawn_from_in_groups_of_rows_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.from_numpy(np.random.default_rng(3).normal(size=(10, 7)))
+    rows = RowSampling(uniforms=torch.from_numpy(np.random.default_rng(4).random(10)))
+    whole = sample(logits, rows).token_ids
+    monkeypatch.setattr("gspo_gym.engine.sampling._MAX_CDF_ELEMENTS", 21)  # three rows of seven at once
+    assert torch.equal(sample(logits, rows).token_ids, whole)

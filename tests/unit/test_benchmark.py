@@ -1,0 +1,42 @@
+"""The benchmark: every engine does the same work, and the table says how fast."""
+
+from __future__ import annotations
+
+import pytest
+
+from gspo_gym.benchmark import ENGINES, Measurement, main, make_workload, render
+from gspo_gym.models import load_policy
+
+
+def test_the_workload_is_ragged_within_its_bounds_and_the_same_every_time() -> None:
+    plans = make_workload(64)
+    assert plans == make_workload(64)
+    turns = {len(plan.num_sampled) for plan in plans}
+    sampled = [n for plan in plans for n in plan.num_sampled]
+    observed = [len(o) for plan in plans for o in plan.observations]
+    assert turns == {3, 4, 5, 6}
+    assert (min(sampled), max(sampled)) == (8, 64)  # 286 draws reach both ends of 8..64 under this seed
+    assert 20 <= min(observed) <= max(observed) <= 30
+    assert all(plans[i].prompt == plans[i - i % 8].prompt for i in range(64))
+    assert len({plan.prompt for plan in plans}) == 8
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_samples_exactly_what_the_plans_ask_for(name: str) -> None:
+    plans = make_workload(3, group_size=2)
+    model = load_policy("tiny:qwen3-64").model
+    assert ENGINES[name](model, plans) == sum(sum(plan.num_sampled) for plan in plans)
+
+
+def test_the_table_shows_rates_and_ratios_to_the_first_row(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    Console(width=120).print(render({"slow": Measurement(1000, 10.0), "fast": Measurement(1000, 2.5)}))
+    rows = [line for line in capsys.readouterr().out.splitlines() if "1,000" in line]
+    assert [cell.strip() for cell in rows[0].split("│")][4:6] == ["100", "1.00x"]
+    assert [cell.strip() for cell in rows[1].split("│")][4:6] == ["400", "4.00x"]
+
+
+def test_an_unknown_model_is_a_message_and_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", "--model", "tiny:nothing"]) == 2
+    assert "UnknownNameError: model 'tiny:nothing'" in capsys.readouterr().err
