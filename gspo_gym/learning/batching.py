@@ -1,0 +1,287 @@
+"""Trajectories -> padded tensors, and their division into minibatches and micro-batches.
+
+Axes: B rows, one a segment; T tokens, padded on the right; N trajectories. Several rows may belong to one trajectory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.learning.advantages import group_advantages
+from gspo_gym.learning.settings import AdvantageSettings
+from gspo_gym.types import Float32Array, Segment, Trajectory, TrajectoryGroup
+
+AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """Trajectories as tensors.
+
+    Attributes:
+        token_ids: [B, T] int64; the padding is 0, which no result depends on.
+        attention_mask: [B, T] bool, True for tokens, False for the padding on their right.
+        action_mask: [B, T] bool, True where the policy sampled the token; never at position 0.
+        turn_index: [B, T] int64, the turn that sampled the token; -1 where action_mask is False.
+        trajectory_index: [B] int64, the row's trajectory, 0..N-1; every trajectory has a sampled token.
+        rollout_logprobs: [B, T] float32, the engine's, nats; 0 where action_mask is False.
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+    turn_index: Tensor
+    trajectory_index: Tensor
+    rollout_logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        _check_shapes(self)
+        mask = self.action_mask
+        lengths = self.attention_mask.sum(1)
+        positions = torch.arange(self.token_ids.shape[1], device=lengths.device)
+        if not torch.equal(self.attention_mask, positions < lengths[:, None]):
+            raise RecordError("TokenBatch.attention_mask: expected padding on the right only")
+        if bool((mask & ~self.attention_mask).any()) or bool(mask[:, 0].any()):
+            raise RecordError("TokenBatch.action_mask: expected sampled tokens after position 0 and not in the padding")
+        if not torch.equal(self.turn_index >= 0, mask):
+            raise RecordError("TokenBatch.turn_index: expected a turn exactly where action_mask is True")
+        present = torch.unique(self.trajectory_index[mask.any(1)])
+        if not torch.equal(present, torch.arange(self.num_trajectories, device=present.device)):
+            raise RecordError("TokenBatch.trajectory_index: expected 0..N-1, each with at least one sampled token")
+
+    @property
+    def num_trajectories(self) -> int:
+        """N. Rows of one trajectory count once."""
+        return int(self.trajectory_index.max()) + 1
+
+    @property
+    def num_actions(self) -> int:
+        """Sampled tokens over all rows."""
+        return int(self.action_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainBatch(TokenBatch):
+    """A TokenBatch that knows how good its tokens were.
+
+    Attributes:
+        advantages: [B, T] float32, of the turn that sampled the token; 0 where action_mask is False.
+    """
+
+    advantages: Tensor
+
+    def __post_init__(self) -> None:
+        TokenBatch.__post_init__(self)
+        if not bool(torch.isfinite(self.advantages).all()):
+            raise RecordError("TrainBatch.advantages: expected finite values")
+        if bool(self.advantages[~self.action_mask].any()):
+            raise RecordError("TrainBatch.advantages: expected 0 where action_mask is False")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredBatch(TrainBatch):
+    """A TrainBatch that was scored before the update; another type, so that scoring cannot be forgotten.
+
+    Attributes:
+        old_logprobs: [B, T], the learner's own, of the policy before the update; 0 where action_mask is False.
+        ref_logprobs: [B, T], the reference policy's; None: the loss has no KL term.
+    """
+
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """What became of the trajectories of some groups.
+
+    Attributes:
+        num_groups: groups given. num_constant_groups: of these, where all advantages are 0 (no signal).
+        num_trajectories: that entered the batch. num_skipped: that did not, because they hold no sampled token.
+    """
+
+    num_groups: int
+    num_constant_groups: int
+    num_trajectories: int
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BuiltBatch:
+    """A batch and the count of what went into it."""
+
+    batch: TrainBatch
+    counts: BatchCounts
+
+
+def build_batch(groups: Sequence[TrajectoryGroup], settings: AdvantageSettings) -> BuiltBatch:
+    """The trajectories of all groups with their advantages, in order.
+
+    A trajectory without a sampled token takes no part, neither in the batch nor in its group's statistics: there is
+    nothing that the policy did. Tokens after a segment's last sampled one are left out, for nothing depends on them.
+
+    Raises:
+        UnscoredError: a trajectory that takes part has no reward.
+        RecordError: nothing is left to train on.
+    """
+    trajectories: list[Trajectory] = []
+    advantages: list[Float32Array] = []
+    num_constant = 0
+    for group in groups:
+        members = [trajectory for trajectory in group.trajectories if trajectory.num_actions > 0]
+        result = group_advantages(members, settings)
+        trajectories += members
+        advantages += result.values
+        num_constant += result.is_constant
+    tokens = batch_tokens(trajectories)
+    num_given = sum(len(group.trajectories) for group in groups)
+    batch = TrainBatch(
+        **_tensors_of(tokens), advantages=_spread(advantages, tokens.turn_index, tokens.trajectory_index)
+    )
+    counts = BatchCounts(len(groups), num_constant, len(trajectories), num_given - len(trajectories))
+    return BuiltBatch(batch, counts)
+
+
+def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
+    """The segments of these trajectories that hold a sampled token, as rows; trajectory i keeps the number i.
+
+    Raises:
+        RecordError: there is no trajectory, or one without a sampled token.
+    """
+    rows = [(i, s) for i, t in enumerate(trajectories) for s in t.segments if s.action_mask.any()]
+    if len({i for i, _ in rows}) != len(trajectories) or not rows:
+        raise RecordError(
+            f"expected at least one trajectory and a sampled token in each, got {len(trajectories)} trajectories, "
+            f"{len({i for i, _ in rows})} of them with sampled tokens"
+        )
+    width = max(_used_length(segment) for _, segment in rows)
+    shape = (len(rows), width)
+    token_ids, turn_index = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    attention_mask, action_mask = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+    rollout_logprobs = np.zeros(shape, np.float32)
+    for row, (_, segment) in enumerate(rows):
+        n = _used_length(segment)
+        token_ids[row, :n] = segment.token_ids[:n]
+        attention_mask[row, :n] = True
+        action_mask[row, :n] = segment.action_mask[:n]
+        turn_index[row, :n] = segment.turn_index[:n]
+        rollout_logprobs[row, :n] = segment.rollout_logprobs[:n]
+    return TokenBatch(
+        token_ids=torch.from_numpy(token_ids),
+        attention_mask=torch.from_numpy(attention_mask),
+        action_mask=torch.from_numpy(action_mask),
+        turn_index=torch.from_numpy(turn_index),
+        trajectory_index=torch.tensor([i for i, _ in rows], dtype=torch.int64),
+        rollout_logprobs=torch.from_numpy(rollout_logprobs),
+    )
+
+
+def select_trajectories(batch: AnyBatch, trajectories: Iterable[int]) -> AnyBatch:
+    """A batch of only these trajectories, renumbered 0.. in the order given, padded no wider than they need.
+
+    Rows keep their order.
+    """
+    wanted = list(trajectories)
+    new_number = torch.full((batch.num_trajectories,), -1, dtype=torch.int64)
+    new_number[wanted] = torch.arange(len(wanted))
+    number_of_row = new_number[batch.trajectory_index]
+    rows = torch.nonzero(number_of_row >= 0).squeeze(1)
+    width = int(batch.attention_mask[rows].sum(1).max())
+    tensors = {
+        name: value[rows, :width].contiguous() if value.dim() == 2 else value[rows]
+        for name, value in _tensors_of(batch).items()
+    }
+    return dataclasses.replace(batch, **tensors | {"trajectory_index": number_of_row[rows]})
+
+
+def split_minibatches(batch: AnyBatch, size: int | None, generator: np.random.Generator) -> list[AnyBatch]:
+    """The batch in parts of at most `size` trajectories, drawn at random without replacement; None: one part.
+
+    Parts differ by at most one trajectory, so that no step rests on a small remainder. One part keeps the order.
+    """
+    if size is None or size >= batch.num_trajectories:
+        return [batch]
+    order = generator.permutation(batch.num_trajectories)
+    num_parts = -(-batch.num_trajectories // size)
+    return [select_trajectories(batch, np.sort(part).tolist()) for part in np.array_split(order, num_parts)]
+
+
+def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
+    """The batch in parts of at most `max_tokens` padded tokens each.
+
+    All rows of a trajectory stay together, because they may share an importance ratio; a trajectory that is larger
+    than `max_tokens` by itself makes a part of its own. Trajectories are sorted by their longest row, longest first, so
+    that parts hold rows of similar length and the largest part comes first (memory runs out at once or never).
+
+    Raises:
+        ConfigError: max_tokens < 1.
+    """
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}")
+    longest = [0] * batch.num_trajectories
+    num_rows = [0] * batch.num_trajectories
+    lengths = batch.attention_mask.sum(1).tolist()
+    for trajectory, length in zip(batch.trajectory_index.tolist(), lengths, strict=True):
+        longest[trajectory] = max(longest[trajectory], length)
+        num_rows[trajectory] += 1
+    parts: list[list[int]] = []
+    rows_in_part = width = 0
+    for trajectory in sorted(range(len(longest)), key=lambda i: -longest[i]):
+        if not parts or (rows_in_part + num_rows[trajectory]) * width > max_tokens:
+            parts.append([])
+            rows_in_part, width = 0, longest[trajectory]
+        parts[-1].append(trajectory)
+        rows_in_part += num_rows[trajectory]
+    return [select_trajectories(batch, part) for part in parts]
+
+
+def to_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
+    """The same batch with its tensors on `device`."""
+    return dataclasses.replace(batch, **{name: value.to(device) for name, value in _tensors_of(batch).items()})
+
+
+def _used_length(segment: Segment) -> int:
+    """Tokens up to and including the last sampled one."""
+    return int(np.flatnonzero(segment.action_mask)[-1]) + 1
+
+
+def _spread(advantages: Sequence[Float32Array], turn_index: Tensor, trajectory_index: Tensor) -> Tensor:
+    """Per-turn advantages of each trajectory -> [B, T] float32 by the turn that sampled each token, 0 elsewhere."""
+    spread = np.zeros(turn_index.shape, np.float32)
+    turns = turn_index.numpy()
+    for row, trajectory in enumerate(trajectory_index.tolist()):
+        sampled = turns[row] >= 0
+        values = advantages[trajectory]
+        if turns[row].max() >= len(values):
+            raise RecordError(f"a token names turn {turns[row].max()}, but its trajectory has {len(values)} turns")
+        spread[row, sampled] = values[turns[row, sampled]]
+    return torch.from_numpy(spread)
+
+
+def _tensors_of(batch: TokenBatch) -> dict[str, Tensor]:
+    values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _check_shapes(batch: TokenBatch) -> None:
+    if batch.token_ids.dim() != 2 or 0 in batch.token_ids.shape:
+        raise RecordError(f"token_ids: expected a non-empty [B, T], got {tuple(batch.token_ids.shape)}")
+    expected = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask": torch.bool}
+    expected |= {"turn_index": torch.int64, "trajectory_index": torch.int64}
+    for name, value in _tensors_of(batch).items():
+        shape = batch.token_ids.shape[:1] if name == "trajectory_index" else batch.token_ids.shape
+        if value.shape != shape:
+            raise RecordError(f"{type(batch).__name__}.{name}: expected {tuple(shape)}, got {tuple(value.shape)}")
+        is_right = value.dtype == expected[name] if name in expected else value.is_floating_point()
+        if not is_right:
+            raise RecordError(
+                f"{type(batch).__name__}.{name}: expected {expected.get(name, 'float')}, got {value.dtype}"
+            )

@@ -1,0 +1,228 @@
+"""Model x tokens -> the logprob of each sampled token, without a [B, T, V] tensor.
+
+The one place where the learner evaluates a policy: the old, the present and the reference logprobs all come from here,
+so that a ratio differs from 1 only if weights do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from gspo_gym.errors import ConfigError, RecordError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What a policy thinks of sampled tokens; float32 (float64 of a float64 model), nats.
+
+    Attributes:
+        logprobs: [B, T], differentiable; 0 where nothing was sampled.
+        entropy: [B, T], of the distribution each token was sampled from, detached; 0 where nothing was sampled.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A causal language model taken apart: logits = cap(head(decoder(ids)) * multiplier). Any: untyped libraries."""
+
+    decoder: Any
+    head: Any
+    multiplier: float
+    softcap: float | None
+
+    def finish_logits(self, head_output: Tensor) -> Tensor:
+        logits = head_output.to(torch.promote_types(head_output.dtype, torch.float32))
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class Scorer:
+    """Scores sampled tokens under a causal language model of transformers, plain or wrapped by peft.
+
+    The logprob of the token at position t comes from the logits at t - 1. Hidden states are gathered at just those
+    positions, and the output head is applied to `chunk_tokens` of them at a time; in the backward pass each chunk's
+    logits are computed again, so that one [chunk, V] exists at once.
+
+    The model runs in eval mode with and without gradients, and is left in it: dropout in one of two passes would be a
+    difference that the ratio takes for learning, and the backward pass may run parts of the forward again. Gradient
+    checkpointing that was switched on before still acts.
+
+    No attention mask is passed: rows are padded on the right, and a causal model never looks there; positions are then
+    0, 1, 2, ... in every row, as an attention mask would give, and attention kernels take their fastest path.
+
+    Raises:
+        ConfigError: temperature or chunk_tokens out of range, or the model computes its logits in a way that is not
+            understood here: a probe compares with the model's own forward, with padding and mask.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> None:
+        if not temperature > 0:
+            raise ConfigError(f"Scorer.temperature: expected > 0, got {temperature} (greedy samples are not trainable)")
+        if chunk_tokens < 1:
+            raise ConfigError(f"Scorer.chunk_tokens: expected at least 1, got {chunk_tokens}")
+        self._model = model
+        self._parts = _take_apart(model)
+        self.temperature = temperature
+        self._chunk_tokens = chunk_tokens
+        _probe(model, self._parts)
+
+    def score(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Scores:
+        """The logprob and entropy of every sampled token; [B, T] inputs as in `TokenBatch`, on the model's device.
+
+        Logits are divided by the temperature that the tokens were sampled with. Gradients flow unless disabled.
+
+        Raises:
+            RecordError: padding that is not on the right, or a sampled token at position 0.
+        """
+        if bool((attention_mask[:, 1:] & ~attention_mask[:, :-1]).any()) or bool((~attention_mask & action_mask).any()):
+            raise RecordError("Scorer: expected padding on the right only, and no sampled token in it")
+        if bool(action_mask[:, 0].any()):
+            raise RecordError("Scorer: the token at position 0 has no context to be sampled from")
+        _eval_mode(self._model)
+        with _checkpointing(self._model):
+            hidden_BTD = _hidden_states(
+                self._parts.decoder, token_ids[:, :-1]
+            )  # the last token predicts nothing asked for
+        predicts_action = action_mask[:, 1:]
+        logprobs, entropy = self._score_flat(hidden_BTD[predicts_action], token_ids[:, 1:][predicts_action])
+        zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
+        return Scores(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
+
+    def _score_flat(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[A, D] and [A] -> logprobs and entropy, both [A]."""
+        if len(targets) <= self._chunk_tokens:  # one chunk: keeping its logits is no more than recomputing would hold
+            return self._score_chunk(hidden, targets)
+        size = self._chunk_tokens
+        pieces = [
+            checkpoint(self._score_chunk, h, t, use_reentrant=False, preserve_rng_state=False)
+            for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
+
+    def _score_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._parts.finish_logits(self._parts.head(hidden))
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        log_softmax = torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit
+        with torch.no_grad():
+            entropy = torch.special.entr(log_softmax.exp()).sum(-1)
+        return log_softmax.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+def score_logprobs(
+    model: nn.Module,
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    action_mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """[B, T] logprobs of the sampled tokens, for a single use; who scores more than once keeps a `Scorer`."""
+    scorer = Scorer(model, temperature=temperature, chunk_tokens=chunk_tokens)
+    return scorer.score(token_ids, attention_mask, action_mask).logprobs
+
+
+def _eval_mode(model: nn.Module) -> None:
+    for module in model.modules():
+        module.training = False
+
+
+@contextlib.contextmanager
+def _checkpointing(model: nn.Module) -> Iterator[None]:
+    """Let layers on which gradient checkpointing is switched on checkpoint themselves, although in eval mode.
+
+    transformers' layers do so only while their own `training` flag is set. The flags of the modules in them, which
+    decide about dropout, stay off; and so does the layer's own when the backward pass runs it again.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+    try:
+        for layer in layers:
+            layer.training = torch.is_grad_enabled()
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+def _take_apart(model: Any) -> _Parts:
+    """Any: transformers and peft are untyped."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(causal).__name__
+    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
+    decoder = causal.get_decoder() if hasattr(causal, "get_decoder") else None
+    if decoder is None or decoder is causal:
+        decoder = getattr(causal, "base_model", None)
+    if head is None or decoder is None or decoder is causal:
+        raise ConfigError(f"{name}: expected a causal language model with a decoder and an output head")
+    config = causal.config.get_text_config()
+    multiplier = 1.0
+    if (logit_scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        multiplier *= float(logit_scale)
+    if (logits_scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        multiplier /= float(logits_scaling)
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return _Parts(decoder, head, multiplier, None if softcap is None else float(softcap))
+
+
+def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
+    hidden: Tensor = decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+@torch.no_grad()
+def _probe(model: Any, parts: _Parts) -> None:
+    """Compare with the model's own forward on two padded rows: what its head is given, and what becomes of its output.
+
+    The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in the
+    small logits of an untrained model at any tolerance that attention kernels could meet.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    device = next(model.parameters()).device
+    token_ids = (torch.arange(16, device=device).reshape(2, 8) * 7 + 3) % vocabulary
+    attention_mask = torch.ones_like(token_ids)
+    attention_mask[1, 5:] = 0
+    captured: list[tuple[Tensor, Tensor]] = []
+    hook = parts.head.register_forward_hook(lambda _module, inputs, output: captured.append((inputs[0], output)))
+    _eval_mode(model)
+    try:
+        expected = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
+    finally:
+        hook.remove()
+    with torch.enable_grad(), _checkpointing(model):
+        hidden = _hidden_states(parts.decoder, token_ids).detach()
+    valid = attention_mask.bool()
+    kind = type(model).__name__
+    if len(captured) != 1 or captured[0][0].shape != hidden.shape or captured[0][1].shape != expected.shape:
+        raise ConfigError(f"{kind}: its logits are not its output head applied once to its decoder's last hidden state")
+    if not bool(torch.isfinite(expected[valid]).all()):
+        raise ConfigError(f"{kind}: its logits are NaN or infinite on a probe of eight tokens; are its weights sound?")
+    head_input, head_output = captured[0]
+    # With and without a mask, other attention kernels run: about a hundred roundings per token; in 16 bits some
+    # percent, more where a mixture of experts routes a token differently. Looking into the padding is off by order 1.
+    gap = (hidden[valid] - head_input[valid]).norm(dim=-1) / head_input[valid].norm(dim=-1)
+    if float(gap.max()) > min(1e3 * torch.finfo(hidden.dtype).eps, 0.25):
+        raise ConfigError(
+            f"{kind}: the decoder's hidden states, computed with gradients and without an attention mask, are not "
+            "those its output head is given under right padding (it looks into the padding, or drops out in eval "
+            "mode); this model cannot be scored"
+        )
+    finished = parts.finish_logits(head_output)[valid]
+    rounding = torch.finfo(head_output.dtype).eps * expected[valid].abs().max()
+    if bool(((finished - expected[valid]).abs() > 8 * rounding).any()):
+        raise ConfigError(
+            f"{kind}: it changes its logits after the output head in a way other than the known ones (logit_scale, "
+            "logits_scaling, final_logit_softcapping); this model cannot be scored"
+        )

@@ -1,0 +1,201 @@
+"""What must not matter: padding, the order of rows, the division into micro-batches and into segments.
+
+With a real (tiny) model, in float64 where gradients are compared, so that only the order of summation can differ.
+transformers computes rotary angles and norms in float32 whatever the model's dtype; these are the same numbers in both
+runs, so the differences stay those of float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gspo_gym.learning.batching import TrainBatch, select_trajectories, split_microbatches
+from gspo_gym.learning.losses import policy_loss
+from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.settings import LossSettings, OptimizerSettings, UpdateSettings
+from gspo_gym.learning.update import Learner
+
+UNITS = ["trajectory", "turn", "token"]
+SUMMATION = 1e-9  # relative to the largest entry: some thousand float64 roundings, times what attention magnifies
+
+
+@pytest.fixture
+def model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return Qwen3ForCausalLM(config).double().eval()
+
+
+@pytest.fixture
+def batch():
+    """Seven trajectories in ten rows of up to 20 tokens; advantages differ by turn."""
+    generator = torch.Generator().manual_seed(4)
+    trajectory_index = torch.tensor([0, 1, 1, 2, 3, 4, 4, 4, 5, 6])
+    B, T = len(trajectory_index), 20
+    lengths = torch.tensor([20, 7, 12, 9, 15, 4, 18, 6, 11, 20])
+    attention_mask = torch.arange(T) < lengths[:, None]
+    action_mask = (torch.rand(B, T, generator=generator) < 0.5) & attention_mask
+    action_mask[:, 0] = False
+    action_mask[:, 3] = True
+    turn_index = torch.where(action_mask, torch.arange(T) // 5, -1)
+    advantage_of_turn = torch.randn(7, 4, generator=generator)
+    advantages = torch.where(action_mask, advantage_of_turn[trajectory_index[:, None], turn_index.clamp(min=0)], 0.0)
+    return TrainBatch(
+        token_ids=torch.randint(0, 50, (B, T), generator=generator) * attention_mask,
+        attention_mask=attention_mask,
+        action_mask=action_mask,
+        turn_index=turn_index,
+        trajectory_index=trajectory_index,
+        rollout_logprobs=torch.where(action_mask, -torch.rand(B, T, generator=generator), 0.0),
+        advantages=advantages,
+    )
+
+
+def drifted(logprobs, batch):
+    """Old logprobs that differ from these by up to 0.3 in a way that only the token's id and place decide, so that the
+    same token gets the same old logprob wherever its row stands."""
+    places = torch.arange(batch.token_ids.shape[1]).expand_as(batch.token_ids)
+    return logprobs.detach() - 0.3 * torch.sin(7.0 * batch.token_ids + 3.0 * places)
+
+
+def gradients(model, parts, *, unit, num_trajectories):
+    """The loss and the gradients accumulated over these micro-batches."""
+    model.zero_grad()
+    scorer = Scorer(model)
+    total = 0.0
+    for part in parts:
+        logprobs = scorer.score(part.token_ids, part.attention_mask, part.action_mask).logprobs
+        output = policy_loss(
+            logprobs,
+            drifted(logprobs, part),
+            action_mask=part.action_mask,
+            turn_index=part.turn_index,
+            trajectory_index=part.trajectory_index,
+            advantages=part.advantages,
+            unit=unit,
+            clip_low=0.1,
+            clip_high=0.1,
+            num_trajectories=num_trajectories,
+            ref_logprobs=drifted(logprobs, part),
+            kl_coef=0.1,
+        )
+        output.loss.backward()
+        total += output.loss.item()
+    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(actual, expected):
+    assert actual[0] == pytest.approx(expected[0], rel=SUMMATION)
+    for name, gradient in expected[1].items():
+        tolerance = SUMMATION * float(gradient.abs().max())
+        torch.testing.assert_close(actual[1][name], gradient, rtol=0, atol=tolerance, msg=name)
+
+
+def rearranged(batch, **changes):
+    return dataclasses.replace(batch, **changes)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_division_into_microbatches_changes_no_gradient(model, batch, unit):
+    whole = gradients(model, [batch], unit=unit, num_trajectories=7)
+    for max_tokens in (1, 45, 90):
+        parts = split_microbatches(batch, max_tokens)
+        assert len(parts) > 1
+        assert_same(gradients(model, parts, unit=unit, num_trajectories=7), whole)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_padding_of_any_width_and_content_changes_no_gradient(model, batch, unit):
+    rows, width = batch.token_ids.shape
+    wide = {}
+    for name in ("token_ids", "attention_mask", "action_mask", "turn_index", "rollout_logprobs", "advantages"):
+        value = getattr(batch, name)
+        fill = {"token_ids": 49, "turn_index": -1}.get(name, 0)
+        wide[name] = torch.cat([value, torch.full((rows, 13), fill, dtype=value.dtype)], 1)
+    wide["token_ids"] = torch.where(wide["attention_mask"], wide["token_ids"], 49)
+    padded = rearranged(batch, **wide)
+    assert padded.token_ids.shape == (rows, width + 13)
+    whole = gradients(model, [batch], unit=unit, num_trajectories=7)
+    assert_same(gradients(model, [padded], unit=unit, num_trajectories=7), whole)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_order_of_rows_and_trajectories_changes_no_gradient(model, batch, unit):
+    order = torch.tensor([6, 2, 9, 0, 8, 3, 5, 1, 7, 4])
+    names = [field.name for field in dataclasses.fields(batch)]
+    shuffled = rearranged(batch, **{name: getattr(batch, name)[order] for name in names})
+    renumbered = select_trajectories(batch, [4, 2, 6, 0, 5, 1, 3])
+    whole = gradients(model, [batch], unit=unit, num_trajectories=7)
+    assert_same(gradients(model, [shuffled], unit=unit, num_trajectories=7), whole)
+    assert_same(gradients(model, [renumbered], unit=unit, num_trajectories=7), whole)
+
+
+def cut_into_segments(batch, logprobs, old, pieces):
+    """The same sampled tokens with the same logprobs, each row cut into pieces: piece k of a row holds its tokens
+    number k, k + pieces, k + 2 * pieces, ..., as if a template had started a new segment there."""
+    rows = torch.arange(len(batch.token_ids)).repeat_interleave(pieces)
+    places = torch.arange(batch.token_ids.shape[1])
+    mine = (places[None, :] % pieces) == (torch.arange(len(rows)) % pieces)[:, None]
+    return {
+        "logprobs": logprobs[rows],
+        "old_logprobs": old[rows],
+        "action_mask": batch.action_mask[rows] & mine,
+        "turn_index": torch.where(mine, batch.turn_index[rows], -1),
+        "trajectory_index": batch.trajectory_index[rows],
+        "advantages": batch.advantages[rows],
+    }
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("pieces", [2, 3, 20])
+def test_cutting_an_episode_into_segments_changes_neither_loss_nor_gradient(batch, unit, pieces):
+    generator = torch.Generator().manual_seed(5)
+    shape = batch.token_ids.shape
+    start = torch.randn(shape, generator=generator, dtype=torch.float64)
+    old = start + 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    results = []
+    for k in (1, pieces):
+        logprobs = start.clone().requires_grad_(True)
+        tensors = cut_into_segments(batch, logprobs, old, k)
+        now = tensors.pop("logprobs")
+        output = policy_loss(
+            now, tensors.pop("old_logprobs"), **tensors, unit=unit, clip_low=0.1, clip_high=0.1, num_trajectories=7
+        )
+        output.loss.backward()
+        results.append((output.loss.item(), {"logprobs": logprobs.grad}))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("minibatch_size", [None, 3])
+def test_the_memory_budget_of_an_update_changes_its_weights_by_rounding_only(model, batch, unit, minibatch_size):
+    start = {name: p.clone() for name, p in model.state_dict().items()}
+    results = []
+    for max_tokens, chunk in ((100_000, 100_000), (1, 3)):
+        model.load_state_dict(start)
+        learner = Learner(
+            model,
+            optimizer=OptimizerSettings(learning_rate=1e-3),
+            loss=LossSettings(unit=unit, clip_low=0.2, clip_high=0.2),
+            update=UpdateSettings(
+                minibatch_size=minibatch_size,
+                num_epochs=2,
+                max_tokens_per_microbatch=max_tokens,
+                scoring_chunk_tokens=chunk,
+            ),
+        )
+        report = learner.update(batch)
+        results.append(({name: p.clone() for name, p in model.state_dict().items()}, report.metrics))
+    for name, value in results[0][0].items():
+        # AdamW divides a gradient by its own size plus 1e-8, which magnifies the rounding of the smallest ones
+        torch.testing.assert_close(results[1][0][name], value, rtol=0, atol=1e-3 * 1e-3, msg=name)
+    for name in ("loss/total", "ratio/min", "ratio/q50", "ratio/max", "clip/low_fraction", "optim/grad_norm"):
+        assert results[1][1][name] == pytest.approx(results[0][1][name], rel=1e-5), name

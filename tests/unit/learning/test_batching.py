@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_gym.errors import ConfigError, RecordError, UnscoredError
+from gspo_gym.learning.batching import (
+    ScoredBatch,
+    TrainBatch,
+    batch_tokens,
+    build_batch,
+    select_trajectories,
+    split_microbatches,
+    split_minibatches,
+)
+from gspo_gym.learning.settings import AdvantageSettings
+from gspo_gym.seeding import generator
+from gspo_gym.types import Outcome
+
+TURN = AdvantageSettings(level="turn", normalize_std=False)
+
+
+@pytest.fixture
+def mixed_batch(make_trajectory):
+    """Eleven trajectories of different lengths; 2, 5 and 8 have two or three segments."""
+    trajectories = [
+        make_trajectory(
+            [0.0] * (1 + i % 4), action=1 + i % 3, observation=2 + i % 5, seed=i, num_segments=1 + i % 4 // 2
+        )
+        for i in range(11)
+    ]
+    return batch_tokens(trajectories), trajectories
+
+
+def test_advantages_reach_the_tokens_of_their_turn_in_every_segment(make_trajectory, make_group):
+    # returns-to-go (3, 2) and (0, 0), each the other's baseline
+    first = make_trajectory([1.0, 2.0], observation=2, action=[1, 3], num_segments=2)
+    second = make_trajectory([0.0, 0.0], observation=2, action=[2, 1])
+    built = build_batch([make_group(first, second)], TURN)
+    assert built.batch.advantages.tolist() == [
+        [0, 0, 3, 0, 0, 0, 0],
+        [0, 0, 2, 2, 2, 0, 0],
+        [0, 0, -3, -3, 0, 0, -2],
+    ]
+    assert built.batch.trajectory_index.tolist() == [0, 0, 1]
+    assert built.batch.turn_index.tolist() == [
+        [-1, -1, 0, -1, -1, -1, -1],
+        [-1, -1, 1, 1, 1, -1, -1],
+        [-1, -1, 0, 0, -1, -1, 1],
+    ]
+
+
+def test_rows_hold_what_was_sampled_and_end_with_the_last_sampled_token(make_trajectory, make_group):
+    trajectory = make_trajectory([1.0, 2.0], observation=3, action=2)
+    batch = build_batch([make_group(trajectory)], AdvantageSettings()).batch
+    segment = trajectory.segments[0]
+    assert len(segment) == 12, "two turns of 3 + 2, and 2 tokens after the last action"
+    assert batch.token_ids.tolist() == [segment.token_ids[:10].tolist()]
+    assert batch.rollout_logprobs.tolist() == [segment.rollout_logprobs[:10].tolist()]
+    assert batch.action_mask.tolist() == [segment.action_mask[:10].tolist()]
+    assert batch.attention_mask.all()
+
+
+def test_a_trajectory_without_a_sampled_token_takes_part_in_nothing(make_trajectory, make_group):
+    played = [make_trajectory([r], seed=i) for i, r in enumerate([1.0, 3.0])]
+    silent = make_trajectory([], outcome=Outcome.CONTEXT_OVERFLOW)
+    assert silent.num_actions == 0
+    built = build_batch([make_group(played[0], silent, played[1])], AdvantageSettings())
+    assert (built.counts.num_trajectories, built.counts.num_skipped) == (2, 1)
+    # mean 2, std sqrt 2: as if the silent one did not exist
+    assert built.batch.advantages[:, -1].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-6)
+
+
+def test_groups_are_compared_within_themselves_and_constant_ones_are_counted(make_trajectory, make_group):
+    groups = [make_group(*[make_trajectory([r]) for r in returns]) for returns in ([5.0, 5.0], [0.0, 2.0])]
+    built = build_batch(groups, AdvantageSettings(normalize_std=False))
+    assert built.batch.advantages[:, -1].tolist() == [0, 0, -1, 1]
+    assert (built.counts.num_groups, built.counts.num_constant_groups) == (2, 1)
+
+
+def test_a_batch_without_any_sampled_token_is_refused(make_trajectory, make_group):
+    with pytest.raises(RecordError, match="at least one trajectory"):
+        build_batch([make_group(make_trajectory([], outcome=Outcome.CONTEXT_OVERFLOW))], AdvantageSettings())
+
+
+def test_an_unscored_trajectory_is_refused(make_trajectory, make_group):
+    with pytest.raises(UnscoredError):
+        build_batch([make_group(make_trajectory([None]), make_trajectory([1.0]))], AdvantageSettings())
+
+
+def valid() -> dict[str, torch.Tensor]:
+    """Two trajectories; the second row is one token shorter."""
+    return {
+        "token_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]),
+        "attention_mask": torch.tensor([[True, True, True], [True, True, False]]),
+        "action_mask": torch.tensor([[False, True, True], [False, True, False]]),
+        "turn_index": torch.tensor([[-1, 0, 0], [-1, 0, -1]]),
+        "trajectory_index": torch.tensor([0, 1]),
+        "rollout_logprobs": torch.zeros(2, 3),
+        "advantages": torch.tensor([[0.0, 1.0, 1.0], [0.0, -1.0, 0.0]]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("attention_mask", [[True, True, True], [False, True, True]], "padding on the right"),
+        ("action_mask", [[True, True, True], [False, True, False]], "after position 0"),
+        ("action_mask", [[False, True, True], [False, True, True]], "not in the padding"),
+        ("turn_index", [[-1, 0, -1], [-1, 0, -1]], "exactly where action_mask"),
+        ("trajectory_index", [0, 2], "0..N-1"),
+        ("trajectory_index", [1, 1], "0..N-1"),
+        ("trajectory_index", [0.0, 1.0], "int64"),
+        ("token_ids", [[5, 6], [8, 9]], "expected"),
+        ("advantages", [[0.0, 1.0, float("nan")], [0.0, -1.0, 0.0]], "finite"),
+        ("advantages", [[0.5, 1.0, 1.0], [0.0, -1.0, 0.0]], "0 where action_mask is False"),
+        ("advantages", [[0, 1, 1], [0, 1, 0]], "float"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_cannot_be_built(field, value, message):
+    TrainBatch(**valid())
+    with pytest.raises(RecordError, match=message):
+        TrainBatch(**(valid() | {field: torch.tensor(value)}))
+
+
+def test_a_scored_batch_is_checked_too():
+    with pytest.raises(RecordError, match="old_logprobs"):
+        ScoredBatch(**valid(), old_logprobs=torch.zeros(2, 2), ref_logprobs=None)
+
+
+def test_a_trajectory_all_of_whose_rows_lack_sampled_tokens_is_refused():
+    fields = valid() | {"action_mask": torch.tensor([[False, True, True], [False, False, False]])}
+    fields |= {"turn_index": torch.tensor([[-1, 0, 0], [-1, -1, -1]]), "advantages": torch.zeros(2, 3)}
+    with pytest.raises(RecordError, match="at least one sampled token"):
+        TrainBatch(**fields)
+
+
+def contents(batch):
+    """Each trajectory of a batch as the set of its rows' (token, is sampled) pairs, without padding."""
+    rows = {}
+    for row, trajectory in enumerate(batch.trajectory_index.tolist()):
+        n = int(batch.attention_mask[row].sum())
+        tokens = zip(batch.token_ids[row, :n].tolist(), batch.action_mask[row, :n].tolist(), strict=True)
+        rows.setdefault(trajectory, []).append(tuple(tokens))
+    return [tuple(sorted(rows[i])) for i in range(batch.num_trajectories)]
+
+
+def test_selected_trajectories_are_renumbered_in_the_order_asked_for(mixed_batch):
+    batch, _ = mixed_batch
+    before = contents(batch)
+    chosen = select_trajectories(batch, [7, 2, 5])
+    assert contents(chosen) == [before[7], before[2], before[5]]
+    assert chosen.token_ids.shape[1] == int(chosen.attention_mask.sum(1).max()), "no column of padding alone"
+
+
+def test_selecting_keeps_a_scored_batch_scored():
+    scored = ScoredBatch(**valid(), old_logprobs=torch.arange(6.0).reshape(2, 3), ref_logprobs=None)
+    chosen = select_trajectories(scored, [1])
+    assert chosen.old_logprobs.tolist() == [[3.0, 4.0]]
+    assert chosen.ref_logprobs is None
+
+
+@pytest.mark.parametrize(("size", "expected"), [(11, [11]), (None, [11]), (10, [6, 5]), (4, [4, 4, 3]), (1, [1] * 11)])
+def test_minibatches_partition_the_batch_evenly(mixed_batch, size, expected):
+    batch, _ = mixed_batch
+    parts = split_minibatches(batch, size, generator(0))
+    assert [part.num_trajectories for part in parts] == expected
+    assert sorted(t for part in parts for t in contents(part)) == sorted(contents(batch))
+
+
+def test_minibatches_depend_on_the_generator_alone(mixed_batch):
+    batch, _ = mixed_batch
+
+    def split(seed):
+        return [contents(part) for part in split_minibatches(batch, 3, generator(seed))]
+
+    assert split(1) == split(1)
+    assert split(1) != split(2)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 37, 64, 10_000])
+def test_microbatches_keep_trajectories_whole_and_their_budget(mixed_batch, max_tokens):
+    batch, _ = mixed_batch
+    parts = split_microbatches(batch, max_tokens)
+    assert sorted(t for part in parts for t in contents(part)) == sorted(contents(batch))
+    for part in parts:
+        assert part.token_ids.numel() <= max_tokens or part.num_trajectories == 1
+        assert part.token_ids.shape[1] == int(part.attention_mask.sum(1).max())
+    widths = [part.token_ids.shape[1] for part in parts]
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_microbatches_of_equal_rows_fill_their_budget(make_trajectory):
+    # ten rows of 10 tokens, two turns of 3 + 2: a budget of 30 holds three
+    batch = batch_tokens([make_trajectory([0.0, 0.0], seed=i) for i in range(10)])
+    assert batch.token_ids.shape == (10, 10)
+    assert [part.num_trajectories for part in split_microbatches(batch, 30)] == [3, 3, 3, 1]
+
+
+def test_a_budget_of_no_tokens_is_refused(mixed_batch):
+    with pytest.raises(ConfigError, match="max_tokens"):
+        split_microbatches(mixed_batch[0], 0)
+
+
+def test_batches_are_frozen(mixed_batch):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mixed_batch[0].token_ids = torch.zeros(1)
+
+
+def test_demonstrations_keep_their_order_and_need_no_reward(make_trajectory):
+    trajectories = [make_trajectory([None, None], seed=i) for i in range(3)]
+    batch = batch_tokens(trajectories)
+    assert np.array_equal(batch.token_ids[2].numpy(), trajectories[2].segments[0].token_ids[:10])

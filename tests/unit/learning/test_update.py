@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from gspo_gym.errors import CheckpointError, ConfigError, NonFiniteError
+from gspo_gym.learning.batching import build_batch
+from gspo_gym.learning.metrics import METRICS
+from gspo_gym.learning.settings import AdvantageSettings, LossSettings, OptimizerSettings, UpdateSettings
+from gspo_gym.learning.update import Learner
+
+LR = 1e-3
+
+
+@pytest.fixture
+def make_batch(make_trajectory, make_group):
+    """`make(seed)`: three groups of four episodes, ragged, some in two segments; the middle group is constant."""
+
+    def make(seed=0):
+        groups = []
+        for g, returns in enumerate([(0.0, 1.0, 1.0, 3.0), (1.0, 1.0, 1.0, 1.0), (-1.0, 0.0, 0.5, 0.0)]):
+            members = [
+                make_trajectory(
+                    [None] * (i % 3) + [reward],
+                    observation=2 + (g + i) % 3,
+                    action=1 + (i + seed) % 3,
+                    num_segments=1 + (i % 3 == 2),
+                    seed=100 * seed + 10 * g + i,
+                )
+                for i, reward in enumerate(returns)
+            ]
+            groups.append(make_group(*members))
+        return build_batch(groups, AdvantageSettings()).batch
+
+    return make
+
+
+def make_learner(model, *, loss=None, update=None, **options):
+    optimizer = OptimizerSettings(**({"learning_rate": LR} | options.pop("optimizer", {})))
+    return Learner(
+        model,
+        optimizer=optimizer,
+        loss=LossSettings(**(loss or {})),
+        update=UpdateSettings(**(update or {})),
+        **options,
+    )
+
+
+def parameters_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same(actual, expected, *, atol):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def by_hand(model, batch, *, temperature=1.0, max_grad_norm=1.0):
+    """One step of GSPO at its first pass, where s = 1, from full logits: minus the mean over all trajectories of the
+    mean over their tokens of A log pi has the same gradient; then torch's plain AdamW."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
+    logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits / temperature
+    distribution = torch.log_softmax(logits, -1)
+    terms = []
+    for i in range(batch.num_trajectories):
+        tokens = []
+        for b in (batch.trajectory_index == i).nonzero().squeeze(1).tolist():
+            for t in batch.action_mask[b].nonzero().squeeze(1).tolist():
+                tokens.append(batch.advantages[b, t] * distribution[b, t - 1, batch.token_ids[b, t]])
+        terms.append(torch.stack(tokens).mean())
+    loss = -torch.stack(terms).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    adamw.step()
+    return float(norm)
+
+
+@pytest.mark.parametrize(("temperature", "max_grad_norm"), [(1.0, 1e9), (0.6, 1e-3)])
+def test_one_step_equals_the_step_written_out_by_hand(make_model, make_batch, temperature, max_grad_norm):
+    batch = make_batch()
+    model, expected = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
+    norm = by_hand(expected, batch, temperature=temperature, max_grad_norm=max_grad_norm)
+    learner = make_learner(model, temperature=temperature, optimizer={"max_grad_norm": max_grad_norm})
+    report = learner.update(batch)
+    # AdamW's first step is lr * g / (|g| + 1e-8): an error of 1e-12 in g, from float32 rotary tables and summation,
+    # can move a weight by lr * 1e-4
+    assert_same(parameters_of(model), parameters_of(expected), atol=1e-4 * LR)
+    assert report.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
+    assert report.num_steps == 1
+
+
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(make_model, make_batch):
+    batch, model = make_batch(), make_model()
+    learner = make_learner(model)
+    scorer = learner._scorer
+
+    def score():
+        with torch.no_grad():
+            return scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+
+    before = score()
+    learner.update(batch)
+    assert float(((score() - before) * batch.advantages).sum()) > 0
+
+
+def test_scoring_first_or_at_the_only_pass_is_the_same(make_model, make_batch):
+    """With one minibatch and one epoch the old logprobs are taken from the training pass itself. Scoring them in a pass
+    of their own gives the same ratios, 1, and so the same weights, up to the rounding of s (6e-8 of each term)."""
+    batch = make_batch()
+    single, separate = make_model(), make_model()
+    first = make_learner(single)
+    second = make_learner(separate)
+    plan = [second._score(minibatch) for minibatch in second._plan(batch)]
+    second._plan = lambda batch: plan  # the scored micro-batches are then used as they are
+    report, other = first.update(batch), second.update(batch)
+    assert other.metrics["ratio/noise_floor"] <= 1e-5  # logprobs of order 10 in float32
+    assert report.metrics["ratio/noise_floor"] == 0.0
+    assert report.metrics["loss/total"] == pytest.approx(other.metrics["loss/total"], abs=1e-5)
+    # AdamW turns a relative error of a gradient into one of lr times it; tiny gradients have the larger ones
+    assert_same(parameters_of(single), parameters_of(separate), atol=1e-2 * LR)
+
+
+def test_the_ratio_is_one_at_the_first_step_and_then_moves(make_model, make_batch):
+    one = make_learner(make_model()).update(make_batch())
+    assert (one.metrics["ratio/min"], one.metrics["ratio/max"], one.metrics["kl/old_k3"]) == (1.0, 1.0, 0.0)
+    four = make_learner(make_model(), update={"minibatch_size": 3}).update(make_batch())
+    assert four.num_steps == 4
+    assert four.metrics["ratio/max"] - four.metrics["ratio/min"] > 1e-4
+    assert four.metrics["kl/old_k3"] > 0
+
+
+def test_clips_bind_once_the_policy_has_moved(make_model, make_batch):
+    report = make_learner(make_model(), update={"num_epochs": 4}).update(make_batch())
+    clipped = report.metrics["clip/low_fraction"] + report.metrics["clip/high_fraction"]
+    assert clipped > 0.1, "ranges of 3e-4 are left at the first step of this size"
+    assert report.num_steps == 4
+    assert report.metrics["batch/trained_tokens"] == 4 * int((make_batch().advantages != 0).sum())
+
+
+def test_old_logprobs_stay_those_before_the_update(make_model, make_batch):
+    """After steps that undo nothing, the ratio of the last epoch is measured from the start: a policy that walks on
+    keeps leaving, while one compared with its last step would stay near 1."""
+    wide = {"clip_low": 0.99, "clip_high": 1e3}
+    k3 = [
+        make_learner(make_model(), loss=wide, update={"num_epochs": epochs}).update(make_batch()).metrics["kl/old_k3"]
+        for epochs in (2, 4, 8)
+    ]
+    assert k3[0] < k3[1] < k3[2]
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "turn", "token"])
+def test_trajectories_without_advantage_are_skipped_but_counted(make_model, make_batch, unit):
+    """The constant group is a third of the batch: leaving it out changes no gradient, N stays 12."""
+    batch = make_batch()
+    model, expected = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
+    by_hand(expected, batch)
+    rows = []
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
+    learner = make_learner(model, loss={"unit": unit})
+    rows.clear()  # of the probe
+    report = learner.update(batch)
+    assert sum(rows) == int((batch.advantages != 0).any(1).sum()) < len(batch.token_ids)
+    assert_same(parameters_of(model), parameters_of(expected), atol=1e-4 * LR)
+    assert report.metrics["batch/zero_advantage_fraction"] == pytest.approx(1 / 3)
+    assert report.metrics["batch/num_trajectories"] == 12
+
+
+def test_a_batch_without_any_advantage_moves_nothing_not_even_by_momentum(
+    make_model, make_batch, make_trajectory, make_group
+):
+    model = make_model()
+    learner = make_learner(model, optimizer={"weight_decay": 0.1})
+    learner.update(make_batch())
+    before = parameters_of(model) | {name: t.clone() for name, t in learner.tensors().items()}
+    constant = build_batch([make_group(make_trajectory([1.0]), make_trajectory([1.0], seed=1))], AdvantageSettings())
+    report = learner.update(constant.batch)
+    assert all(torch.equal(value, before[name]) for name, value in (parameters_of(model) | learner.tensors()).items())
+    assert (report.num_steps, report.metrics["optim/num_empty_steps"]) == (0, 1)
+    assert all(math.isfinite(value) for value in report.metrics.values())
+
+
+def test_a_non_finite_gradient_is_skipped_counted_and_then_fatal(make_model, make_batch):
+    model = make_model()
+    learner = make_learner(model, update={"max_nonfinite_steps": 1})
+    learner.update(make_batch())
+    handle = model.model.norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+    before = parameters_of(model) | {name: t.clone() for name, t in learner.tensors().items()}
+    report = learner.update(make_batch(1))
+    assert (report.num_steps, report.num_nonfinite_steps) == (0, 1)
+    assert all(math.isfinite(value) for value in report.metrics.values()), "what was not done is not reported"
+    with pytest.raises(NonFiniteError, match="2 steps in a row"):
+        learner.update(make_batch(2))
+    handle.remove()
+    after = parameters_of(model) | learner.tensors()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert learner.update(make_batch(3)).num_steps == 1
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_restarted_learner_is_bitwise_the_uninterrupted_one(make_model, make_batch, kl_coef):
+    options = {
+        "loss": {"kl_coef": kl_coef},
+        "update": {"minibatch_size": 4, "num_epochs": 2},
+        "optimizer": {"schedule": "cosine", "num_warmup_steps": 3},
+        "total_steps": 24,
+        "seed": 5,
+    }
+    whole, first, second = make_model(), make_model(), make_model()
+    uninterrupted, interrupted = make_learner(whole, **options), make_learner(first, **options)
+    for k in range(2):
+        uninterrupted.update(make_batch(k))
+        interrupted.update(make_batch(k))
+    written, counters = save(interrupted.tensors()), dict(interrupted.counters())
+    second.load_state_dict(first.state_dict())
+    restarted = make_learner(second, **options)
+    restarted.restore(load(written), counters)
+    reports = [learner.update(make_batch(2)) for learner in (uninterrupted, restarted)]
+    assert_same(parameters_of(second), parameters_of(whole), atol=0)
+    metrics = [{k: v for k, v in report.metrics.items() if not k.startswith("time/")} for report in reports]
+    assert metrics[0] == metrics[1]
+
+
+def test_a_state_without_the_reference_it_needs_is_refused(make_model, make_batch):
+    plain, with_reference = make_learner(make_model()), make_learner(make_model(), loss={"kl_coef": 0.1})
+    with pytest.raises(CheckpointError, match="was kl_coef changed"):
+        with_reference.restore(plain.tensors(), plain.counters())
+    with pytest.raises(CheckpointError, match="was kl_coef changed"):
+        plain.restore(with_reference.tensors(), with_reference.counters())
+    with pytest.raises(CheckpointError, match="num_updates"):
+        plain.restore({}, {})
+
+
+def test_the_reference_of_a_full_model_is_the_model_as_it_was(make_model, make_batch):
+    start = parameters_of(make_model())
+    model = make_model()
+    learner = make_learner(model, loss={"kl_coef": 0.1}, update={"minibatch_size": 3})
+    first, later = (learner.update(make_batch(k)).metrics for k in range(2))
+    held = {name.removeprefix("reference."): t for name, t in learner.tensors().items() if "reference." in name}
+    assert_same(held, start, atol=0)
+    assert any(not torch.equal(p, start[name]) for name, p in model.named_parameters())
+    assert 0 < first["kl/ref_k3"] < later["kl/ref_k3"]
+
+
+def test_the_kl_term_alone_leads_to_the_reference(make_model, make_batch):
+    """Without advantages the loss is the KL term, whose least value is where the policy is the reference."""
+    batch = make_batch()
+    silent = dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages))
+    learner = make_learner(make_model(), loss={"kl_coef": 1.0}, reference=make_model(initializer_range=0.2))
+    reports = [learner.update(silent) for _ in range(30)]
+    assert reports[-1].metrics["kl/ref_k3"] < 0.25 * reports[0].metrics["kl/ref_k3"]
+    assert reports[0].metrics["loss/policy"] == 0.0
+    assert reports[0].metrics["loss/total"] == reports[0].metrics["loss/kl"] > 0
+
+
+def test_a_reference_of_ones_own_is_used_and_left_alone(make_model, make_batch):
+    model, reference = make_model(), make_model(initializer_range=0.2)
+    before = parameters_of(reference)
+    learner = make_learner(model, loss={"kl_coef": 0.1}, reference=reference)
+    batch = make_batch()
+    report = learner.update(batch)
+    assert not any(name.startswith("reference.") for name in learner.tensors())
+    assert_same(parameters_of(reference), before, atol=0)
+    # the first pass measures the distance between the two fresh models, over all tokens, constant groups included
+    fresh = make_model()
+    gap = []
+    for policy in (fresh, reference):
+        logits = policy(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+        logprobs = torch.log_softmax(logits, -1)[:, :-1].gather(-1, batch.token_ids[:, 1:, None]).squeeze(-1)
+        gap.append(logprobs[batch.action_mask[:, 1:]])
+    assert report.metrics["kl/ref_k1"] == pytest.approx((gap[0] - gap[1]).mean().item(), abs=1e-4)
+
+
+@pytest.fixture
+def make_lora(make_model):
+    peft = pytest.importorskip("peft")
+
+    def make():
+        base = make_model()
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3))
+
+    return make
+
+
+@pytest.mark.parametrize("minibatch_size", [None, 3])
+def test_the_reference_of_an_adapter_is_the_model_without_it(make_lora, make_batch, minibatch_size):
+    model = make_lora()
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    settings = {"loss": {"kl_coef": 0.01}, "update": {"minibatch_size": minibatch_size}}
+    learner = make_learner(model, optimizer={"learning_rate": 0.02}, **settings)
+    first, later = (learner.update(make_batch(k)).metrics for k in range(2))
+    if minibatch_size is None:
+        # a fresh adapter is zero, so both policies are the same (up to rounding) at the only pass of the first update
+        assert first["kl/ref_k3"] == pytest.approx(0.0, abs=1e-9)
+    assert later["kl/ref_k3"] > 1e-6
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
+    assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in frozen.items())
+    assert {name.split(".", 2)[2] for name in learner.tensors()} == trained
+
+
+def test_an_adapter_is_trained_without_its_dropout(make_lora, make_batch):
+    """Two learners of one start give the same weights: nothing is drawn at random."""
+    results = []
+    for seed in (1, 2):
+        model = make_lora()
+        torch.manual_seed(seed)
+        make_learner(model, update={"num_epochs": 2}).update(make_batch())
+        results.append(parameters_of(model))
+    assert_same(results[0], results[1], atol=0)
+
+
+def test_metrics_are_named_explained_and_finite(make_model, make_batch):
+    learner = make_learner(make_model(), loss={"kl_coef": 0.1}, update={"minibatch_size": 4})
+    metrics = learner.update(make_batch()).metrics
+    assert set(metrics) == set(METRICS)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_metrics_by_hand(make_model, make_batch):
+    batch = make_batch()
+    ticks = iter([0.0, 2.0, 7.0])
+    report = make_learner(make_model(), clock=lambda: next(ticks)).update(batch)
+    metrics, advantages = report.metrics, batch.advantages[batch.action_mask].double()
+    assert metrics["batch/num_actions"] == int(batch.action_mask.sum())
+    assert metrics["batch/trained_tokens"] == int((batch.advantages != 0).sum())
+    assert metrics["advantage/mean"] == pytest.approx((advantages.sum() / len(advantages)).item())
+    assert metrics["advantage/std"] == pytest.approx(((advantages - advantages.mean()) ** 2).mean().sqrt().item())
+    assert (metrics["time/score_seconds"], metrics["time/train_seconds"]) == (2.0, 5.0)
+    assert metrics["optim/learning_rate"] == LR
+    # at s = 1 the loss is minus the mean over trajectories of their advantage
+    of_trajectory = {int(i): float(a[m][0]) for i, a, m in zip(
+        batch.trajectory_index, batch.advantages, batch.action_mask, strict=True)}  # fmt: skip
+    assert metrics["loss/total"] == pytest.approx(-sum(of_trajectory.values()) / 12, abs=1e-6)
+
+
+def test_the_engines_logprobs_are_compared_with_the_learners(make_model, make_batch):
+    batch, model = make_batch(), make_model()
+    learner = make_learner(model)
+    with torch.no_grad():
+        own = learner._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+    selected = batch.advantages != 0
+    gap = (batch.rollout_logprobs - own)[selected].double()
+    metrics = learner.update(batch).metrics
+    # float32 logprobs of order 10
+    assert metrics["kl/rollout_k1"] == pytest.approx(gap.mean().item(), abs=1e-5)
+    assert metrics["kl/rollout_max_gap"] == pytest.approx(gap.abs().max().item(), abs=1e-5)
+    clamped = (torch.exp(-gap) - 1 + gap).clamp(max=10)
+    assert metrics["kl/rollout_k3"] == pytest.approx(clamped.mean().item(), rel=1e-4)
+
+
+def test_entropy_is_that_of_the_sampling_distribution(make_model, make_batch):
+    """A model whose head is zero samples uniformly: ln 61 nats at every token."""
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert make_learner(model).update(make_batch()).metrics["policy/entropy"] == pytest.approx(math.log(61), abs=1e-5)
+
+
+def test_the_division_into_minibatches_is_drawn_from_the_seed(make_model, make_batch):
+    def weights(seed):
+        model = make_model()
+        make_learner(model, update={"minibatch_size": 3}, seed=seed).update(make_batch())
+        return parameters_of(model)
+
+    first, again, other = weights(1), weights(1), weights(2)
+    assert_same(again, first, atol=0)
+    assert any(not torch.equal(other[name], value) for name, value in first.items())
+
+
+def test_wrong_settings_are_refused_when_built(make_model):
+    with pytest.raises(ConfigError, match="total_steps"):
+        make_learner(make_model(), optimizer={"schedule": "cosine"})
+    with pytest.raises(ConfigError, match="temperature"):
+        make_learner(make_model(), temperature=0.0)
+
+
+def test_every_update_divides_its_batch_anew(make_model, make_batch):
+    learner, batch = make_learner(make_model(), update={"minibatch_size": 4}), make_batch()
+
+    def division():
+        return [sorted(part.token_ids.sum(1).tolist()) for m in learner._plan(batch) for part in m.parts]
+
+    before = division()
+    assert division() == before, "drawn from the seed and the number of the update alone"
+    learner.update(batch)
+    assert learner.counters()["learner.num_updates"] == 1
+    assert division() != before
