@@ -1,0 +1,1 @@
+"""Environments, chat and engines become trajectories."""

@@ -8,7 +8,7 @@ Before each turn, in this order; the first that binds decides the outcome:
 4. `episode_timeout_seconds` ran out, which is also watched during every wait: Outcome.EPISODE_TIMEOUT.
 
 During a turn: at most min(max_output_tokens, max_model_len - prompt) tokens are sampled, and the environment has
-`step_timeout_seconds` for each reset, step and close: Outcome.ENV_TIMEOUT.
+`step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class EpisodeLimits(Settings):
     max_turns: int = Field(gt=0, description="actions per episode")
     max_output_tokens: int = Field(gt=0, description="sampled tokens per turn, the stop token included")
     max_model_len: int = Field(gt=1, description="prompt plus completion, in tokens")
-    step_timeout_seconds: float = Field(default=30.0, gt=0, description="for each reset, step or close of the environment")
+    step_timeout_seconds: float = Field(
+        default=30.0, gt=0, description="to make the environment, and for each reset, step or close of it"
+    )
     episode_timeout_seconds: float = Field(default=600.0, gt=0, description="for the whole episode")
 
 
@@ -32,7 +34,9 @@ class PoolLimits(Settings):
     """Limits of a rollout pool."""
 
     max_concurrent_rollouts: int = Field(default=64, gt=0, description="episodes in flight at once")
-    max_attempts: int = Field(default=3, gt=0, description="tries per sample, each in a fresh environment with a fresh seed")
+    max_attempts: int = Field(
+        default=3, gt=0, description="tries per sample, each in a fresh environment with a fresh seed"
+    )
     min_group_fraction: float = Field(
         default=0.75, gt=0, le=1, description="a group that kept fewer of its episodes is dropped whole"
     )

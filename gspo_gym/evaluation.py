@@ -1,0 +1,275 @@
+"""Seeded evaluation: the same seeds give the same tasks for ever, so that two evaluations can be compared pair by pair.
+
+Plays one episode per seed and summarises. An episode that failed for infrastructure reasons is counted, never scored 0.
+Anything that acts can be evaluated: give the pool an `EngineActor` or a `ScriptedActor`. Nothing is learned or saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from gspo_gym.errors import ConfigError
+from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
+from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.settings import parse_seeds
+from gspo_gym.types import Outcome, Task, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """One seed's episode. `episode_return` is None if it failed, and `error` then says why.
+
+    `success` is what the environment declared last; None if it never did.
+    """
+
+    seed: int
+    episode_return: float | None
+    success: bool | None
+    num_turns: int
+    outcome: Outcome
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Episodes of one environment over given seeds, in the order of the seeds.
+
+    Every mean is over the episodes that did not fail (`num_episodes` of them). An episode in which the environment
+    declared neither success nor failure (it was cut off first) is not a success; but if it declared nothing in any
+    episode, it has no such notion and `success_rate` is None.
+    """
+
+    env_id: str
+    rows: tuple[EvaluationRow, ...]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds asked for, failed ones included."""
+        return tuple(row.seed for row in self.rows)
+
+    @property
+    def scored_rows(self) -> tuple[EvaluationRow, ...]:
+        """The episodes that count."""
+        return tuple(row for row in self.rows if row.episode_return is not None)
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes that count."""
+        return len(self.scored_rows)
+
+    @property
+    def num_failed(self) -> int:
+        """Episodes that were asked for and could not be scored."""
+        return len(self.rows) - self.num_episodes
+
+    @property
+    def returns(self) -> tuple[float, ...]:
+        """Returns of the episodes that count."""
+        return tuple(row.episode_return for row in self.rows if row.episode_return is not None)
+
+    @property
+    def mean_return(self) -> float:
+        """Mean return over `num_episodes`."""
+        return sum(self.returns) / self.num_episodes
+
+    @property
+    def mean_return_interval(self) -> Interval | None:
+        """95% percentile bootstrap interval of the mean return; None for a single episode."""
+        return bootstrap_mean_interval(self.returns)
+
+    @property
+    def num_successes(self) -> int | None:
+        """Episodes in which the task was achieved; None if the environment has no notion of success."""
+        declared = [row.success for row in self.scored_rows]
+        return None if all(success is None for success in declared) else sum(success is True for success in declared)
+
+    @property
+    def success_rate(self) -> float | None:
+        """`num_successes` over `num_episodes`."""
+        return None if self.num_successes is None else self.num_successes / self.num_episodes
+
+    @property
+    def success_interval(self) -> Interval | None:
+        """95% Wilson interval of the success rate."""
+        return None if self.num_successes is None else wilson_interval(self.num_successes, self.num_episodes)
+
+    @property
+    def mean_turns(self) -> float:
+        """Mean number of turns over `num_episodes`."""
+        return sum(row.num_turns for row in self.scored_rows) / self.num_episodes
+
+    @property
+    def score(self) -> float:
+        """The one number that says how good: the success rate, or the mean return where there is none."""
+        return self.mean_return if self.success_rate is None else self.success_rate
+
+    def summary(self) -> dict[str, Any]:
+        """JSON values: what matters, without intervals and single episodes."""
+        return {
+            "mean_return": self.mean_return,
+            "success_rate": self.success_rate,
+            "num_episodes": self.num_episodes,
+            "seeds": list(self.seeds),
+        }
+
+    def sentence(self) -> str:
+        """The result on one line, for people."""
+        parts = [f"mean return {self.mean_return:.3f}", f"{self.mean_turns:.2f} turns", f"{self.num_episodes} episodes"]
+        if self.success_rate is not None:
+            parts.insert(0, f"success {self.success_rate:.3f} (95% {_range(self.success_interval)})")
+        if self.num_failed:
+            parts.append(f"{self.num_failed} failed and left out")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: the summary, more about it, and one row a seed. Intervals are [low, high] or None."""
+        return {
+            "env_id": self.env_id,
+            **self.summary(),
+            "mean_return_interval": _as_list(self.mean_return_interval),
+            "success_interval": _as_list(self.success_interval),
+            "mean_turns": self.mean_turns,
+            "num_failed": self.num_failed,
+            "rows": [asdict(row) | {"outcome": row.outcome.value} for row in self.rows],
+        }
+
+
+async def evaluate(
+    pool: RolloutPool,
+    env_id: str,
+    seeds: str | Sequence[int],
+    *,
+    label: str = "evaluation",
+    options: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Play one episode per seed.
+
+    Args:
+        pool: who plays, and under which limits; its run seed decides the sampling seeds.
+        env_id: the environment.
+        seeds: which tasks; see `settings.parse_seeds`.
+        label: names the occasion in the ledger, which takes an episode's name only once: change it where one pool
+            evaluates repeatedly. It changes no result.
+        options: given to every `reset`.
+
+    Raises:
+        ConfigError: no seeds, or one twice.
+        RolloutError: no episode could be scored.
+    """
+    checked = parse_seeds(seeds)
+    groups = await pool.run_tasks([Task(env_id, seed, dict(options or {})) for seed in checked], label=label)
+    return Evaluation(env_id, tuple(_row_of(group) for group in groups))
+
+
+def _row_of(group: TrajectoryGroup) -> EvaluationRow:
+    if group.dropped:
+        lost = group.dropped[0]
+        return EvaluationRow(group.task.seed, None, None, 0, lost.outcome, lost.reason)
+    episode = group.trajectories[0]
+    return EvaluationRow(group.task.seed, episode.reward, episode.success, len(episode.turns), episode.outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two evaluations of the same seeds, pair by pair; differences are second minus first.
+
+    Attributes:
+        num_pairs: seeds that both could score; everything below is about these.
+        num_unpaired: seeds that one or both could not score.
+        mean_difference: of the returns.
+        difference_interval: 95% percentile bootstrap interval of it over pairs; None for a single pair.
+        num_only_first, num_only_second: seeds on which only that side succeeded; None without a notion of success.
+        success_p_value: McNemar's exact test, two-sided; None without a notion of success.
+    """
+
+    num_pairs: int
+    num_unpaired: int
+    mean_difference: float
+    difference_interval: Interval | None
+    num_only_first: int | None
+    num_only_second: int | None
+    success_p_value: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, the interval as [low, high] or None."""
+        return asdict(self) | {"difference_interval": _as_list(self.difference_interval)}
+
+
+def compare(first: Evaluation, second: Evaluation) -> Comparison:
+    """How `second` does against `first` on the same tasks.
+
+    Raises:
+        ConfigError: they are of different environments or seeds, or have no scored seed in common.
+    """
+    if first.env_id != second.env_id:
+        raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
+    others = {row.seed: row for row in second.rows}
+    differing = set(first.seeds) ^ set(others)
+    if differing:
+        raise ConfigError(f"compare: evaluations of different seeds; only one side has {sorted(differing)[:5]}")
+    pairs: list[tuple[EvaluationRow, EvaluationRow]] = []
+    differences: list[float] = []
+    for a in first.rows:
+        b = others[a.seed]
+        if a.episode_return is not None and b.episode_return is not None:
+            pairs.append((a, b))
+            differences.append(b.episode_return - a.episode_return)
+    if not pairs:
+        raise ConfigError("compare: no seed was scored in both evaluations")
+    has_success = any(row.success is not None for pair in pairs for row in pair)
+    only_first = sum(a.success is True and b.success is not True for a, b in pairs)
+    only_second = sum(b.success is True and a.success is not True for a, b in pairs)
+    return Comparison(
+        num_pairs=len(pairs),
+        num_unpaired=len(first.rows) - len(pairs),
+        mean_difference=sum(differences) / len(pairs),
+        difference_interval=bootstrap_mean_interval(differences),
+        num_only_first=only_first if has_success else None,
+        num_only_second=only_second if has_success else None,
+        success_p_value=mcnemar_exact_p(only_first, only_second) if has_success else None,
+    )
+
+
+def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
+    """A table for people: one row per named evaluation."""
+    table = Table("", "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
+    for name, result in evaluations.items():
+        rate = "-" if result.success_rate is None else f"{result.success_rate:.3f}"
+        table.add_row(
+            name,
+            rate,
+            _range(result.success_interval),
+            f"{result.mean_return:.3f}",
+            _range(result.mean_return_interval),
+            f"{result.mean_turns:.2f}",
+            str(result.num_episodes),
+            str(result.num_failed),
+        )
+    return table
+
+
+def comparison_table(comparison: Comparison, *, first: str, second: str) -> Table:
+    """A table for people: what changed from the evaluation named `first` to that named `second`."""
+    table = Table(f"{second} against {first}", "value")
+    table.add_row("pairs of episodes", str(comparison.num_pairs))
+    table.add_row("mean return, difference", f"{comparison.mean_difference:+.3f}")
+    table.add_row("  95% interval", _range(comparison.difference_interval))
+    if comparison.success_p_value is not None:
+        table.add_row(f"only {second} succeeded", str(comparison.num_only_second))
+        table.add_row(f"only {first} succeeded", str(comparison.num_only_first))
+        table.add_row("p-value (McNemar, exact)", f"{comparison.success_p_value:.4g}")
+    if comparison.num_unpaired:
+        table.add_row("seeds left out (failed)", str(comparison.num_unpaired))
+    return table
+
+
+def _as_list(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.low, interval.high]
+
+
+def _range(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"

@@ -1,0 +1,154 @@
+"""Who plays: an engine, or a policy written by hand.
+
+An actor plays many episodes at once and is asked for one turn at a time. It only chooses tokens; `adapter.py` writes
+them down and `episode.py` asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
+from gspo_gym.errors import UnknownNameError, UsageError, nearest_name
+from gspo_gym.seeding import child_seed, generator
+from gspo_gym.types import Completion, FinishReason, Int32Array, Message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActRequest:
+    """One turn to be played.
+
+    Attributes:
+        session_id: the episode's attempt; the same for all its turns and for nothing else.
+        turn_index: 0 for the first action.
+        prompt_token_ids: [L] int32, all that the policy reads.
+        max_tokens: most tokens to answer with, the stop token included.
+        messages: the conversation that the prompt renders.
+        sampling_seed: of the episode; a turn derives its own from it.
+        renderer: of the episode's chat template and tools.
+        env: the environment being played, for hand-written policies that may look at hidden state (Any: authors need
+            not subclass anything).
+    """
+
+    session_id: str
+    turn_index: int
+    prompt_token_ids: Int32Array
+    max_tokens: int
+    messages: tuple[Message, ...]
+    sampling_seed: int
+    renderer: Renderer
+    env: Any
+
+
+class Actor(Protocol):
+    """Plays turns of many episodes at once."""
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        """The tokens of this turn. Whatever it raises makes the episode an engine failure."""
+        ...
+
+    async def end_session(self, session_id: str) -> None:
+        """The episode is over, however it ended; forget what was kept for it. Unknown ones are fine."""
+        ...
+
+
+class EngineActor:
+    """Samples from an engine. Turn k of an episode uses the seed child_seed(sampling_seed, "turn", k).
+
+    Args:
+        engine: any `engine.base.Engine`.
+        temperature, top_p, top_k: as in `SamplingParams`.
+    """
+
+    def __init__(self, engine: Engine, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
+        # A template that is only ever copied: its construction checks the ranges before the first episode starts.
+        SamplingParams(max_tokens=1, stop_token_ids=(), seed=0, temperature=temperature, top_p=top_p, top_k=top_k)
+        self._engine = engine
+        self._temperature = temperature
+        self._top_p = top_p
+        self._top_k = top_k
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        sampling = SamplingParams(
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.renderer.stop_token_ids,
+            seed=child_seed(request.sampling_seed, "turn", request.turn_index),
+            temperature=self._temperature,
+            top_p=self._top_p,
+            top_k=self._top_k,
+        )
+        prompt = request.prompt_token_ids.tolist()
+        return await self._engine.generate(prompt, sampling, session_id=request.session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        await self._engine.end_session(session_id)
+
+
+class ScriptedActor:
+    """Plays a hand-written policy as if a model had sampled its messages: for demonstrations and baselines.
+
+    The tokens are those that a model would have to sample to say the same. No model sampled them, so their logprobs are
+    stored as 0 and their weight version as -1: imitate such episodes, never reinforce them.
+
+    Args:
+        make_policy: gives the player of one episode from the environment and a generator, which is derived from the
+            episode's sampling seed under the name "policy".
+    """
+
+    def __init__(self, make_policy: PolicyFactory) -> None:
+        self._make_policy = make_policy
+        self._policies: dict[str, ScriptedPolicy] = {}
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        policy = self._policies.get(request.session_id)
+        if policy is None:
+            policy = self._make_policy(request.env, generator(request.sampling_seed, "policy"))
+            self._policies[request.session_id] = policy
+        spoken = policy(request.messages)
+        message = Message("assistant", spoken) if isinstance(spoken, str) else spoken
+        token_ids = request.renderer.action_ids(message)
+        if len(token_ids) > request.max_tokens:
+            raise UsageError(
+                f"the scripted policy's message has {len(token_ids)} tokens, but turn {request.turn_index} may have "
+                f"{request.max_tokens}: {_shorten(message.content)!r}; raise max_output_tokens or max_model_len "
+                "(a demonstration that is cut off would teach to stop in the middle)"
+            )
+        return scripted_completion(token_ids)
+
+    async def end_session(self, session_id: str) -> None:
+        self._policies.pop(session_id, None)
+
+
+def scripted_completion(token_ids: Sequence[int]) -> Completion:
+    """A completion that no model sampled: logprobs 0, weight version -1, ended by its last token."""
+    count = len(token_ids)
+    return Completion(
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        logprobs=np.zeros(count, dtype=np.float32),
+        finish_reason=FinishReason.STOP,
+        weight_version=np.full(count, -1, dtype=np.int32),
+    )
+
+
+def policy_of(env_type: Any, name: str) -> PolicyFactory:
+    """The hand-written policy `name` that an environment (class or instance) brings along.
+
+    Raises:
+        UnknownNameError: it brings no policy of that name; says the nearest.
+    """
+    policies = getattr(env_type, "policies", {})
+    if name not in policies:
+        owner = getattr(env_type, "__name__", type(env_type).__name__)
+        raise UnknownNameError(f"{owner} has no scripted policy {name!r}; {nearest_name(name, policies)}")
+    policy: PolicyFactory = policies[name]
+    return policy
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,334 @@
+"""TokenObservationWrapper: a text environment seen as a model sees it, token ids in and token ids out.
+
+This is the only place where an episode's tokens are put together; `episode.run_episode` drives it, and so can a person
+or a training loop of their own. What was sampled is stored as it came and never encoded again. It samples nothing and
+scores nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gspo_gym.chat.parsing import ParseFailure
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.env.session import EnvSession
+from gspo_gym.errors import ConfigError, ContextOverflowError, UsageError
+from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode, SampledTokens
+from gspo_gym.types import FinishReason, Int32Array, Message, Outcome, ParseStatus, StepResult
+
+_Answer = TypeVar("_Answer")
+ResetTuple = tuple[Int32Array, dict[str, Any]]
+StepTuple = tuple[Int32Array, float | None, bool, bool, dict[str, Any]]
+
+
+class TokenObservationWrapper:
+    """One environment whose observations are prompts in token ids and whose actions are sampled token ids.
+
+    `reset` gives the prompt of the first turn; `step` takes exactly the ids that were sampled for it and gives the next
+    prompt. Each prompt extends the one before it, except where the chat template rewrites earlier turns: there a new
+    segment starts. When the episode is over, the ids are those of the last segment as they stand: the final observation
+    is never read by the model, so it is kept as messages only.
+
+    `reset` and `step` are for synchronous callers and also drive environments with `async` methods; inside an event
+    loop use `reset_async`, `step_async` and `close_async`, which are the same code. Use it as a context manager or call
+    `close`, which closes the environment.
+
+    Args:
+        env: anything with Gymnasium's `reset` and `step` (plain or async), or an `EnvSession` around it.
+        tokenizer: a transformers tokenizer with a chat template.
+        max_turns: actions per episode; the last one is answered, then the episode counts as truncated.
+        pad_id: fills exported arrays (`episode().padded`); it may equal a token that is really used.
+        max_model_len: prompt plus completion, in tokens.
+        max_output_tokens: sampled tokens per turn, the stop token included.
+        env_id: the environment's name in errors; its class name if None.
+        renderer: the chat template's renderer for this environment's tools; made from the tokenizer if None.
+        step_timeout_seconds: for each reset, step and close of the environment; None waits for ever.
+        clock: seconds, monotonic; measures `env_seconds`.
+
+    Attributes:
+        session: the environment.
+        env_seconds: time spent waiting for the environment since the last reset.
+
+    Raises:
+        ConfigError: a limit or `pad_id` is out of range.
+        TemplateError: the tokenizer's chat template cannot be rendered exactly.
+    """
+
+    # Any: transformers is untyped, and an environment may be any object with reset and step.
+    def __init__(
+        self,
+        env: Any,
+        tokenizer: Any,
+        max_turns: int,
+        pad_id: int,
+        max_model_len: int,
+        max_output_tokens: int,
+        *,
+        env_id: str | None = None,
+        renderer: Renderer | None = None,
+        step_timeout_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        vocab_size = len(tokenizer)
+        _require_range("max_turns", max_turns, 1)
+        _require_range("max_model_len", max_model_len, 2)
+        _require_range("max_output_tokens", max_output_tokens, 1)
+        _require_range("pad_id", pad_id, 0, vocab_size - 1)
+        if isinstance(env, EnvSession):
+            self.session = env
+        else:
+            name = env_id or type(env).__name__
+            self.session = EnvSession(env, env_id=name, step_timeout_seconds=step_timeout_seconds)
+        self.renderer = renderer or Renderer(tokenizer, tool_schemas=self.session.tool_schemas)
+        self.env_seconds = 0.0
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_turns = max_turns
+        self._max_model_len = max_model_len
+        self._max_output_tokens = max_output_tokens
+        self._pad_id = pad_id
+        self._clock = clock
+        self._runner: asyncio.Runner | None = None
+        self._open = OpenEpisode()
+        self._is_turn_open = False
+
+    # -- for people and synchronous loops ---------------------------------------------------------------------------
+
+    def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetTuple:
+        """Start an episode; see `reset_async`.
+
+        Raises:
+            UsageError: called inside a running event loop.
+        """
+        return self._drive("reset", lambda: self.reset_async(seed, options))
+
+    def step(
+        self,
+        token_ids: Sequence[int] | Int32Array,
+        logprobs: Sequence[float] | np.ndarray[Any, Any] | None = None,
+        weight_version: int | Sequence[int] | np.ndarray[Any, Any] | None = None,
+    ) -> StepTuple:
+        """Play one turn; see `step_async`.
+
+        Raises:
+            UsageError: called inside a running event loop.
+        """
+        return self._drive("step", lambda: self.step_async(token_ids, logprobs, weight_version))
+
+    def close(self) -> None:
+        """Close the environment. Closing twice is fine."""
+        self._drive("close", self.close_async)
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> TokenObservationWrapper:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _drive(self, method: str, call: Callable[[], Coroutine[Any, Any, _Answer]]) -> _Answer:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._runner = self._runner or asyncio.Runner()
+            return self._runner.run(call())
+        raise UsageError(
+            f"TokenObservationWrapper.{method}() was called inside a running event loop, which it would block; "
+            f"use `await wrapper.{method}_async(...)` there"
+        )
+
+    # -- for the loop -----------------------------------------------------------------------------------------------
+
+    async def reset_async(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetTuple:
+        """Start an episode: (ids int32 [L], info), ids being the whole prompt of the first turn.
+
+        `seed` None draws one from the operating system; `info["seed"]` says which it was.
+
+        Raises:
+            EnvError, EnvTimeoutError, ContractError: the environment failed.
+            ContextOverflowError: the first prompt leaves no room for one token in `max_model_len`.
+        """
+        self._open = OpenEpisode()
+        self._is_turn_open = False
+        self.env_seconds = 0.0
+        if seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+        result = await self._timed(self.session.reset(seed, options))
+        self._open.messages.extend(result.messages)
+        is_hopeless = _is_hopeless(result.messages, self._tokenizer, self._max_model_len)
+        prompt = None if is_hopeless else self.renderer.start(self._open.messages)
+        if prompt is None or len(prompt) >= self._max_model_len:
+            self._open.outcome = Outcome.CONTEXT_OVERFLOW
+            raise ContextOverflowError(
+                f"{self.session.env_id}: the first prompt has {_size(prompt, result.messages)}, which leaves no room "
+                f"for an answer in max_model_len = {self._max_model_len}; raise it or shorten the first observation"
+            )
+        self._open.open_turn(prompt, is_new_segment=True)
+        self._is_turn_open = True
+        return self.prompt, {**result.info, "seed": seed, "new_messages": result.messages}
+
+    async def step_async(
+        self,
+        token_ids: Sequence[int] | Int32Array,
+        logprobs: Sequence[float] | np.ndarray[Any, Any] | None = None,
+        weight_version: int | Sequence[int] | np.ndarray[Any, Any] | None = None,
+    ) -> StepTuple:
+        """Play one turn: (ids int32 [L], reward, terminated, truncated, info).
+
+        Text that cannot be parsed as an action is not given to the environment's `step`; its `invalid_action` answers.
+        `truncated` is also True at the limit on turns and where the next prompt does not fit; `outcome` says which.
+
+        Args:
+            token_ids: exactly what was sampled, the stop token included: 1 to `max_tokens` ids.
+            logprobs: nats, one a token, of the distribution sampled from; None (not sampled from a model) stores 0.
+            weight_version: of the weights that sampled, one number or one a token; None (no model) stores -1.
+
+        Returns:
+            The next prompt (or, when done, the last segment as it stands), the turn's reward (None: not scored), and
+            Gymnasium's flags and info. info is the environment's own plus "new_messages", "parse" and "outcome".
+
+        Raises:
+            UsageError: no turn is open (before `reset`, or after the episode ended or failed).
+            RecordError: `token_ids`, `logprobs` or `weight_version` cannot have been sampled here; the turn stays open.
+            EnvError, EnvTimeoutError, ContractError: the environment failed; the turn stays in the record, unscored.
+        """
+        if not self._is_turn_open:
+            raise UsageError(
+                f"{self.session.env_id}: step() without an open turn (outcome: {self.outcome}); call reset() first"
+            )
+        sampled = SampledTokens.checked(token_ids, logprobs, weight_version)
+        sampled.require_possible(
+            max_tokens=self.max_tokens, vocab_size=self._vocab_size, stop_token_ids=self.renderer.stop_token_ids
+        )
+        self._is_turn_open = False
+        action = self._record_action(sampled)
+        if isinstance(action, ParseFailure):
+            result = await self._timed(self.session.invalid_action(action.error))
+        else:
+            result = await self._timed(self.session.step(action))
+        history = self.messages
+        self._open.append_answer(result)
+        self._advance(history, result)
+        turn = self._open.turns[-1]
+        info = {**result.info, "new_messages": result.messages, "parse": turn.parse, "outcome": self.outcome}
+        truncated = result.truncated or self.outcome in (Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW)
+        return self.prompt, turn.reward, result.terminated, truncated, info
+
+    async def close_async(self) -> None:
+        """Close the environment. Closing twice is fine."""
+        self._is_turn_open = False
+        await self.session.close()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def prompt(self) -> Int32Array:
+        """[L] int32: the current segment, which is the prompt of the open turn."""
+        return np.array(self._open.segments[-1].token_ids if self._open.segments else [], dtype=np.int32)
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens may be sampled in the open turn."""
+        return min(self._max_output_tokens, self._max_model_len - self._open.length)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far."""
+        return tuple(self._open.messages)
+
+    @property
+    def num_turns(self) -> int:
+        """Actions taken so far."""
+        return len(self._open.turns)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the episode ended; None while it goes on."""
+        return self._open.outcome
+
+    @property
+    def is_turn_open(self) -> bool:
+        """Whether `step` may be called."""
+        return self._is_turn_open
+
+    def episode(self) -> EpisodeRecord:
+        """The record of the episode up to now."""
+        return self._open.freeze(pad_id=self._pad_id)
+
+    # -- bookkeeping ------------------------------------------------------------------------------------------------
+
+    def _record_action(self, sampled: SampledTokens) -> Message | ParseFailure:
+        """Store the sampled tokens before anything can go wrong with them; returns what they say."""
+        is_stopped = sampled.token_ids[-1] in self.renderer.stop_token_ids
+        self._open.append_action(sampled, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+        text = self.renderer.decode(sampled.token_ids)
+        parsed = self.renderer.parse(text, is_truncated=not is_stopped)
+        if isinstance(parsed, ParseFailure):
+            self._open.append_meaning(Message("assistant", text), parsed.status)
+        else:
+            self._open.append_meaning(parsed, ParseStatus.OK)
+        return parsed
+
+    def _advance(self, history: Sequence[Message], result: StepResult) -> None:
+        """Open the next turn, or end the episode: the limits in the order that `limits.py` states.
+
+        `history` is the conversation up to the action that `result` answers.
+        """
+        episode = self._open
+        if result.done:
+            episode.outcome = Outcome.TERMINATED if result.terminated else Outcome.TRUNCATED
+        elif len(episode.turns) >= self._max_turns:
+            episode.outcome = Outcome.MAX_TURNS
+        elif _is_hopeless(result.messages, self._tokenizer, self._max_model_len):
+            episode.outcome = Outcome.CONTEXT_OVERFLOW
+        else:
+            is_closed = episode.turns[-1].finish_reason is FinishReason.STOP
+            continuation = self.renderer.continue_from(history, result.messages, closed=is_closed)
+            kept = 0 if continuation.is_new_segment else episode.length
+            if kept + len(continuation.token_ids) >= self._max_model_len:
+                episode.outcome = Outcome.CONTEXT_OVERFLOW
+            else:
+                episode.open_turn(continuation.token_ids, is_new_segment=continuation.is_new_segment)
+                self._is_turn_open = True
+
+    async def _timed(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
+        started = self._clock()
+        try:
+            return await call
+        finally:
+            self.env_seconds += self._clock() - started
+
+
+def _require_range(name: str, value: int, low: int, high: int | None = None) -> None:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(f"TokenObservationWrapper.{name}: expected an integer, {wanted}, got {value!r}")
+
+
+def _is_hopeless(messages: Sequence[Message], tokenizer: Any, max_model_len: int) -> bool:
+    """Whether the text is too long to fit whatever its tokens are, so that encoding it would only cost time.
+
+    A text of n characters has at least n / (characters of the longest token) tokens; the factor 4 allows for
+    normalisers that merge characters. Encoding ten megabytes would hold up every other episode for seconds. Any:
+    transformers is untyped.
+    """
+    num_characters = sum(len(message.content) for message in messages)
+    if num_characters <= 64 * max_model_len:  # nothing to gain, and asking for the vocabulary is not free
+        return False
+    longest = max(map(len, tokenizer.get_vocab()))
+    return num_characters > 4 * longest * max_model_len
+
+
+def _size(prompt: Sequence[int] | None, messages: Sequence[Message]) -> str:
+    if prompt is not None:
+        return f"{len(prompt)} tokens"
+    return f"{sum(len(message.content) for message in messages)} characters"

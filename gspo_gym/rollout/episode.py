@@ -1,0 +1,313 @@
+"""run_episode: the one loop in which an environment and a player meet.
+
+It asks the player for tokens, hands them to `TokenObservationWrapper`, watches the deadlines and turns whatever goes
+wrong into a typed record. It retries nothing (the pool does) and scores nothing (the environment does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.env.session import EnvSession
+from gspo_gym.env.workers import OwnThread
+from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvError, EnvTimeoutError, GymError, RecordError
+from gspo_gym.rollout.actors import Actor, ActRequest
+from gspo_gym.rollout.adapter import TokenObservationWrapper
+from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.types import Completion, Outcome, Task, Timing, Trajectory
+
+_log = logging.getLogger(__name__)
+
+# Any: an environment may be any object with reset and step.
+MakeEnv = Callable[[Task], Any]
+Clock = Callable[[], float]
+_MAX_ERROR_CHARACTERS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRequest:
+    """One attempt at one episode. `trajectory_id` is the same for all attempts, `sampling_seed` is not."""
+
+    trajectory_id: str
+    task: Task
+    sampling_seed: int
+    attempt: int = 0
+
+    @property
+    def session_id(self) -> str:
+        """The name of this attempt at the engine."""
+        return f"{self.trajectory_id}/{self.attempt}"
+
+
+class RendererCache:
+    """One renderer per set of tools: probing a chat template is slow, and episodes of one environment share it.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template (Any: transformers is untyped).
+        template_kwargs: passed to the chat template, for example {"enable_thinking": False}.
+    """
+
+    _MAX_KEPT = 64  # environments whose tools differ from task to task must not grow this without end
+
+    def __init__(self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        self._renderers: dict[str, Renderer] = {}
+
+    def for_tools(self, tool_schemas: Sequence[Mapping[str, Any]]) -> Renderer:
+        """The renderer of conversations in which these tools are offered.
+
+        Raises:
+            TemplateError: the chat template cannot be rendered exactly.
+        """
+        key = json.dumps(list(tool_schemas))  # unsorted: the order of keys reaches the prompt
+        if key not in self._renderers:
+            if len(self._renderers) >= self._MAX_KEPT:
+                del self._renderers[next(iter(self._renderers))]
+            self._renderers[key] = Renderer(
+                self.tokenizer, tool_schemas=tool_schemas, template_kwargs=self._template_kwargs
+            )
+        return self._renderers[key]
+
+
+async def run_episode(
+    request: EpisodeRequest,
+    *,
+    make_env: MakeEnv,
+    act: Actor,
+    renderers: RendererCache,
+    limits: EpisodeLimits,
+    clock: Clock = time.monotonic,
+) -> Trajectory:
+    """Play one episode from reset to close.
+
+    An episode's failure is never an exception: the record says what happened in `outcome` and, in one line, `error`,
+    and keeps the turns played until then. A first prompt that does not fit is a record with CONTEXT_OVERFLOW, no turns
+    and an error. The environment and the engine's session are closed however it ends; where closing fails after an
+    otherwise good episode, that is the episode's failure.
+
+    Args:
+        request: what to play.
+        make_env: a fresh environment for the task; called off the event loop.
+        act: the player.
+        renderers: of the player's tokenizer.
+        limits: see `limits.py`, which also states their order.
+        clock: seconds, monotonic.
+
+    Raises:
+        asyncio.CancelledError: cancelled from outside, after closing.
+        EnginePoisonedError: no episode can be played with this engine any more; after closing.
+    """
+    episode = _Episode(request, act=act, limits=limits, clock=clock)
+    outcome, error = await episode.play_and_close(make_env, renderers)
+    wrapper = episode.wrapper
+    record = wrapper.episode() if wrapper is not None else None
+    timing = Timing(
+        total_seconds=clock() - episode.started,
+        env_seconds=wrapper.env_seconds if wrapper is not None else 0.0,
+        engine_seconds=episode.engine_seconds,
+    )
+    return Trajectory(
+        trajectory_id=request.trajectory_id,
+        attempt=request.attempt,
+        task=request.task,
+        sampling_seed=request.sampling_seed,
+        segments=record.segments if record else (),
+        turns=record.turns if record else (),
+        messages=record.messages if record else (),
+        outcome=outcome,
+        success=record.success if record else None,
+        error=error,
+        timing=timing,
+    )
+
+
+class _EpisodeTimeoutError(Exception):
+    """The episode's own deadline passed between two waits."""
+
+
+class _Episode:
+    """The state of one run of the loop: what is open and has to be closed, and whose turn it is to fail."""
+
+    def __init__(self, request: EpisodeRequest, *, act: Actor, limits: EpisodeLimits, clock: Clock) -> None:
+        self.request = request
+        self.started = clock()
+        self.session: EnvSession | None = None
+        self.wrapper: TokenObservationWrapper | None = None
+        self.engine_seconds = 0.0
+        self._act = act
+        self._limits = limits
+        self._clock = clock
+        self._culprit = Outcome.ENV_ERROR
+
+    async def play_and_close(self, make_env: MakeEnv, renderers: RendererCache) -> tuple[Outcome, str | None]:
+        """How the episode ended and the one-line reason if it failed."""
+        try:
+            outcome, error = await self._play(make_env, renderers)
+        except BaseException:
+            await self._close()  # its own failure would only hide the first
+            raise
+        failure = await self._close()
+        return (outcome, error) if failure is None or error is not None else failure
+
+    async def _play(self, make_env: MakeEnv, renderers: RendererCache) -> tuple[Outcome, str | None]:
+        seconds = self._limits.episode_timeout_seconds
+        watchdog = asyncio.timeout(seconds)
+        try:
+            async with watchdog:
+                wrapper = await self._open(make_env, renderers)
+                while wrapper.outcome is None:
+                    await self._play_turn(wrapper)
+                return wrapper.outcome, None
+        except (EnginePoisonedError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            _log.debug("episode %s failed", self.request.session_id, exc_info=True)
+            if watchdog.expired() or isinstance(error, _EpisodeTimeoutError):
+                num_turns = self.wrapper.num_turns if self.wrapper is not None else 0
+                place = "the engine" if self._culprit is Outcome.ENGINE_ERROR else "the environment"
+                reason = f"the episode took longer than {seconds:g} seconds, at last in {place} after {num_turns} turns"
+                return Outcome.EPISODE_TIMEOUT, reason
+            return self._outcome_of(error), _one_line(error)
+
+    async def _open(self, make_env: MakeEnv, renderers: RendererCache) -> TokenObservationWrapper:
+        task, limits = self.request.task, self._limits
+        self.session = await open_session(make_env, task, step_timeout_seconds=limits.step_timeout_seconds)
+        tokenizer = renderers.tokenizer
+        self.wrapper = TokenObservationWrapper(
+            self.session,
+            tokenizer,
+            limits.max_turns,
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+            limits.max_model_len,
+            limits.max_output_tokens,
+            renderer=renderers.for_tools(self.session.tool_schemas),
+            clock=self._clock,
+        )
+        await self.wrapper.reset_async(task.seed, task.options or None)
+        return self.wrapper
+
+    async def _play_turn(self, wrapper: TokenObservationWrapper) -> None:
+        if self._clock() - self.started >= self._limits.episode_timeout_seconds:
+            raise _EpisodeTimeoutError
+        self._culprit = Outcome.ENGINE_ERROR
+        completion = await self._ask(wrapper)
+        self._culprit = Outcome.ENV_ERROR
+        await wrapper.step_async(completion.token_ids, completion.logprobs, completion.weight_version)
+
+    async def _ask(self, wrapper: TokenObservationWrapper) -> Completion:
+        request = ActRequest(
+            session_id=self.request.session_id,
+            turn_index=wrapper.num_turns,
+            prompt_token_ids=wrapper.prompt,
+            max_tokens=wrapper.max_tokens,
+            messages=wrapper.messages,
+            sampling_seed=self.request.sampling_seed,
+            renderer=wrapper.renderer,
+            env=wrapper.session.env,
+        )
+        started = self._clock()
+        try:
+            return await self._act(request)
+        finally:
+            self.engine_seconds += self._clock() - started
+
+    def _outcome_of(self, error: Exception) -> Outcome:
+        if isinstance(error, ContextOverflowError) and self._culprit is Outcome.ENV_ERROR:
+            return Outcome.CONTEXT_OVERFLOW
+        if isinstance(error, EnvTimeoutError):
+            return Outcome.ENV_TIMEOUT
+        if isinstance(error, RecordError) and self.wrapper is not None and self.wrapper.is_turn_open:
+            return Outcome.ENGINE_ERROR  # `step_async` refused what the engine claims to have sampled
+        return self._culprit
+
+    async def _close(self) -> tuple[Outcome, str] | None:
+        """Close the environment and the engine's session, whatever happens; the first failure if there is one.
+
+        In a task of its own, so that a cancellation that arrives meanwhile waits until both are closed.
+        """
+        closing = asyncio.create_task(self._close_both())
+        try:
+            return await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
+
+    async def _close_both(self) -> tuple[Outcome, str] | None:
+        failures = []
+        for culprit, close in ((Outcome.ENGINE_ERROR, self._end_session), (Outcome.ENV_ERROR, self._close_env)):
+            self._culprit = culprit
+            try:
+                await close()
+            except Exception as error:
+                _log.debug("closing episode %s failed", self.request.session_id, exc_info=True)
+                failures.append((self._outcome_of(error), f"while closing: {_one_line(error)}"))
+        return failures[0] if failures else None
+
+    async def _end_session(self) -> None:
+        async with asyncio.timeout(self._limits.step_timeout_seconds):
+            await self._act.end_session(self.request.session_id)
+
+    async def _close_env(self) -> None:
+        if self.session is not None:
+            await self.session.close()  # which has its own deadline
+
+
+async def open_session(make_env: MakeEnv, task: Task, *, step_timeout_seconds: float) -> EnvSession:
+    """A session around a fresh environment, which is made in the session's own thread.
+
+    So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
+    in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
+
+    Raises:
+        EnvError, EnvTimeoutError: `make_env` raised, or did not return in time.
+        ContractError: what it made is no environment.
+    """
+    opening = asyncio.create_task(_open_session(make_env, task, step_timeout_seconds))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with contextlib.suppress(GymError):  # nobody is left to whom it would matter
+            await (await opening).close()
+        raise
+
+
+async def _open_session(make_env: MakeEnv, task: Task, step_timeout_seconds: float) -> EnvSession:
+    thread = OwnThread()
+    made: list[Any] = []
+    try:
+        returned = await thread.call_async(lambda: made.append(make_env(task)), timeout_seconds=step_timeout_seconds)
+    except TimeoutError:
+        thread.abandon(lambda: _close_if_possible(made))  # should it come after all
+        text = f"{task.env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
+        raise EnvTimeoutError(text) from None
+    if returned.error is not None:
+        thread.release()
+        text = f"{task.env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
+        raise EnvError(text) from returned.error
+    return EnvSession(made[0], env_id=task.env_id, step_timeout_seconds=step_timeout_seconds, thread=thread)
+
+
+def _close_if_possible(made: list[Any]) -> None:
+    for env in made:
+        close = getattr(env, "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
+            close()
+
+
+def _one_line(error: BaseException) -> str:
+    """What an error says, on one line of readable length, with the cause that it was raised from."""
+    text = f"{type(error).__name__}: {error}"
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text += f" (from {type(error.__cause__).__name__}: {error.__cause__})"
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."

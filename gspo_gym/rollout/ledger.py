@@ -1,0 +1,179 @@
+"""The ledger: every attempt that was dispatched, and the one way in which it ended.
+
+Append-only, so that "nothing was lost and nothing counted twice" can be checked afterwards, in memory or from the file.
+It decides nothing; the pool writes it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.errors import RecordError
+from gspo_gym.types import Outcome
+
+
+class Disposition(enum.Enum):
+    """What became of a finished attempt."""
+
+    KEPT = "kept"  # it is in the group that was handed out
+    RETRIED = "retried"  # it failed and another attempt follows
+    DROPPED = "dropped"  # nothing of it is used
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """An attempt was started."""
+
+    trajectory_id: str
+    attempt: int
+    task_id: str
+    env_seed: int
+    sampling_seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """An attempt ended; `reason` says why it was not kept, None if it was."""
+
+    trajectory_id: str
+    attempt: int
+    outcome: Outcome
+    disposition: Disposition
+    reason: str | None = None
+
+
+Entry = Dispatched | Terminal
+
+
+class Ledger:
+    """Collects entries and refuses those that contradict earlier ones.
+
+    Args:
+        path: also append each entry to this file, one JSON object a line, before it counts. The folder must exist. What
+            earlier processes wrote stays, except a torn last line.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is not None and path.exists():
+            _cut_torn_line(path)
+        self._path = path
+        self._entries: list[Entry] = []
+        self._is_settled: dict[tuple[str, int], bool] = {}
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries of this process, in the order in which they happened."""
+        return tuple(self._entries)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Attempts dispatched and not yet settled."""
+        return sum(not is_settled for is_settled in self._is_settled.values())
+
+    def dispatch(self, entry: Dispatched) -> None:
+        """Write down that an attempt starts.
+
+        Raises:
+            RecordError: this attempt was dispatched before.
+        """
+        key = (entry.trajectory_id, entry.attempt)
+        if key in self._is_settled:
+            raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} was dispatched twice")
+        self._append(entry)
+        self._is_settled[key] = False
+
+    def settle(self, entry: Terminal) -> None:
+        """Write down how an attempt ended.
+
+        Raises:
+            RecordError: it was never dispatched, or has ended before.
+        """
+        key = (entry.trajectory_id, entry.attempt)
+        if self._is_settled.get(key) is not False:
+            state = "ended twice" if key in self._is_settled else "ended without having been dispatched"
+            raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} {state}")
+        self._append(entry)
+        self._is_settled[key] = True
+
+    def counts(self) -> dict[str, int]:
+        """How many attempts were dispatched, and how many ended in each disposition, by name."""
+        ended = Counter(entry.disposition for entry in self._entries if isinstance(entry, Terminal))
+        return {"dispatched": len(self._is_settled)} | {kind.value: ended[kind] for kind in Disposition}
+
+    def assert_balanced(self) -> None:
+        """Check that every dispatched attempt has exactly one terminal entry.
+
+        Raises:
+            RecordError: names the first few that have not.
+        """
+        if problems := imbalances(self._entries):
+            shown = "; ".join(problems[:5])
+            raise RecordError(f"ledger: {len(problems)} attempts do not balance: {shown}")
+
+    def _append(self, entry: Entry) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_to_json(entry)) + "\n")
+        self._entries.append(entry)
+
+
+def imbalances(entries: Iterable[Entry]) -> list[str]:
+    """Every attempt that was not dispatched once and settled once, in words; empty if the ledger balances."""
+    dispatched: Counter[tuple[str, int]] = Counter()
+    settled: Counter[tuple[str, int]] = Counter()
+    for entry in entries:
+        counter = dispatched if isinstance(entry, Dispatched) else settled
+        counter[entry.trajectory_id, entry.attempt] += 1
+    return [
+        f"attempt {attempt} of {name}: dispatched {dispatched[name, attempt]}, settled {settled[name, attempt]} times"
+        for name, attempt in dict.fromkeys([*dispatched, *settled])
+        if (dispatched[name, attempt], settled[name, attempt]) != (1, 1)
+    ]
+
+
+def read_ledger(path: Path) -> tuple[Entry, ...]:
+    """The entries of a ledger file, also of a process that was killed (a torn last line is left out).
+
+    Raises:
+        RecordError: a line other than the last is not an entry.
+    """
+    entries: list[Entry] = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is empty or torn
+        try:
+            entries.append(_from_json(json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"{path}:{number}: not a ledger entry: {error}") from error
+    return tuple(entries)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove what a killed process wrote after the last line break, so that the next entry starts a line."""
+    whole = path.read_bytes()
+    if whole and not whole.endswith(b"\n"):
+        with path.open("rb+") as file:
+            file.truncate(whole.rfind(b"\n") + 1)
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    fields = asdict(entry)
+    if isinstance(entry, Terminal):
+        fields |= {"outcome": entry.outcome.value, "disposition": entry.disposition.value}
+        return {"event": "terminal", **fields}
+    return {"event": "dispatched", **fields}
+
+
+def _from_json(fields: dict[str, Any]) -> Entry:
+    event = fields.pop("event")
+    if event == "dispatched":
+        return Dispatched(**fields)
+    if event != "terminal":
+        raise ValueError(f"unknown event {event!r}")
+    outcome, disposition = Outcome(fields.pop("outcome")), Disposition(fields.pop("disposition"))
+    return Terminal(outcome=outcome, disposition=disposition, **fields)

@@ -1,0 +1,255 @@
+"""RolloutPool: many episodes at once, in groups of the same task, with retries and a ledger.
+
+What is played depends only on the requests and the run seed, never on concurrency, order or timing. The pool knows
+nothing of rewards beyond whether an episode has one; what it hands out is blind to how it was produced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gspo_gym.errors import ConfigError, RolloutError
+from gspo_gym.rollout.actors import Actor
+from gspo_gym.rollout.episode import Clock, EpisodeRequest, MakeEnv, RendererCache, run_episode
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.seeding import child_seed
+from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """`size` episodes of one task.
+
+    `group_id` names the group in the run, and with it its episodes. `seed_name` is what the sampling seeds derive from
+    (with the run seed, the member and the attempt); None means the group id.
+    """
+
+    group_id: str
+    task: Task
+    size: int
+    seed_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"GroupRequest {self.group_id}: size: expected at least 1, got {self.size}")
+
+
+# Called with every finished attempt and what became of it; a KEPT one may still be dropped with its group.
+OnEpisode = Callable[[Trajectory, Disposition], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """The last attempt of one member, and why it is not kept (None: it is)."""
+
+    trajectory: Trajectory
+    reason: str | None
+
+
+class RolloutPool:
+    """Plays groups of episodes.
+
+    An attempt that ends in an infrastructure failure is repeated in a fresh environment with a fresh sampling seed, up
+    to `max_attempts`; then it is dropped. Dropped without another attempt, which would end the same way: an episode
+    whose first prompt does not fit, and one that its environment did not score.
+
+    Args:
+        make_env: a fresh environment for a task.
+        act: the player.
+        renderers: of the player's tokenizer.
+        episode_limits, pool_limits: see `limits.py`.
+        run_seed: all sampling seeds derive from it.
+        ledger: what was dispatched and how it ended; a new one in memory if None.
+        on_episode: called with every finished attempt, for progress; must be quick.
+        clock: seconds, monotonic.
+
+    Attributes:
+        ledger: see above.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_env: MakeEnv,
+        act: Actor,
+        renderers: RendererCache,
+        episode_limits: EpisodeLimits,
+        pool_limits: PoolLimits,
+        run_seed: int,
+        ledger: Ledger | None = None,
+        on_episode: OnEpisode | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.ledger = Ledger() if ledger is None else ledger
+        self._make_env = make_env
+        self._act = act
+        self._renderers = renderers
+        self._episode_limits = episode_limits
+        self._pool_limits = pool_limits
+        self._run_seed = run_seed
+        self._on_episode = on_episode
+        self._clock = clock
+        self._slots: asyncio.Semaphore | None = None
+        self._slots_loop: asyncio.AbstractEventLoop | None = None
+
+    async def collect(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
+        """Play all groups at once; one group per request, in their order, its trajectories in the order of members.
+
+        A group that kept fewer than `min_group_fraction` of its episodes (or fewer than 2 where 2 were asked for) is
+        dropped whole: it comes back with no trajectories and all its episodes in `dropped`, so that it can be counted.
+
+        Calls may overlap; `max_concurrent_rollouts` holds over all of them. If this call is cancelled, every running
+        episode is closed and entered as CANCELLED before it returns.
+
+        Raises:
+            ConfigError: two requests have the same group id.
+            RolloutError: all groups were dropped; says the most frequent reasons.
+            EnginePoisonedError: the engine must be rebuilt; everything still running was cancelled.
+        """
+        repeated = [name for name, count in Counter(r.group_id for r in requests).items() if count > 1]
+        if repeated:
+            raise ConfigError(f"collect: group ids must be unique, but {repeated[0]!r} occurs more than once")
+        members = [(request, member) for request in requests for member in range(request.size)]
+        finished: dict[str, _Finished] = {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for request, member in members:
+                    tasks.create_task(self._play_member(request, member, finished))
+        except BaseException as error:
+            for done in finished.values():
+                self._settle(done.trajectory, Disposition.DROPPED, done.reason or "its collection was stopped")
+            raise _first_cause(error) from None
+        groups = tuple(self._assemble(request, finished) for request in requests)
+        if groups and not any(group.trajectories for group in groups):
+            raise RolloutError(_describe_total_failure(groups))
+        return groups
+
+    async def run_tasks(self, tasks: Sequence[Task], *, label: str) -> tuple[TrajectoryGroup, ...]:
+        """One episode of each task, for evaluation: one group of size 1 per task, in their order.
+
+        `label` names the occasion, so that the same tasks can be played again under another one. It does not enter the
+        sampling seeds: a task is sampled with the same seed on every occasion.
+
+        Raises:
+            ConfigError: a task occurs twice.
+            RolloutError: every episode was dropped.
+        """
+        return await self.collect(
+            [GroupRequest(f"{label}/{task.task_id}", task, size=1, seed_name=task.task_id) for task in tasks]
+        )
+
+    async def _play_member(self, request: GroupRequest, member: int, finished: dict[str, _Finished]) -> None:
+        """Play one episode until an attempt is usable or none is left; writes the last one into `finished`."""
+        last_attempt = self._pool_limits.max_attempts - 1
+        for attempt in range(last_attempt + 1):
+            seed_name = request.group_id if request.seed_name is None else request.seed_name
+            episode = EpisodeRequest(
+                trajectory_id=_trajectory_id(request, member),
+                task=request.task,
+                sampling_seed=child_seed(self._run_seed, "group", seed_name, member, attempt),
+                attempt=attempt,
+            )
+            trajectory = await self._play_attempt(episode)
+            if trajectory.outcome.is_infrastructure_failure and attempt < last_attempt:
+                self._settle(trajectory, Disposition.RETRIED, trajectory.error)
+                self._report(trajectory, Disposition.RETRIED)
+                continue
+            reason = _reason_to_drop(trajectory)
+            finished[trajectory.trajectory_id] = _Finished(trajectory, reason)
+            self._report(trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED)
+            return
+
+    async def _play_attempt(self, episode: EpisodeRequest) -> Trajectory:
+        async with self._free_slot():
+            task = episode.task
+            self.ledger.dispatch(
+                Dispatched(episode.trajectory_id, episode.attempt, task.task_id, task.seed, episode.sampling_seed)
+            )
+            try:
+                return await run_episode(
+                    episode,
+                    make_env=self._make_env,
+                    act=self._act,
+                    renderers=self._renderers,
+                    limits=self._episode_limits,
+                    clock=self._clock,
+                )
+            except BaseException as error:
+                is_cancelled = isinstance(error, asyncio.CancelledError)
+                outcome = Outcome.CANCELLED if is_cancelled else Outcome.ENGINE_ERROR
+                reason = "the run was stopped" if is_cancelled else f"{type(error).__name__}: {error}"
+                self.ledger.settle(
+                    Terminal(episode.trajectory_id, episode.attempt, outcome, Disposition.DROPPED, reason)
+                )
+                raise
+
+    def _free_slot(self) -> asyncio.Semaphore:
+        # A semaphore belongs to one event loop; callers who use `asyncio.run` several times get a fresh one each time.
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots_loop is not loop:
+            self._slots = asyncio.Semaphore(self._pool_limits.max_concurrent_rollouts)
+            self._slots_loop = loop
+        return self._slots
+
+    def _assemble(self, request: GroupRequest, finished: dict[str, _Finished]) -> TrajectoryGroup:
+        """The group of what its members came to; settles each of them in the ledger."""
+        members = [finished[_trajectory_id(request, member)] for member in range(request.size)]
+        num_good = sum(done.reason is None for done in members)
+        needed = max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
+        kept, dropped = [], []
+        for done in members:
+            reason = done.reason
+            if reason is None and num_good < needed:
+                reason = f"its group has {num_good} usable episodes of {request.size} and needs {needed}"
+            if reason is None:
+                kept.append(done.trajectory)
+            else:
+                dropped.append(DroppedEpisode(done.trajectory.trajectory_id, done.trajectory.outcome, reason))
+            self._settle(done.trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED, reason)
+        return TrajectoryGroup(request.task, tuple(kept), request.size, tuple(dropped))
+
+    def _settle(self, trajectory: Trajectory, disposition: Disposition, reason: str | None) -> None:
+        self.ledger.settle(
+            Terminal(trajectory.trajectory_id, trajectory.attempt, trajectory.outcome, disposition, reason)
+        )
+
+    def _report(self, trajectory: Trajectory, disposition: Disposition) -> None:
+        if self._on_episode is not None:
+            self._on_episode(trajectory, disposition)
+
+
+def _trajectory_id(request: GroupRequest, member: int) -> str:
+    return f"{request.group_id}/{member}"
+
+
+def _reason_to_drop(trajectory: Trajectory) -> str | None:
+    """Why a finished episode cannot be used; None if it can."""
+    if trajectory.error is not None:
+        return trajectory.error
+    if not trajectory.is_scored:
+        return (
+            f"{trajectory.task.env_id}: not scored: the reward of every turn was None; an environment must give a "
+            "number at one turn at least"
+        )
+    return None
+
+
+def _describe_total_failure(groups: Sequence[TrajectoryGroup]) -> str:
+    reasons = Counter(f"{d.outcome.value}: {d.reason}" for group in groups for d in group.dropped)
+    listed = "".join(f"\n  {count} x {reason}" for reason, count in reasons.most_common(3))
+    num_more = len(reasons) - 3
+    rest = f"\n  and {num_more} other reasons" if num_more > 0 else ""
+    return f"all {len(groups)} groups ({reasons.total()} episodes) were dropped. Most frequent reasons:{listed}{rest}"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The first single exception in the groups that `asyncio.TaskGroup` wraps around failures."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

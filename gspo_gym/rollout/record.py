@@ -1,0 +1,253 @@
+"""The tokens of an episode as they grow, and the finished record of it.
+
+Only `adapter.TokenObservationWrapper` writes here. Where a token came from is written down when it is appended, so the
+mask never has to be guessed afterwards (from padding, special tokens or a second rendering).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_gym.errors import RecordError
+from gspo_gym.types import (
+    BoolArray,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Message,
+    Outcome,
+    ParseStatus,
+    Segment,
+    StepResult,
+    Turn,
+)
+
+_LOGPROB_ROUNDING = 1e-3  # a logprob of a certain token may round above 0; as in `types.Completion`
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens of one action, as plain numbers: one logprob (nats) and one weight version a token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_version: list[int]
+
+    # Any: these come from whoever sampled, and the point is to find out what they are.
+    @classmethod
+    def checked(cls, token_ids: Any, logprobs: Any = None, weight_version: Any = None) -> SampledTokens:
+        """Read the three columns; None stands for logprobs of 0 and a version of -1, i.e. no model sampled this.
+
+        Raises:
+            RecordError: wrong types or lengths, or a logprob that is no logprob.
+        """
+        ids = _column("token_ids", token_ids, len(np.atleast_1d(token_ids)), int)
+        logprob_list = _column("logprobs", 0.0 if logprobs is None else logprobs, len(ids), float)
+        versions = _column("weight_version", -1 if weight_version is None else weight_version, len(ids), int)
+        for logprob in logprob_list:
+            if not -math.inf < logprob <= _LOGPROB_ROUNDING:
+                raise RecordError(f"logprobs: expected finite values <= 0, got {logprob}")
+        return cls(ids, [float(logprob) for logprob in logprob_list], versions)
+
+    def require_possible(self, *, max_tokens: int, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+        """Check that a sampler with these limits can have come to these ids.
+
+        Raises:
+            RecordError: it cannot.
+        """
+        ids = self.token_ids
+        if not 1 <= len(ids) <= max_tokens:
+            raise RecordError(f"token_ids: expected 1 to {max_tokens} sampled ids in this turn, got {len(ids)}")
+        stray = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if stray is not None:
+            raise RecordError(f"token_ids: expected ids in [0, {vocab_size}), got {stray}")
+        early = next((k for k, i in enumerate(ids[:-1]) if i in stop_token_ids), None)
+        if early is not None:
+            raise RecordError(
+                f"token_ids: token {early} is the stop token {ids[early]}, but {len(ids) - early - 1} more follow; "
+                "sampling ends at a stop token"
+            )
+
+
+@dataclass(slots=True)
+class OpenSegment:
+    """A segment that still grows, by appending only. Mutable; `close` gives the frozen one."""
+
+    token_ids: list[int] = field(default_factory=list)
+    action_mask: list[bool] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    turn_index: list[int] = field(default_factory=list)
+    weight_version: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append_context(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample: environment, template, appended end of turn."""
+        count = len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.action_mask.extend([False] * count)
+        self.rollout_logprobs.extend([0.0] * count)
+        self.turn_index.extend([-1] * count)
+        self.weight_version.extend([-1] * count)
+
+    def append_action(self, sampled: SampledTokens, *, turn: int) -> None:
+        """Append what the policy sampled in `turn`."""
+        count = len(sampled.token_ids)
+        self.token_ids.extend(sampled.token_ids)
+        self.action_mask.extend([True] * count)
+        self.rollout_logprobs.extend(sampled.logprobs)
+        self.turn_index.extend([turn] * count)
+        self.weight_version.extend(sampled.weight_version)
+
+    def close(self) -> Segment:
+        """The segment so far, frozen."""
+        return Segment(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            action_mask=np.array(self.action_mask, dtype=np.bool_),
+            rollout_logprobs=np.array(self.rollout_logprobs, dtype=np.float32),
+            turn_index=np.array(self.turn_index, dtype=np.int32),
+            weight_version=np.array(self.weight_version, dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedEpisode:
+    """An episode as rectangular arrays. S = segments, L = the length asked for, N = turns.
+
+    Attributes:
+        ids: [S, L] int32, padded on the right with `pad_id`.
+        action_mask: [S, L] bool, True where the policy sampled the token; False on padding, also where the padding
+            token is one that the policy can sample.
+        turn_index: [S, L] int32, the turn that sampled the token, -1 elsewhere.
+        rewards: [N] float32, of each turn; NaN means "not scored", which is not 0.
+    """
+
+    ids: Int32Array
+    action_mask: BoolArray
+    turn_index: Int32Array
+    rewards: Float32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeRecord:
+    """An episode up to now: everything that `types.Trajectory` needs except who asked for it.
+
+    `outcome` is None while the episode goes on; `success` is what the environment declared last, None if it never did.
+    """
+
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    outcome: Outcome | None
+    success: bool | None
+    pad_id: int
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """The reward of each turn; None where not scored."""
+        return tuple(turn.reward for turn in self.turns)
+
+    def padded(self, length: int) -> PaddedEpisode:
+        """The episode as arrays of `length` columns, one row a segment.
+
+        Raises:
+            RecordError: a segment is longer than `length`; nothing is ever cut off.
+        """
+        longest = max((len(segment) for segment in self.segments), default=0)
+        if longest > length:
+            raise RecordError(f"padded(length={length}): a segment has {longest} tokens; give at least that length")
+        shape = (len(self.segments), length)
+        ids: NDArray[np.int32] = np.full(shape, self.pad_id, dtype=np.int32)
+        mask: NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
+        turn_index: NDArray[np.int32] = np.full(shape, -1, dtype=np.int32)
+        for row, segment in enumerate(self.segments):
+            ids[row, : len(segment)] = segment.token_ids
+            mask[row, : len(segment)] = segment.action_mask
+            turn_index[row, : len(segment)] = segment.turn_index
+        rewards = np.array([np.nan if reward is None else reward for reward in self.rewards], dtype=np.float32)
+        return PaddedEpisode(ids=ids, action_mask=mask, turn_index=turn_index, rewards=rewards)
+
+
+@dataclass(slots=True)
+class OpenEpisode:
+    """An episode that is being played. Mutable; `freeze` gives the record of it up to now."""
+
+    segments: list[OpenSegment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    outcome: Outcome | None = None
+    success: bool | None = None
+    observation_start: int = 0  # of the open turn, in the last segment
+
+    @property
+    def length(self) -> int:
+        """Tokens of the last segment, which is the present prompt."""
+        return len(self.segments[-1]) if self.segments else 0
+
+    def open_turn(self, new_ids: Sequence[int], *, is_new_segment: bool) -> None:
+        """Append what the model reads next."""
+        if is_new_segment:
+            self.segments.append(OpenSegment())
+        self.observation_start = self.length
+        self.segments[-1].append_context(new_ids)
+
+    def append_action(self, sampled: SampledTokens, finish_reason: FinishReason) -> None:
+        """Append an action and its turn, unscored so far."""
+        start = self.length
+        self.segments[-1].append_action(sampled, turn=len(self.turns))
+        self.turns.append(
+            Turn(
+                index=len(self.turns),
+                segment=len(self.segments) - 1,
+                observation_span=(self.observation_start, start),
+                action_span=(start, self.length),
+                finish_reason=finish_reason,
+            )
+        )
+
+    def append_meaning(self, message: Message, parse: ParseStatus) -> None:
+        """Note what the last action says, or that it cannot be read."""
+        self.messages.append(message)
+        self.turns[-1] = dataclasses.replace(self.turns[-1], parse=parse)
+
+    def append_answer(self, result: StepResult) -> None:
+        """Note what the environment gave for the last action."""
+        self.messages.extend(result.messages)
+        self.turns[-1] = dataclasses.replace(
+            self.turns[-1], reward=result.reward, reward_terms=result.reward_terms, events=result.events
+        )
+        if result.success is not None:
+            self.success = result.success
+
+    def freeze(self, *, pad_id: int) -> EpisodeRecord:
+        """The record up to now, which later turns do not change."""
+        return EpisodeRecord(
+            segments=tuple(segment.close() for segment in self.segments),
+            turns=tuple(self.turns),
+            messages=tuple(self.messages),
+            outcome=self.outcome,
+            success=self.success,
+            pad_id=pad_id,
+        )
+
+
+def _column(name: str, value: Any, length: int, kind: type[int] | type[float]) -> list[Any]:
+    """`value` as a list of `length` plain numbers; a single number is repeated. Any: it is what a caller passed."""
+    column = np.asarray(value)
+    if column.ndim == 0 and name != "token_ids":
+        column = np.full(length, column)
+    is_kind = np.issubdtype(column.dtype, np.integer) or (kind is float and np.issubdtype(column.dtype, np.floating))
+    if column.size and not is_kind:
+        raise RecordError(f"{name}: expected {kind.__name__}s, got an array of {column.dtype}")
+    if column.shape != (length,):
+        raise RecordError(f"{name}: expected one a sampled token, shape ({length},), got {column.shape}")
+    listed: list[Any] = column.tolist()
+    return listed

@@ -1,0 +1,60 @@
+"""What a batch of episodes amounts to, as metrics by name. Nothing here feeds back into training."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from gspo_gym.types import Outcome, ParseStatus, TrajectoryGroup
+
+METRICS: Mapping[str, str] = MappingProxyType(
+    {
+        "rollout/reward_mean": "mean return over kept episodes",
+        "rollout/reward_std": "population standard deviation of the return over kept episodes",
+        "rollout/success_rate": "share of kept episodes that achieved the task; absent if the environment never says",
+        "rollout/num_episodes": "kept episodes",
+        "rollout/num_dropped": "episodes asked for and not kept, whatever the reason",
+        "rollout/num_dropped_groups": "groups of which no episode was kept",
+        "rollout/turns_mean": "mean number of turns over kept episodes",
+        "rollout/tokens_per_turn": "mean number of sampled tokens over the turns of kept episodes",
+        "rollout/sampled_tokens": "sampled tokens of kept episodes",
+        "rollout/sampled_tokens_per_second": "sampled tokens over the seconds that collecting took",
+        "rollout/max_turns_fraction": "share of kept episodes that ended at the limit on turns",
+        "rollout/context_overflow_fraction": "share of kept episodes whose next observation did not fit the model",
+        "rollout/parse_failure_fraction": "share of turns whose text could not be parsed as an action",
+    }
+)
+# Reward terms are named by the environments: "reward/<term>" is the mean over kept episodes of the term's sum.
+TERM_PREFIX = "reward/"
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dict[str, float]:
+    """Means over the kept episodes of these groups; `seconds` is how long collecting them took."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    returns = [episode.reward for episode in episodes]
+    mean = sum(returns) / len(returns)
+    sampled = sum(episode.num_actions for episode in episodes)
+    metrics = {
+        "rollout/reward_mean": mean,
+        "rollout/reward_std": (sum((r - mean) ** 2 for r in returns) / len(returns)) ** 0.5,
+        "rollout/num_episodes": float(len(episodes)),
+        "rollout/num_dropped": float(sum(len(group.dropped) for group in groups)),
+        "rollout/num_dropped_groups": float(sum(not group.trajectories for group in groups)),
+        "rollout/turns_mean": len(turns) / len(episodes),
+        "rollout/tokens_per_turn": sampled / len(turns),
+        "rollout/sampled_tokens": float(sampled),
+        "rollout/sampled_tokens_per_second": sampled / seconds,
+        "rollout/max_turns_fraction": sum(e.outcome is Outcome.MAX_TURNS for e in episodes) / len(episodes),
+        "rollout/context_overflow_fraction": sum(e.outcome is Outcome.CONTEXT_OVERFLOW for e in episodes)
+        / len(episodes),
+        "rollout/parse_failure_fraction": sum(turn.parse is not ParseStatus.OK for turn in turns) / len(turns),
+    }
+    if any(episode.success is not None for episode in episodes):
+        metrics["rollout/success_rate"] = sum(episode.success is True for episode in episodes) / len(episodes)
+    terms: defaultdict[str, float] = defaultdict(float)
+    for turn in turns:
+        for name, value in turn.reward_terms.items():
+            terms[name] += value
+    return metrics | {TERM_PREFIX + name: total / len(episodes) for name, total in sorted(terms.items())}

@@ -1,0 +1,143 @@
+"""Actors: an engine, and a policy written by hand.
+
+Pinned here: 1. a scripted policy's episode has the tokens that the template gives its messages, marked as unsampled;
+2. its randomness is the episode's own; 3. a message that would be cut off is an error that shows it; 4. policies are
+looked up by name; 5. sampling settings out of range are refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_gym.engine.scripted import ScriptedEngine
+from gspo_gym.env.core import TextEnv
+from gspo_gym.errors import ConfigError, UnknownNameError
+from gspo_gym.models import tiny_tokenizer
+from gspo_gym.rollout.actors import EngineActor, ScriptedActor, policy_of
+from gspo_gym.rollout.episode import EpisodeRequest, RendererCache, run_episode
+from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.types import Message, Outcome, Task, Trajectory
+
+START, END = 257, 258
+
+
+class Parrot(TextEnv):
+    """Wants to hear its secret word, which a reference policy may read."""
+
+    secret = "polly"
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return "word?", {}
+
+    def step(self, action: str) -> Any:
+        done = action == self.secret
+        return "no", float(done), done, False, {}
+
+
+def reference(env: Parrot, rng: np.random.Generator) -> Any:
+    return lambda messages: env.secret
+
+
+def random(env: Parrot, rng: np.random.Generator) -> Any:
+    return lambda messages: str(rng.integers(10**9))
+
+
+Parrot.policies = {"reference": reference, "random": random}
+
+
+def play(make_policy: Any, *, sampling_seed: int = 0, max_output_tokens: int = 16) -> Trajectory:
+    return asyncio.run(
+        run_episode(
+            EpisodeRequest("e", Task("Parrot", 0), sampling_seed=sampling_seed),
+            make_env=lambda task: Parrot(),
+            act=ScriptedActor(make_policy),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=3, max_output_tokens=max_output_tokens, max_model_len=512),
+        )
+    )
+
+
+def test_a_scripted_policy_is_recorded_as_if_a_model_had_said_it() -> None:
+    episode = play(policy_of(Parrot, "reference"))
+    prompt = [START, *b"user\nword?", END, *b"\n", START, *b"assistant\n"]
+    (segment,) = episode.segments
+    assert segment.token_ids.tolist() == [*prompt, *b"polly", END]
+    assert segment.action_mask.tolist() == [False] * len(prompt) + [True] * 6
+    assert segment.rollout_logprobs.tolist() == [0.0] * len(segment)
+    assert segment.weight_version.tolist() == [-1] * len(segment)  # no weights sampled it
+    assert episode.reward == 1.0
+
+
+def test_a_scripted_policy_is_made_once_an_episode_and_sees_the_conversation() -> None:
+    seen: list[list[str]] = []
+
+    def make_policy(env: Any, rng: np.random.Generator) -> Any:
+        seen.append([])
+
+        def policy(messages: Sequence[Message]) -> Message:
+            seen[-1].append(messages[-1].content)
+            return Message("assistant", str(len(messages)))
+
+        return policy
+
+    episode = play(make_policy)
+    assert seen == [["word?", "no", "no"]]
+    assert [m.content for m in episode.messages if m.role == "assistant"] == ["1", "3", "5"]
+    assert episode.outcome is Outcome.MAX_TURNS
+
+
+def test_a_random_policy_depends_on_the_episodes_sampling_seed_only() -> None:
+    def said(seed: int) -> list[str]:
+        return [m.content for m in play(random, sampling_seed=seed).messages if m.role == "assistant"]
+
+    assert said(1) == said(1)
+    assert said(1) != said(2)
+
+
+def test_a_message_that_would_be_cut_off_is_an_error_that_shows_it() -> None:
+    episode = play(reference, max_output_tokens=5)  # "polly" and its stop token are 6
+    assert episode.outcome is Outcome.ENGINE_ERROR
+    assert episode.error is not None
+    assert "message has 6 tokens, but turn 0 may have 5: 'polly'" in episode.error
+
+
+def test_ended_sessions_are_forgotten() -> None:
+    actor = ScriptedActor(reference)
+    asyncio.run(actor.end_session("never seen"))
+    assert vars(actor)["_policies"] == {}
+
+
+def test_policies_are_looked_up_by_name() -> None:
+    assert policy_of(Parrot, "random") is random
+    assert policy_of(Parrot(), "reference") is reference
+    with pytest.raises(UnknownNameError, match=r"Parrot has no scripted policy 'refrence'; did you mean 'reference'\?"):
+        policy_of(Parrot(), "refrence")
+    with pytest.raises(UnknownNameError, match=r"object has no scripted policy 'random'; known: \(none\)"):
+        policy_of(object(), "random")
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}])
+def test_sampling_settings_out_of_range_are_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"SamplingParams.{next(iter(wrong))}"):
+        EngineActor(ScriptedEngine([]), **wrong)
+
+
+def test_an_engine_actor_passes_its_settings_on() -> None:
+    engine = ScriptedEngine([[*b"polly", END]])
+    asyncio.run(
+        run_episode(
+            EpisodeRequest("e", Task("Parrot", 0), sampling_seed=0),
+            make_env=lambda task: Parrot(),
+            act=EngineActor(engine, temperature=0.5, top_p=0.75, top_k=3),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),
+        )
+    )
+    sampling = engine.calls[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.75, 3)

@@ -1,0 +1,84 @@
+"""The ledger.
+
+Pinned here: 1. counts and balance by hand; 2. contradictions are refused; 3. the file says the same as memory and
+survives a torn last line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gspo_gym.errors import RecordError
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
+from gspo_gym.types import Outcome
+
+
+def dispatched(name: str, attempt: int = 0) -> Dispatched:
+    return Dispatched(name, attempt, "Talk-v0#1", 1, 99)
+
+
+def terminal(name: str, attempt: int = 0, disposition: Disposition = Disposition.KEPT) -> Terminal:
+    return Terminal(name, attempt, Outcome.TERMINATED, disposition)
+
+
+def test_every_attempt_counts_once() -> None:
+    ledger = Ledger()
+    ledger.dispatch(dispatched("a"))
+    ledger.dispatch(dispatched("b"))
+    ledger.settle(Terminal("b", 0, Outcome.ENV_ERROR, Disposition.RETRIED, "raised"))
+    ledger.dispatch(dispatched("b", 1))
+    assert ledger.num_in_flight == 2
+    with pytest.raises(RecordError, match="2 attempts do not balance: attempt 0 of a: dispatched 1, settled 0 times"):
+        ledger.assert_balanced()
+    ledger.settle(terminal("a"))
+    ledger.settle(terminal("b", 1, Disposition.DROPPED))
+    ledger.assert_balanced()
+    assert ledger.num_in_flight == 0
+    assert ledger.counts() == {"dispatched": 3, "kept": 1, "retried": 1, "dropped": 1}
+
+
+def test_contradictions_are_refused_when_they_happen() -> None:
+    ledger = Ledger()
+    ledger.dispatch(dispatched("a"))
+    with pytest.raises(RecordError, match="attempt 0 of a was dispatched twice"):
+        ledger.dispatch(dispatched("a"))
+    with pytest.raises(RecordError, match="attempt 1 of a ended without having been dispatched"):
+        ledger.settle(terminal("a", 1))
+    ledger.settle(terminal("a"))
+    with pytest.raises(RecordError, match="attempt 0 of a ended twice"):
+        ledger.settle(terminal("a"))
+    assert len(ledger.entries) == 2
+
+
+def test_imbalances_of_any_entries_are_listed() -> None:
+    entries = [dispatched("a"), dispatched("a"), terminal("a"), terminal("b"), dispatched("c"), terminal("c")]
+    assert imbalances(entries) == [
+        "attempt 0 of a: dispatched 2, settled 1 times",
+        "attempt 0 of b: dispatched 0, settled 1 times",
+    ]
+
+
+def test_the_file_says_the_same_as_memory(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.dispatch(dispatched("a"))
+    ledger.settle(Terminal("a", 0, Outcome.ENV_TIMEOUT, Disposition.DROPPED, "two\nlines"))
+    assert read_ledger(tmp_path / "ledger.jsonl") == ledger.entries
+
+
+def test_a_torn_line_is_left_out_and_cut_off_before_the_next_entry(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path).dispatch(dispatched("a"))
+    with path.open("a") as file:
+        file.write('{"event": "term')  # the process died here
+    assert read_ledger(path) == (dispatched("a"),)
+    Ledger(path).dispatch(dispatched("b"))
+    assert read_ledger(path) == (dispatched("a"), dispatched("b"))
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"event": "dispatched"}\n{"event": "?"}\n')
+    with pytest.raises(RecordError, match=r"ledger\.jsonl:1: not a ledger entry"):
+        read_ledger(path)

@@ -1,0 +1,283 @@
+"""Seeded evaluation and paired comparison.
+
+Pinned here: 1. every number of an evaluation, by hand; 2. failures are counted and excluded, never 0; 3. success is
+None only for environments that never declare it; 4. the same seeds give the same rows, alone or among others; 5. a
+comparison by hand, pair by pair; 6. seeds as text and their errors; 7. the tables; 8. the
+reference policies of the bundled environments always succeed, tokens and all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from gspo_gym.env.core import TextEnv
+from gspo_gym.env.registry import make, resolve
+from gspo_gym.env.rewards import Reward
+from gspo_gym.errors import ConfigError, RolloutError
+from gspo_gym.evaluation import (
+    Evaluation,
+    EvaluationRow,
+    compare,
+    comparison_table,
+    evaluate,
+    evaluation_table,
+)
+from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
+from gspo_gym.models import tiny_tokenizer
+from gspo_gym.rollout.actors import ScriptedActor, policy_of
+from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.settings import parse_seeds
+from gspo_gym.types import Outcome
+
+
+class Dice(TextEnv):
+    """Roll one die until it shows more than 3; each roll costs 1/8. Seed 13 always breaks."""
+
+    says_success = True
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if seed == 13:
+            raise OSError("unlucky")
+        return "roll", {}
+
+    def step(self, action: str) -> Any:
+        shown = int(self.np_random.integers(1, 7))
+        success = (True if shown > 3 else None) if self.says_success else None
+        return f"{shown}", Reward({"rolls": -1 / 8}, success=success), shown > 3, False, {}
+
+
+class SilentDice(Dice):
+    says_success = False
+
+
+def pool_for(env_type: type[Dice] = Dice, *, max_turns: int = 2) -> RolloutPool:
+    return RolloutPool(
+        make_env=lambda task: env_type(),
+        act=ScriptedActor(lambda env, rng: lambda messages: "go"),
+        renderers=RendererCache(tiny_tokenizer()),
+        episode_limits=EpisodeLimits(max_turns=max_turns, max_output_tokens=8, max_model_len=256),
+        pool_limits=PoolLimits(max_attempts=2),
+        run_seed=0,
+    )
+
+
+def rolls_of(seed: int, *, max_turns: int = 2) -> tuple[int, bool]:
+    """How many rolls that seed takes and whether it gets there, from the environment alone."""
+    env = Dice()
+    env.reset(seed=seed)
+    for turn in range(1, max_turns + 1):
+        if env.step("go")[2]:
+            return turn, True
+    return max_turns, False
+
+
+def test_every_number_follows_from_the_seeds() -> None:
+    seeds = range(20, 36)
+    result = asyncio.run(evaluate(pool_for(), "Dice-v0", seeds))
+    rolls = [rolls_of(seed) for seed in seeds]
+    num_successes = sum(success for _, success in rolls)
+    assert 0 < num_successes < 16  # so that both kinds of end are here
+    assert [row.num_turns for row in result.rows] == [turns for turns, _ in rolls]
+    assert result.mean_return == -sum(turns for turns, _ in rolls) / 8 / 16
+    assert result.mean_turns == sum(turns for turns, _ in rolls) / 16
+    assert result.success_rate == num_successes / 16  # an episode cut off undecided is no success
+    assert result.success_interval == wilson_interval(num_successes, 16)
+    assert result.mean_return_interval == bootstrap_mean_interval([-turns / 8 for turns, _ in rolls])
+    assert (result.num_episodes, result.num_failed, result.seeds) == (16, 0, tuple(seeds))
+
+
+def test_failures_are_counted_and_excluded() -> None:
+    result = asyncio.run(evaluate(pool_for(), "Dice-v0", [13, 2, 3]))
+    turns = [rolls_of(seed)[0] for seed in (2, 3)]
+    assert result.mean_return == -sum(turns) / 8 / 2
+    assert (result.num_episodes, result.num_failed) == (2, 1)
+    assert result.seeds == (13, 2, 3)
+    failed = result.rows[0]
+    assert (failed.episode_return, failed.success, failed.outcome) == (None, None, Outcome.ENV_ERROR)
+    assert failed.error is not None
+    assert "unlucky" in failed.error
+    with pytest.raises(RolloutError, match="unlucky"):
+        asyncio.run(evaluate(pool_for(), "Dice-v0", [13]))
+
+
+def test_an_environment_without_success_has_no_success_rate() -> None:
+    result = asyncio.run(evaluate(pool_for(SilentDice), "Dice-v0", "0:4"))
+    assert result.success_rate is None
+    assert result.success_interval is None
+    assert result.to_dict()["success_rate"] is None
+
+
+def test_the_same_seeds_give_the_same_rows_alone_or_among_others() -> None:
+    pool = pool_for()
+
+    async def three() -> list[Evaluation]:
+        return [
+            await evaluate(pool, "Dice-v0", range(20), label="all"),
+            await evaluate(pool, "Dice-v0", [7, 3], label="some"),
+            await evaluate(pool_for(), "Dice-v0", range(20)),
+        ]
+
+    everything, some, again = asyncio.run(three())
+    assert some.rows == (everything.rows[7], everything.rows[3])
+    assert again.rows == everything.rows
+
+
+def test_the_dictionary_is_json_and_holds_the_summary() -> None:
+    result = asyncio.run(evaluate(pool_for(), "Dice-v0", [2, 13]))
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["seeds"] == [2, 13]
+    assert data["mean_return"] == result.mean_return
+    assert data["success_rate"] == result.success_rate
+    assert (data["num_episodes"], data["num_failed"]) == (1, 1)
+    assert data["mean_return_interval"] is None  # one episode shows no spread
+    assert data["rows"][1]["episode_return"] is None
+    assert data["rows"][1]["outcome"] == "env_error"
+
+
+@pytest.mark.parametrize("name", ["GuessNumber", "FrozenLake", "SqlAnalyst"])
+def test_the_reference_policy_of_each_bundled_environment_always_succeeds(name: str) -> None:
+    env_id = resolve(name)
+    pool = RolloutPool(
+        make_env=lambda task: make(task.env_id),
+        act=ScriptedActor(policy_of(make(env_id), "reference")),
+        renderers=RendererCache(tiny_tokenizer()),
+        episode_limits=EpisodeLimits(max_turns=50, max_output_tokens=2048, max_model_len=32_768),
+        pool_limits=PoolLimits(max_attempts=1),
+        run_seed=0,
+    )
+    result = asyncio.run(evaluate(pool, env_id, "0:12"))
+    assert result.sentence().startswith("success 1.000")
+    assert result.num_failed == 0
+
+
+def row(seed: int, episode_return: float | None, success: bool | None = None) -> EvaluationRow:
+    outcome = Outcome.TERMINATED if episode_return is not None else Outcome.ENV_ERROR
+    return EvaluationRow(seed, episode_return, success, 1, outcome)
+
+
+def evaluation(*rows: EvaluationRow, env_id: str = "Dice-v0") -> Evaluation:
+    return Evaluation(env_id, rows)
+
+
+def test_a_comparison_pair_by_pair() -> None:
+    first = evaluation(
+        row(0, 0.0, False), row(1, 1.0, True), row(2, 0.0, False), row(3, 0.5, None), row(4, None), row(5, 0.0, False)
+    )
+    second = evaluation(  # in another order
+        row(5, 1.0, True),
+        row(4, 1.0, True),
+        row(3, 1.0, True),
+        row(2, 1.0, True),
+        row(1, 0.0, False),
+        row(0, 1.0, True),
+    )
+    result = compare(first, second)
+    # Seeds 0, 1, 2, 3, 5: differences 1, -1, 1, 0.5, 1, of which the mean is 2.5 / 5.
+    assert (result.num_pairs, result.num_unpaired) == (5, 1)
+    assert result.mean_difference == 0.5
+    assert result.difference_interval == bootstrap_mean_interval([1.0, -1.0, 1.0, 0.5, 1.0])
+    assert (result.num_only_first, result.num_only_second) == (1, 4)
+    assert result.success_p_value == 0.375  # 2 (1 + 5) / 2^5
+    assert result.to_dict()["success_p_value"] == 0.375
+
+
+def test_a_comparison_without_success_has_no_test() -> None:
+    result = compare(evaluation(row(0, 0.0)), evaluation(row(0, 2.0)))
+    assert (result.mean_difference, result.difference_interval) == (2.0, None)
+    assert (result.num_only_first, result.num_only_second, result.success_p_value) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (evaluation(row(0, 1.0), env_id="Other-v0"), "different environments, Dice-v0 and Other-v0"),
+        (evaluation(row(1, 1.0)), r"different seeds; only one side has \[0, 1\]"),
+        (evaluation(row(0, None)), "no seed was scored in both"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(second: Evaluation, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compare(evaluation(row(0, 1.0)), second)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("0:4", (0, 1, 2, 3)),
+        ("10:20:5", (10, 15)),
+        ("7", (7,)),
+        ("1, 5,20:22", (1, 5, 20, 21)),
+        ([3, 1], (3, 1)),
+        (range(2), (0, 1)),
+    ],
+)
+def test_seeds_are_read(given: Any, expected: tuple[int, ...]) -> None:
+    assert parse_seeds(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", 'expected "start:stop", "start:stop:step" or a number, got \'\''),
+        ("a:b", 'expected "start:stop"'),
+        ("1:2:3:4", 'expected "start:stop"'),
+        ("1:2:0", 'expected "start:stop"'),
+        ("5:5", "names no seed"),
+        ([], "names no seed"),
+        ("-3", "expected integers >= 0, got -3"),
+        ([1.5], "expected integers >= 0, got 1.5"),
+        ([True], "expected integers >= 0, got True"),
+        ("0:4,2", "2 occurs more than once"),
+    ],
+)
+def test_seeds_that_make_no_sense_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_seeds(given)
+
+
+def shown(table: Table) -> list[list[str]]:
+    console = Console(width=200, record=True, file=None, quiet=True)
+    console.print(table)
+    return [list(column.cells) for column in table.columns]  # type: ignore[arg-type]
+
+
+def test_the_tables_say_what_the_records_say() -> None:
+    before = evaluation(row(0, 0.0, False), row(1, 1.0, True), row(2, None))
+    after = evaluation(row(0, 1.0, True), row(1, 1.0, True), row(2, 1.0, True))
+    columns = shown(evaluation_table({"before": before, "after": after}))
+    assert columns[0] == ["before", "after"]
+    assert columns[1] == ["0.500", "1.000"]
+    assert columns[6:] == [["2", "3"], ["1", "0"]]
+    names, values = shown(comparison_table(compare(before, after), first="before", second="after"))
+    facts = dict(zip(names, values, strict=True))
+    assert facts["mean return, difference"] == "+0.500"
+    assert facts["only after succeeded"] == "1"
+    assert facts["p-value (McNemar, exact)"] == "1"
+    assert facts["seeds left out (failed)"] == "1"
+
+
+def test_the_score_is_the_success_rate_or_else_the_mean_return() -> None:
+    assert evaluation(row(0, 5.0, True), row(1, 2.0, False)).score == 0.5
+    assert evaluation(row(0, 5.0), row(1, 2.0)).score == 3.5
+
+
+def test_the_summary_holds_the_four_facts_and_the_sentence_says_them() -> None:
+    result = evaluation(row(0, 1.0, True), row(1, None), row(2, 0.5, False))
+    assert result.summary() == {"mean_return": 0.75, "success_rate": 0.5, "num_episodes": 2, "seeds": [0, 1, 2]}
+    # Wilson for 1 of 2 is symmetric about 1/2: half width 1.96 sqrt(1/8 + 3.8415/16) / (1 + 1.9207) = 0.4055.
+    assert result.sentence() == (
+        "success 0.500 (95% 0.095 to 0.905), mean return 0.750, 1.00 turns, 2 episodes, 1 failed and left out"
+    )
+
+
+def test_intervals_are_records() -> None:
+    assert evaluation(row(0, 1.0), row(1, 1.0)).mean_return_interval == Interval(1.0, 1.0)
