@@ -1,0 +1,254 @@
+"""The run folder: what a run was, what it measured, what happened in it, and its episodes token by token.
+
+    runs/<label>/
+        config.toml         the resolved configuration
+        metrics.jsonl       one object a step: {"schema", "step", "time", "group/name": number, ...}
+        events.jsonl        {"schema", "time", "step", "kind", "data"}
+        episodes/*.jsonl    one trajectory a line, see `recording_episodes.py`
+        summary.json        what came out
+        checkpoints/        see `checkpoints.py`
+        discarded/          what a resumed run did again: the lines and episodes of steps after its checkpoint
+
+Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`
+removes. `time` is in seconds since 1970. Called by the trainer; draws nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gspo_gym.errors import ConfigError, RecordError, nearest_name
+from gspo_gym.files import append_line, cut_torn_line, replace_file, sync, whole_lines
+from gspo_gym.learning.metrics import METRICS as LEARNING_METRICS
+from gspo_gym.recording_episodes import SCHEMA_VERSION, write_episodes
+from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
+from gspo_gym.rollout.summary import TERM_PREFIX
+from gspo_gym.types import Trajectory
+
+# Every number of a metrics line by name; "reward/<term>" is open, because environments name their terms.
+METRICS: Mapping[str, str] = MappingProxyType(
+    {
+        **ROLLOUT_METRICS,
+        **LEARNING_METRICS,
+        "batch/constant_group_fraction": "share of groups whose episodes all earned the same: no signal",
+        "time/rollout_seconds": "collecting the step's episodes",
+        "time/update_seconds": "from the collected episodes to published weights",
+        "time/step_seconds": "the whole step, without evaluation and checkpoint",
+    }
+)
+
+EVENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "started": "a run began",
+        "resumed": "a run went on from a checkpoint; data: what of later steps went into discarded/",
+        "warmup": "the warm-up ended; data: its losses",
+        "evaluation": "data: the evaluation, seed by seed",
+        "checkpoint": "a checkpoint is complete; data: its folder",
+        "finished": "the run ended; data: its status",
+        "nonfinite_metrics": "metrics that were NaN or infinite, and so are null in their line; data: name -> value",
+    }
+)
+
+SUMMARY: Mapping[str, str] = MappingProxyType(
+    {
+        "status": "how the run ended",
+        "steps": "training steps taken",
+        "episodes": "episodes trained on",
+        "wall_seconds": "seconds of training and evaluation",
+        "initial_eval": "the evaluation before the first step",
+        "final_eval": "the last evaluation",
+        "best_eval": "the evaluation with the highest score",
+        "sampled_tokens": "tokens that the policy sampled in training episodes",
+        "trained_tokens": "tokens that went through a backward pass",
+        "curve": "[step, score] of every evaluation",
+    }
+)
+
+_EPISODES_NAME = re.compile(r"[a-z]+(_(?P<step>\d+))?")
+
+
+class RunRecorder:
+    """Writes a run's folder; `create` or `resume` gives one.
+
+    Attributes:
+        folder: where it writes.
+    """
+
+    def __init__(self, folder: Path, *, last_step: int | None, clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self._last_step = last_step
+        self._clock = clock
+
+    @classmethod
+    def create(cls, folder: Path, config_toml: str, *, clock: Callable[[], float] = time.time) -> RunRecorder:
+        """Start a run's folder with its resolved configuration.
+
+        Raises:
+            ConfigError: the folder holds a run already.
+        """
+        if (folder / "config.toml").exists():
+            raise ConfigError(
+                f"{folder}: holds a run already; go on with it (--resume), give this one another model.label, or "
+                "remove the folder"
+            )
+        (folder / "episodes").mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "config.toml", config_toml)
+        recorder = cls(folder, last_step=None, clock=clock)
+        recorder.event("started", 0)
+        return recorder
+
+    @classmethod
+    def resume(cls, folder: Path, step: int, *, clock: Callable[[], float] = time.time) -> RunRecorder:
+        """Go on with a run after `step`: what was recorded of later steps moves to discarded/, so that none is twice.
+
+        Raises:
+            ConfigError: the folder holds no run.
+            RecordError: a line of metrics.jsonl is damaged.
+        """
+        if not (folder / "config.toml").exists():
+            raise ConfigError(f"{folder}: there is no run to resume (no config.toml)")
+        for name in ("metrics.jsonl", "events.jsonl"):
+            cut_torn_line(folder / name)
+        data = _discard_after(folder, step)
+        recorder = cls(folder, last_step=step, clock=clock)
+        recorder.event("resumed", step, data)
+        return recorder
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a step's metrics. A NaN or infinity is written as null, with an event that says which it was.
+
+        Raises:
+            RecordError: a name that METRICS does not explain, a value that is no number, or a step that is not later
+                than the last one.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise RecordError(f"metrics: expected a step after {self._last_step}, got {step}")
+        for name, value in values.items():
+            if name not in METRICS and not name.startswith(TERM_PREFIX):
+                raise RecordError(f"metrics: {name!r} is not explained in METRICS; {nearest_name(name, METRICS)}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RecordError(f"metrics: {name}: expected a number, got {value!r}")
+        nonfinite = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
+        if nonfinite:
+            self.event("nonfinite_metrics", step, nonfinite)
+        line = {"step": step, "time": self._clock(), **values} | dict.fromkeys(nonfinite)
+        self._append("metrics.jsonl", line)
+        self._last_step = step
+
+    def event(self, kind: str, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Append something that happened. Any: the data are JSON values, and differ by kind.
+
+        Raises:
+            RecordError: a kind that EVENTS does not explain, or data that are not JSON.
+        """
+        if kind not in EVENTS:
+            raise RecordError(f"event: {kind!r} is not explained in EVENTS; {nearest_name(kind, EVENTS)}")
+        line = {"time": self._clock(), "step": step, "kind": kind, "data": dict(data or {})}
+        self._append("events.jsonl", line)
+
+    def episodes(self, name: str, trajectories: Iterable[Trajectory]) -> None:
+        """Write episodes/<name>.jsonl, replacing it if it exists; `name` is like "step_000012" or "eval_000010".
+
+        Raises:
+            RecordError: another kind of name, or an episode that cannot be written.
+        """
+        if not _EPISODES_NAME.fullmatch(name):
+            raise RecordError(f'episodes: expected a name like "step_000012", got {name!r}')
+        write_episodes(self.folder / "episodes" / f"{name}.jsonl", trajectories)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json, replacing it if it exists. Any: JSON values of the keys of SUMMARY.
+
+        Raises:
+            RecordError: a key is missing or not explained in SUMMARY, or a value is not JSON.
+        """
+        if wrong := set(values) ^ set(SUMMARY):
+            raise RecordError(f"summary: expected the keys {list(SUMMARY)}; missing or too many: {sorted(wrong)}")
+        replace_file(self.folder / "summary.json", _dump({"schema": SCHEMA_VERSION, **values}, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Force the appended lines to the disk, so that a power cut, too, leaves them. Closing twice is fine."""
+        for name in ("metrics.jsonl", "events.jsonl"):
+            if (self.folder / name).exists():
+                sync(self.folder / name)
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        append_line(self.folder / name, _dump({"schema": SCHEMA_VERSION, **line}))
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
+
+    Raises:
+        RecordError: another line is damaged; names file and line.
+    """
+    return _read_lines(folder / "metrics.jsonl")
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's events.jsonl, as `read_metrics` does it."""
+    return _read_lines(folder / "events.jsonl")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """A run's summary.json.
+
+    Raises:
+        RecordError: there is none, or it is not JSON.
+    """
+    path = folder / "summary.json"
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+    return summary
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(whole_lines(path), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise RecordError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(line, dict) or line.get("schema") != SCHEMA_VERSION:
+            raise RecordError(f"{path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {text[:60]!r}")
+        lines.append(line)
+    return lines
+
+
+def _discard_after(folder: Path, step: int) -> dict[str, Any]:
+    """Move metrics lines and episode files of steps after `step` into a new folder in discarded/; says what moved."""
+    metrics = read_metrics(folder)
+    later = [line for line in metrics if line["step"] > step]
+    files = [path for path in sorted((folder / "episodes").glob("*.jsonl")) if _step_of(path) > step]
+    if not later and not files:
+        return {}
+    number = 1 + sum(1 for _ in (folder / "discarded").glob("resume_*"))
+    target = folder / "discarded" / f"resume_{number:03d}"
+    target.mkdir(parents=True)
+    # The copy is complete before the original is cut, so a crash in between duplicates and loses nothing.
+    replace_file(target / "metrics.jsonl", "".join(_dump(line) + "\n" for line in later))
+    replace_file(folder / "metrics.jsonl", "".join(_dump(line) + "\n" for line in metrics if line["step"] <= step))
+    for path in files:
+        path.replace(target / path.name)
+    return {"folder": str(target.relative_to(folder)), "metrics_lines": len(later), "episode_files": len(files)}
+
+
+def _step_of(path: Path) -> int:
+    match = _EPISODES_NAME.fullmatch(path.stem)
+    return int(match["step"]) if match and match["step"] else -1
+
+
+def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
+    try:
+        return json.dumps(values, allow_nan=False, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"cannot be written as JSON: {error}: {str(values)[:200]}") from error

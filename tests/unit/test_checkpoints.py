@@ -1,0 +1,350 @@
+"""Checkpoints: exact, verified, and never half there, whenever the process dies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_gym.checkpoints import CheckpointStore, verify
+from gspo_gym.errors import CheckpointError
+from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.models import Policy, add_lora, load_policy
+
+
+@dataclass
+class FakeLearner:
+    """Tensors and counters that the test chooses."""
+
+    held: dict[str, Tensor] = field(default_factory=lambda: {"optimizer.exp_avg.w": torch.arange(6.0).reshape(2, 3)})
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.held
+
+    def counters(self) -> Mapping[str, int | float]:
+        return {"learner.num_updates": 3, "rate": 1 / 3}
+
+
+def write_fake_policy(policy: Policy, folder: Path) -> None:
+    """A policy of two files, one of them in a folder; its `base` is its content."""
+    (folder / "base").mkdir(parents=True)
+    (folder / "model.safetensors").write_text(policy.base * 100, encoding="utf-8")
+    (folder / "base" / "config.json").write_text("{}", encoding="utf-8")
+
+
+POLICY = Policy(model=None, tokenizer=None, base="weights")
+STATE = {"step": 20, "best_eval": {"mean_return": 0.1 + 0.2}, "curve": [[0, 1 / 3]]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def store(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder, write_policy=write_fake_policy)
+
+
+def save(store: CheckpointStore, step: int, state: Mapping[str, Any] = STATE) -> Path:
+    return store.save(step, policy=POLICY, learner=FakeLearner(), trainer_state=state)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(folder: Path) -> None:
+    held = {
+        "optimizer.exp_avg.w": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+        "optimizer.step.w": torch.tensor(7.0),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "half": torch.tensor([1 / 3], dtype=torch.bfloat16),
+    }
+    store = CheckpointStore(folder, write_policy=write_fake_policy)
+    assert store.save(20, policy=POLICY, learner=FakeLearner(held), trainer_state=STATE) == folder / "step_000020"
+    loaded = store.load(20)
+    assert (loaded.step, loaded.folder, loaded.model_folder) == (20, folder / "step_000020", folder / "step_000020")
+    assert loaded.trainer_state == STATE
+    assert loaded.learner_counters == {"learner.num_updates": 3, "rate": 1 / 3}
+    assert set(loaded.learner_tensors) == set(held)
+    for name, tensor in held.items():
+        assert loaded.learner_tensors[name].dtype == tensor.dtype
+        assert torch.equal(loaded.learner_tensors[name], tensor)
+    assert (loaded.model_folder / "model.safetensors").read_text(encoding="utf-8") == "weights" * 100
+
+
+def test_a_learner_without_state_yet_can_be_saved(store: CheckpointStore) -> None:
+    store.save(0, policy=POLICY, learner=FakeLearner({}), trainer_state={})
+    assert store.load_latest().learner_tensors == {}
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_the_policy_in_a_checkpoint_is_one_that_load_policy_reads(folder: Path, is_lora: bool) -> None:
+    policy = load_policy("tiny:qwen3-64", seed=5)
+    if is_lora:
+        policy = Policy(add_lora(policy.model, LoraSettings(), seed=1), policy.tokenizer, policy.base)
+    store = CheckpointStore(folder)
+    store.save(1, policy=policy, learner=FakeLearner(), trainer_state={})
+    again = load_policy(str(store.load_latest().model_folder))
+    before, after = policy.model.state_dict(), again.model.state_dict()
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_newest_is_found_by_number_and_the_oldest_go(store: CheckpointStore, folder: Path) -> None:
+    for step in (5, 999_999, 1_000_000, 1_000_001):
+        save(store, step, {"step": step})
+    assert store.steps() == (1_000_000, 1_000_001)
+    assert store.load_latest().trainer_state == {"step": 1_000_001}
+    assert names(folder) == ["step_1000000", "step_1000001"]
+    keep_one = CheckpointStore(folder, keep_last=1, write_policy=write_fake_policy)
+    save(keep_one, 1_000_002)
+    assert keep_one.steps() == (1_000_002,)
+    with pytest.raises(CheckpointError, match="keep_last: expected at least 1, got 0"):
+        CheckpointStore(folder, keep_last=0)
+
+
+def test_saving_a_step_again_replaces_it(store: CheckpointStore, folder: Path) -> None:
+    save(store, 5, {"try": 1})
+    save(store, 5, {"try": 2})
+    assert store.load(5).trainer_state == {"try": 2}
+    assert names(folder) == ["step_000005"]
+
+
+def test_the_manifest_lists_every_file_but_itself(store: CheckpointStore) -> None:
+    folder = save(store, 5)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    written = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    assert set(manifest["files"]) == set(written) - {"manifest.json"}
+    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {
+        name: len(path.read_bytes()) for name, path in written.items() if name != "manifest.json"
+    }
+    assert (manifest["schema"], manifest["step"]) == (1, 5)
+
+
+# --- what is damaged or missing ---------------------------------------------------------------------------------------
+
+FILES = ["model.safetensors", "base/config.json", "resume/learner.safetensors", "resume/state.json"]
+
+
+def flip_one_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_last_byte(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_one_bit, "is damaged: expected SHA-256"),
+        (cut_last_byte, r"expected \d+ bytes, got"),
+        (Path.unlink, "is missing"),
+    ],
+)
+def test_a_damaged_file_is_named(store: CheckpointStore, name: str, damage: Any, message: str) -> None:
+    folder = save(store, 5)
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=rf"step_000005/{name}: {message}"):
+        store.load(5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged: JSONDecodeError"),
+        ("[]", "is damaged: TypeError"),
+        ('{"schema": 1, "files": []}', "is damaged: AttributeError"),
+        ('{"schema": 2, "files": {}}', "expected schema 1, got 2"),
+        ('{"schema": 1, "files": {"a": {}}}', "expected schema 1"),
+    ],
+)
+def test_a_damaged_manifest_is_named(store: CheckpointStore, content: str, message: str) -> None:
+    folder = save(store, 5)
+    (folder / "manifest.json").write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: {message}"):
+        verify(folder)
+
+
+def test_what_is_incomplete_is_not_the_latest(store: CheckpointStore, folder: Path) -> None:
+    save(store, 5)
+    for step, missing in ((6, "manifest.json"), (7, "model.safetensors")):
+        incomplete = folder / f"step_{step:06d}"
+        shutil.copytree(folder / "step_000005", incomplete)
+        (incomplete / missing).unlink()
+    shutil.copytree(folder / "step_000005", folder / "step_000008")
+    cut_last_byte(folder / "step_000008" / "resume" / "learner.safetensors")
+    shutil.copytree(folder / "step_000005", folder / "step_9_copy")
+    (folder / "step_000010").write_text("not a folder", encoding="utf-8")
+    assert store.steps() == (5,)
+    assert store.load_latest().step == 5
+    with pytest.raises(
+        CheckpointError, match=r"step_000006/manifest\.json: is missing; the checkpoint is not complete"
+    ):
+        store.load(6)
+
+
+def test_a_damaged_latest_is_an_error_and_not_silently_an_older_one(store: CheckpointStore) -> None:
+    save(store, 5)
+    flip_one_bit(save(store, 6) / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"step_000006/model\.safetensors: is damaged"):
+        store.load_latest()
+    assert store.load(5).step == 5
+
+
+def test_where_there_is_no_checkpoint_the_error_says_where_it_looked(store: CheckpointStore, folder: Path) -> None:
+    assert store.steps() == ()
+    with pytest.raises(CheckpointError, match=rf"{folder}: there is no complete checkpoint"):
+        store.load_latest()
+    save(store, 5)
+    with pytest.raises(CheckpointError, match=r"step_000004: there is no such checkpoint; complete ones: \[5\]"):
+        store.load(4)
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_the_next_save_cleans_up(
+    store: CheckpointStore, folder: Path
+) -> None:
+    save(store, 5)
+
+    def fail_half_way(policy: Policy, target: Path) -> None:
+        write_fake_policy(policy, target)
+        raise OSError("No space left on device")
+
+    failing = CheckpointStore(folder, write_policy=fail_half_way)
+    with pytest.raises(CheckpointError, match="step_000006: could not be saved: No space left on device"):
+        save(failing, 6)
+    with pytest.raises(CheckpointError, match=r"step_000006: could not be saved: .*not JSON"):
+        save(store, 6, {"x": float("nan")})
+    assert store.load_latest().step == 5
+    assert names(folder) == [".tmp_step_000006", "step_000005"]
+    save(store, 7)
+    assert names(folder) == ["step_000005", "step_000007"]
+
+
+def test_a_replacement_that_stops_before_its_last_rename_leaves_the_old_one(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 5, {"try": 1})
+    rename = Path.rename
+
+    def stop_at_the_draft(path: Path, target: Path) -> Path:
+        if path.name.startswith(".tmp_"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stop_at_the_draft)
+        with pytest.raises(KeyboardInterrupt):
+            save(store, 5, {"try": 2})
+    assert store.load_latest().trainer_state == {"try": 1}
+
+
+@pytest.mark.parametrize("is_new_one_there", [False, True])
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(
+    store: CheckpointStore, folder: Path, is_new_one_there: bool
+) -> None:
+    save(store, 5, {"try": 1})
+    (folder / "step_000005").rename(folder / ".replaced_step_000005")
+    if is_new_one_there:
+        shutil.copytree(folder / ".replaced_step_000005", folder / "step_000005")
+    assert store.load_latest().trainer_state == {"try": 1}
+    assert names(folder) == ["step_000005"]
+
+
+# Forks after the imports, so that a kill costs no start-up. Every byte of a checkpoint follows from its step.
+WRITER = textwrap.dedent("""
+    import os, random, signal, sys, time
+    from pathlib import Path
+    import torch
+    from gspo_gym.checkpoints import CheckpointStore
+    from gspo_gym.errors import CheckpointError
+
+    torch.set_num_threads(1)
+    folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
+
+    def write_policy(step, target):
+        target.mkdir(parents=True)
+        for number in range(4):
+            (target / f"part_{number}.bin").write_bytes(bytes([step % 251]) * 200_000)
+
+    class Learner:
+        def __init__(self, step):
+            self.step = step
+        def tensors(self):
+            return {"w": torch.full((50_000,), float(self.step))}
+        def counters(self):
+            return {"step": self.step}
+
+    def write_for_ever(step):
+        store = CheckpointStore(folder, keep_last=2, write_policy=write_policy)
+        while True:
+            # each step twice, so that replacing one is interrupted, too
+            store.save(step // 2, policy=step // 2, learner=Learner(step // 2), trainer_state={"step": step // 2})
+            step += 1
+
+    chance = random.Random(0)
+    last = -1
+    for kill in range(num_kills):
+        child = os.fork()
+        if child == 0:
+            write_for_ever(2 * (last + 1))
+        time.sleep(chance.uniform(0.0, 0.12))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        store = CheckpointStore(folder, keep_last=2)
+        try:
+            found = store.load_latest()
+        except CheckpointError as error:
+            assert last == -1 and "no complete checkpoint" in str(error), error
+            continue
+        assert found.step >= last, (found.step, last)
+        assert found.trainer_state == {"step": found.step} and found.learner_counters == {"step": found.step}
+        assert torch.equal(found.learner_tensors["w"], torch.full((50_000,), float(found.step)))
+        assert (found.model_folder / "part_3.bin").read_bytes() == bytes([found.step % 251]) * 200_000
+        for step in store.steps():
+            store.load(step)
+        last = found.step
+    print("LAST", last, "LEFTOVERS", sum(name.startswith(".") for name in os.listdir(folder)))
+""")
+
+
+def kill_the_writer(folder: Path, num_kills: int) -> int:
+    """Kill a process that writes checkpoints that many times, verifying after each; returns the last step found."""
+    finished = subprocess.run(
+        [sys.executable, "-c", WRITER, str(folder), str(num_kills)], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return int(finished.stdout.split()[1])
+
+
+def test_whenever_the_process_is_killed_the_latest_checkpoint_loads_and_is_the_newest_that_was_complete(
+    folder: Path, store: CheckpointStore
+) -> None:
+    last = kill_the_writer(folder, num_kills=12)
+    assert last > 0
+    save(store, last + 1)
+    assert all(name.startswith("step_") for name in names(folder))
+    assert len(names(folder)) == 2
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_lose_no_checkpoint(folder: Path) -> None:
+    assert kill_the_writer(folder, num_kills=200) > 0

@@ -1,0 +1,366 @@
+"""The run folder: exact episodes, lines that survive a crash, and a resumed run in which no step appears twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.recording import (
+    EVENTS,
+    METRICS,
+    SUMMARY,
+    RunRecorder,
+    read_events,
+    read_metrics,
+    read_summary,
+)
+from gspo_gym.recording_episodes import (
+    read_episodes,
+    trajectory_from_json,
+    trajectory_to_json,
+    write_episodes,
+)
+from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
+
+
+def ticking() -> Iterator[float]:
+    return iter(float(second) for second in range(100, 10_000))
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> RunRecorder:
+    clock = ticking()
+    return RunRecorder.create(tmp_path / "runs" / "label", "[run]\nseed = 0\n", clock=lambda: next(clock))
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    """Equal field by field, down to types and bits: trajectories have no == because of their arrays."""
+    assert type(left) is type(right)
+    if dataclasses.is_dataclass(left):
+        for field in dataclasses.fields(left):
+            assert_equal(getattr(left, field.name), getattr(right, field.name))
+    elif isinstance(left, tuple):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b)
+    elif isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        assert left.tobytes() == right.tobytes()
+    else:
+        assert left == right
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_comes_back_from_its_file_bit_for_bit(tmp_path: Path, rich_trajectory: Trajectory) -> None:
+    failed = dataclasses.replace(
+        rich_trajectory,
+        trajectory_id="u",
+        segments=(),
+        turns=(),
+        outcome=Outcome.ENV_ERROR,
+        error="broke",
+        success=None,
+    )
+    write_episodes(tmp_path / "step_000001.jsonl", [rich_trajectory, failed])
+    lines = (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8").split("\n")
+    assert len(lines) == 3
+    assert lines[2] == ""
+    back = read_episodes(tmp_path / "step_000001.jsonl")
+    assert len(back) == 2
+    assert_equal(back[0], rich_trajectory)
+    assert_equal(back[1], failed)
+
+
+@given(st.lists(st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+def test_every_float32_logprob_survives_its_decimal_text(values: list[float]) -> None:
+    mask = [False] + [True] * len(values)
+    segment = Segment(
+        token_ids=np.arange(len(mask)),
+        action_mask=np.array(mask),
+        rollout_logprobs=np.array([0.0, *values], dtype=np.float32),
+        turn_index=np.where(mask, 0, -1),
+        weight_version=np.where(mask, 0, -1),
+    )
+    turn = Turn(0, 0, (0, 1), (1, len(mask)), FinishReason.STOP)
+    written = Trajectory("t", 0, Task("e", 0), 0, (segment,), (turn,), (), Outcome.TERMINATED)
+    read = trajectory_from_json(json.loads(json.dumps(trajectory_to_json(written), allow_nan=False)))
+    bits = [struct.pack("<f", value) for value in values]  # an independent route from a number to its 32 bits
+    assert [read.segments[0].rollout_logprobs[k + 1].tobytes() for k in range(len(values))] == bits
+
+
+def test_the_json_of_an_episode_can_be_read_without_this_library(rich_trajectory: Trajectory) -> None:
+    values = json.loads(json.dumps(trajectory_to_json(rich_trajectory)))
+    assert values["schema"] == 1
+    assert values["task"] == {"env_id": "gspo_gym/SqlAnalyst-v0", "seed": 2147483653, "options": {"level": 2}}
+    assert values["reward"] == 0.1 + 1 / 3
+    assert values["outcome"] == "truncated"
+    assert values["segments"][0]["token_ids"] == [5, 6, 7, 2147483647, 9, 10]
+    assert values["segments"][0]["action_mask"] == [0, 0, 1, 1, 0, 1]
+    assert values["segments"][0]["rollout_logprobs"] == [0, 0, -0.1, -0.33333334, 0, -1e-7]
+    assert values["messages"][3] == {"role": "tool", "content": "3", "tool_call_id": "call_0", "name": "query"}
+    assert values["turns"][1]["parse"] == "bad_tool_call"
+    assert values["turns"][1]["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["schema"], 2, "expected schema 1, got 2"),
+        (["outcome"], "lost", "'lost' is not a valid Outcome"),
+        (["turns", 0, "parse"], "odd", "'odd' is not a valid ParseStatus"),
+        (["turns", 0, "extra"], 1, "unexpected keyword argument 'extra'"),
+        (["turns", 0, "segment"], 7, "turn 0 names segment 7"),
+        (["segments", 0, "token_ids"], [1], "expected equal lengths"),
+        (["messages", 0, "role"], "robot", "Message.role"),
+    ],
+)
+def test_a_damaged_episode_is_an_error_that_names_file_and_line(
+    tmp_path: Path, rich_trajectory: Trajectory, path: list[str | int], value: Any, message: str
+) -> None:
+    good = trajectory_to_json(rich_trajectory)
+    bad = json.loads(json.dumps(good))
+    table = bad
+    for part in path[:-1]:
+        table = table[part]
+    table[path[-1]] = value
+    file = tmp_path / "eval_000000.jsonl"
+    file.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n", encoding="utf-8")
+    with pytest.raises(RecordError, match=rf"eval_000000\.jsonl:2: .*{message}"):
+        read_episodes(file)
+
+
+def test_an_episode_without_a_field_names_the_field(rich_trajectory: Trajectory) -> None:
+    values = trajectory_to_json(rich_trajectory)
+    del values["sampling_seed"]
+    with pytest.raises(RecordError, match=r"episode step_000001/group_0000/0: KeyError: 'sampling_seed'"):
+        trajectory_from_json(values)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_refused_and_the_old_file_stays(
+    tmp_path: Path, rich_trajectory: Trajectory, reward: float
+) -> None:
+    file = tmp_path / "step_000001.jsonl"
+    write_episodes(file, [rich_trajectory])
+    before = file.read_bytes()
+    turns = (dataclasses.replace(rich_trajectory.turns[0], reward=reward), *rich_trajectory.turns[1:])
+    with pytest.raises(RecordError, match=r"episode step_000001/group_0000/0 cannot be written as JSON"):
+        write_episodes(file, [rich_trajectory, dataclasses.replace(rich_trajectory, turns=turns)])
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001.jsonl"]
+
+
+# --- metrics, events, summary -----------------------------------------------------------------------------------------
+
+
+def test_a_fresh_run_has_its_configuration_and_its_first_event(recorder: RunRecorder) -> None:
+    assert (recorder.folder / "config.toml").read_text(encoding="utf-8") == "[run]\nseed = 0\n"
+    assert read_events(recorder.folder) == [{"schema": 1, "time": 100.0, "step": 0, "kind": "started", "data": {}}]
+    assert read_metrics(recorder.folder) == []
+
+
+def test_metrics_are_one_flat_object_a_step(recorder: RunRecorder) -> None:
+    recorder.metrics(1, {"loss/total": 0.1, "reward/found": 1, "ratio/mean": 1.0})
+    recorder.metrics(3, {"loss/total": -2e-300})
+    assert read_metrics(recorder.folder) == [
+        {"schema": 1, "step": 1, "time": 101.0, "loss/total": 0.1, "reward/found": 1, "ratio/mean": 1.0},
+        {"schema": 1, "step": 3, "time": 102.0, "loss/total": -2e-300},
+    ]
+
+
+def test_a_metric_that_is_not_finite_is_null_and_an_event_says_what_it_was(recorder: RunRecorder) -> None:
+    recorder.metrics(1, {"loss/total": math.nan, "ratio/max": math.inf, "ratio/min": -math.inf, "ratio/mean": 1.0})
+    (line,) = read_metrics(recorder.folder)
+    assert [line[name] for name in ("loss/total", "ratio/max", "ratio/min", "ratio/mean")] == [None, None, None, 1.0]
+    event = read_events(recorder.folder)[-1]
+    assert (event["kind"], event["step"]) == ("nonfinite_metrics", 1)
+    assert event["data"] == {"loss/total": "nan", "ratio/max": "inf", "ratio/min": "-inf"}
+    assert "NaN" not in (recorder.folder / "metrics.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "message"),
+    [
+        (6, {"loss/totl": 1.0}, "'loss/totl' is not explained in METRICS; did you mean 'loss/total'?"),
+        (6, {"loss/total": "1"}, "loss/total: expected a number, got '1'"),
+        (6, {"loss/total": True}, "loss/total: expected a number, got True"),
+        (6, {"loss/total": None}, "loss/total: expected a number, got None"),
+        (5, {"loss/total": 1.0}, "expected a step after 5, got 5"),
+        (4, {"loss/total": 1.0}, "expected a step after 5, got 4"),
+    ],
+)
+def test_metrics_that_nobody_explained_or_that_come_twice_are_refused_and_leave_no_line(
+    recorder: RunRecorder, step: int, values: dict[str, Any], message: str
+) -> None:
+    recorder.metrics(5, {"loss/total": 0.0})
+    with pytest.raises(RecordError, match=message.replace("?", r"\?")):
+        recorder.metrics(step, values)
+    assert [line["step"] for line in read_metrics(recorder.folder)] == [5]
+
+
+def test_every_name_that_may_be_recorded_is_explained_in_a_sentence() -> None:
+    for table in (METRICS, EVENTS, SUMMARY):
+        assert all(sentence and not sentence.endswith(".") for sentence in table.values())
+    assert all(name.count("/") == 1 for name in METRICS)
+
+
+def test_events_have_a_known_kind_and_json_data(recorder: RunRecorder) -> None:
+    recorder.event("evaluation", 3, {"rows": [1, 2]})
+    assert read_events(recorder.folder)[-1]["data"] == {"rows": [1, 2]}
+    with pytest.raises(RecordError, match="'evaluate' is not explained in EVENTS; did you mean 'evaluation'"):
+        recorder.event("evaluate", 3)
+    with pytest.raises(RecordError, match="cannot be written as JSON"):
+        recorder.event("evaluation", 3, {"x": object()})
+    with pytest.raises(RecordError, match="cannot be written as JSON"):
+        recorder.event("evaluation", 3, {"x": math.nan})
+    assert len(read_events(recorder.folder)) == 2
+
+
+def test_the_summary_has_exactly_its_keys_and_is_replaced_whole(recorder: RunRecorder) -> None:
+    values: dict[str, Any] = dict.fromkeys(SUMMARY, 1)
+    recorder.summary(values)
+    recorder.summary({**values, "status": "completed"})
+    assert read_summary(recorder.folder) == {"schema": 1, **values, "status": "completed"}
+    with pytest.raises(RecordError, match=r"missing or too many: \['step'\]"):
+        recorder.summary({**values, "step": 3})
+    del values["best_eval"]
+    with pytest.raises(RecordError, match=r"missing or too many: \['best_eval'\]"):
+        recorder.summary(values)
+    assert read_summary(recorder.folder)["status"] == "completed"
+
+
+def test_a_missing_summary_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"summary\.json: cannot be read"):
+        read_summary(tmp_path)
+
+
+def test_episodes_go_into_their_folder_under_a_plain_name(recorder: RunRecorder, rich_trajectory: Trajectory) -> None:
+    recorder.episodes("step_000012", [rich_trajectory])
+    assert_equal(read_episodes(recorder.folder / "episodes" / "step_000012.jsonl")[0], rich_trajectory)
+    for name in ("../x", "step_", "step_1.jsonl", "", "Step_1"):
+        with pytest.raises(RecordError, match="expected a name like"):
+            recorder.episodes(name, [])
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(recorder: RunRecorder) -> None:
+    with pytest.raises(ConfigError, match=r"holds a run already; go on with it \(--resume\)"):
+        RunRecorder.create(recorder.folder, "")
+    assert (recorder.folder / "config.toml").read_text(encoding="utf-8") == "[run]\nseed = 0\n"
+
+
+def test_closing_twice_is_fine_and_keeps_what_was_written(recorder: RunRecorder) -> None:
+    recorder.metrics(1, {"loss/total": 0.0})
+    recorder.close()
+    recorder.close()
+    assert len(read_metrics(recorder.folder)) == 1
+
+
+# --- crash and resume -------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_last_line_is_left_out_by_readers_and_removed_by_resume(recorder: RunRecorder) -> None:
+    for step in (1, 2):
+        recorder.metrics(step, {"loss/total": float(step)})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (recorder.folder / name).open("a", encoding="utf-8") as file:
+            file.write('{"schema": 1, "step": 3, "ti')
+    assert [line["step"] for line in read_metrics(recorder.folder)] == [1, 2]
+    assert [line["kind"] for line in read_events(recorder.folder)] == ["started"]
+    resumed = RunRecorder.resume(recorder.folder, 2)
+    resumed.metrics(3, {"loss/total": 3.0})
+    assert [line["step"] for line in read_metrics(recorder.folder)] == [1, 2, 3]
+    assert [line["kind"] for line in read_events(recorder.folder)] == ["started", "resumed"]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_file_and_line(recorder: RunRecorder) -> None:
+    recorder.metrics(1, {"loss/total": 0.0})
+    with (recorder.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"schema": 1, "st\n')
+    with pytest.raises(RecordError, match=r"metrics\.jsonl:2: not JSON"):
+        read_metrics(recorder.folder)
+    (recorder.folder / "metrics.jsonl").write_text('{"schema": 9, "step": 1}\n', encoding="utf-8")
+    with pytest.raises(RecordError, match=r"metrics\.jsonl:1: expected an object of schema 1"):
+        RunRecorder.resume(recorder.folder, 0)
+
+
+def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
+    recorder: RunRecorder, rich_trajectory: Trajectory
+) -> None:
+    folder = recorder.folder
+    recorder.episodes("warmup", [rich_trajectory])
+    for step in range(1, 6):
+        recorder.metrics(step, {"loss/total": float(step)})
+        recorder.episodes(f"step_{step:06d}", [rich_trajectory])
+    recorder.episodes("eval_000003", [])
+    recorder.episodes("eval_000005", [])
+
+    resumed = RunRecorder.resume(folder, 3)
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3]
+    kept = ["eval_000003", "step_000001", "step_000002", "step_000003", "warmup"]
+    assert sorted(path.stem for path in (folder / "episodes").iterdir()) == kept
+    event = read_events(folder)[-1]
+    assert (event["kind"], event["step"]) == ("resumed", 3)
+    assert event["data"] == {"folder": "discarded/resume_001", "metrics_lines": 2, "episode_files": 3}
+    moved = folder / "discarded" / "resume_001"
+    assert [line["step"] for line in read_metrics(moved)] == [4, 5]
+    assert sorted(path.name for path in moved.iterdir()) == [
+        "eval_000005.jsonl",
+        "metrics.jsonl",
+        "step_000004.jsonl",
+        "step_000005.jsonl",
+    ]
+
+    with pytest.raises(RecordError, match="expected a step after 3, got 3"):
+        resumed.metrics(3, {"loss/total": 0.0})
+    resumed.metrics(4, {"loss/total": 40.0})
+    RunRecorder.resume(folder, 2)
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2]
+    assert [line["loss/total"] for line in read_metrics(folder / "discarded" / "resume_002")] == [3.0, 40.0]
+
+
+def test_resuming_where_nothing_came_later_discards_nothing(recorder: RunRecorder) -> None:
+    recorder.metrics(1, {"loss/total": 0.0})
+    RunRecorder.resume(recorder.folder, 1)
+    assert not (recorder.folder / "discarded").exists()
+    assert read_events(recorder.folder)[-1]["data"] == {}
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run to resume"):
+        RunRecorder.resume(tmp_path, 0)
+
+
+def test_what_was_recorded_before_a_kill_is_there_afterwards(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from gspo_gym.recording import RunRecorder
+recorder = RunRecorder.create(Path({str(tmp_path / "run")!r}), "")
+for step in range(1, 8):
+    recorder.metrics(step, {{"loss/total": step / 7}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    finished = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert finished.returncode == -9, finished.stderr
+    lines = read_metrics(tmp_path / "run")
+    assert [(line["step"], line["loss/total"]) for line in lines] == [(step, step / 7) for step in range(1, 8)]
+
+
+def test_the_record_of_episodes_is_read_without_torch() -> None:
+    program = "import sys, gspo_gym.recording_episodes; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
