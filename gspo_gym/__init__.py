@@ -1,0 +1,60 @@
+"""gspo_gym: a gym of multi-turn text environments for language-model agents, and a GSPO trainer for them.
+
+The public names. Those that need torch load it when they are first used, so that writing an environment does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspo_gym.config import RunConfig as RunConfig
+    from gspo_gym.config import load_config as load_config
+    from gspo_gym.engine.local import LocalEngine as LocalEngine
+    from gspo_gym.engine.scripted import ScriptedEngine as ScriptedEngine
+    from gspo_gym.env.checker import check_env as check_env
+    from gspo_gym.env.core import TextEnv as TextEnv
+    from gspo_gym.env.core import ToolEnv as ToolEnv
+    from gspo_gym.env.registry import make as make
+    from gspo_gym.env.registry import register as register
+    from gspo_gym.env.rewards import Reward as Reward
+    from gspo_gym.env.tools import tool as tool
+    from gspo_gym.evaluate import run_evaluation as run_evaluation
+    from gspo_gym.models import load_policy as load_policy
+    from gspo_gym.rollout.adapter import TokenObservationWrapper as TokenObservationWrapper
+    from gspo_gym.train import run_training as run_training
+    from gspo_gym.types import Message as Message
+    from gspo_gym.types import ToolCall as ToolCall
+
+_HOMES = {
+    "LocalEngine": "engine.local",
+    "Message": "types",
+    "Reward": "env.rewards",
+    "RunConfig": "config",
+    "ScriptedEngine": "engine.scripted",
+    "TextEnv": "env.core",
+    "TokenObservationWrapper": "rollout.adapter",
+    "ToolCall": "types",
+    "ToolEnv": "env.core",
+    "check_env": "env.checker",
+    "load_config": "config",
+    "load_policy": "models",
+    "make": "env.registry",
+    "register": "env.registry",
+    "run_evaluation": "evaluate",
+    "run_training": "train",
+    "tool": "env.tools",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gspo_gym' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"gspo_gym.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -5,6 +5,7 @@ Not for: pictures or pages. Called by `report/terminal.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -36,4 +37,4 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [i * len(values) // width for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

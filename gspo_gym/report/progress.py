@@ -13,28 +13,35 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-_SHOWN = (
-    ("rollout/reward_mean", "reward", "{:.3f}"),
-    ("rollout/success_rate", "success", "{:.0%}"),
-    ("loss/ratio_mean", "ratio", "{:.5f}"),
-    ("loss/clip_fraction", "clipped", "{:.1%}"),
-    ("loss/entropy", "entropy", "{:.3f}"),
-    ("time/sampled_tokens_per_second", "tok/s", "{:,.0f}"),
+# What a column shows: the sum of these metrics, under this title and format.
+_COLUMNS = (
+    (("rollout/reward_mean",), "reward", "{:.3f}"),
+    (("rollout/success_rate",), "success", "{:.0%}"),
+    (("ratio/mean",), "ratio", "{:.5f}"),
+    (("clip/low_fraction", "clip/high_fraction"), "clipped", "{:.1%}"),
+    (("policy/entropy",), "entropy", "{:.3f}"),
+    (("rollout/sampled_tokens_per_second",), "tok/s", "{:,.0f}"),
 )
 
 
 class Progress(Protocol):
     """Who is told how a run goes."""
 
-    def started(self, num_steps: int) -> None: ...
+    def started(self, num_steps: int) -> None:
+        """The run has this many steps in all."""
+        ...
 
     def note(self, text: str) -> None:
         """A sentence worth reading, such as an evaluation's result."""
         ...
 
-    def stepped(self, step: int, metrics: Mapping[str, float | None]) -> None: ...
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done, counted from 1."""
+        ...
 
-    def finished(self) -> None: ...
+    def finished(self) -> None:
+        """Nothing more will come."""
+        ...
 
 
 class QuietProgress:
@@ -49,7 +56,7 @@ class QuietProgress:
     def note(self, text: str) -> None:
         self._write(text)
 
-    def stepped(self, step: int, metrics: Mapping[str, float | None]) -> None:
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
     def finished(self) -> None:
@@ -71,22 +78,23 @@ class LiveProgress:
         self._live.start()
 
     def note(self, text: str) -> None:
-        self._console.print(text)
+        self._console.print(text, markup=False, highlight=False)
 
-    def stepped(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._live.update(self._table(step, metrics))
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._live.update(self.table(step, metrics))
 
     def finished(self) -> None:
         self._live.stop()
 
-    def _table(self, step: int, metrics: Mapping[str, float | None]) -> Table:
+    def table(self, step: int, metrics: Mapping[str, float]) -> Table:
+        """What is shown for this step."""
         table = Table(box=None, pad_edge=False)
         row = [f"{step}/{self._num_steps}"]
         table.add_column("step")
-        for name, label, style in _SHOWN:
-            value = metrics.get(name)
-            table.add_column(label, justify="right")
-            row.append("-" if value is None else style.format(value))
+        for names, title, style in _COLUMNS:
+            table.add_column(title, justify="right")
+            is_known = all(name in metrics for name in names)
+            row.append(style.format(sum(metrics[name] for name in names)) if is_known else "-")
         table.add_column("left", justify="right")
         table.add_row(*row, self._time_left(step))
         return table
@@ -103,4 +111,8 @@ class LiveProgress:
 
 def make_progress(console: Console) -> Progress:
     """Live in a terminal, quiet elsewhere."""
-    return LiveProgress(console) if console.is_terminal else QuietProgress(console.print)
+    return (
+        LiveProgress(console)
+        if console.is_terminal
+        else QuietProgress(lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False))
+    )

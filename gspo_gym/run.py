@@ -1,0 +1,174 @@
+"""A whole run, from a config to a summary, inside its folder: fresh or resumed.
+
+Called by `train.run_training`. Knows the order of things (build, warm up, train, sum up); each is done elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gspo_gym import build
+from gspo_gym.checkpoints import CheckpointStore
+from gspo_gym.config import RunConfig, load_config
+from gspo_gym.errors import ConfigError
+from gspo_gym.learning.update import Learner
+from gspo_gym.models import load_policy
+from gspo_gym.recording import RunRecorder
+from gspo_gym.report.progress import Progress, QuietProgress, make_progress
+from gspo_gym.trainer import TrainState
+from gspo_gym.warmup import warm_up
+
+_FREE_ON_RESUME = frozenset(
+    {
+        "run.folder",
+        "model.label",
+        "model.device",
+        "rollout.max_concurrent_rollouts",
+        "training.num_epochs",
+        "training.iterations_per_epoch",
+        "training.log_interval",
+        "training.checkpoint_every_n_iters",
+        "training.stop_at_success_rate",
+        "evaluation.every_n_iters",
+    }
+)
+
+
+def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
+    """See `train.run_training`."""
+    progress = QuietProgress(lambda _: None) if console is None else make_progress(console)
+    folder = config.run_folder
+    if resume:
+        return asyncio.run(_resume(config, progress))
+    if set_aside:
+        _set_aside(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder} already holds a run: go on with it (--resume), move it away first (--set-aside), or choose "
+            "another model.label"
+        )
+    return asyncio.run(_start(config, progress))
+
+
+async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    policy = build.build_policy(config)
+    player = build.build_player(config, policy)
+    warmup = build.build_warmup(config, player)  # before the folder exists: a wrong name leaves nothing behind
+    recorder = RunRecorder.create(config.run_folder, config.to_toml())
+    async with _closing(player, recorder):
+        if warmup is not None:
+            pool, plan = warmup
+            report = await warm_up(policy.model, pool, plan, progress)
+            await player.engine.update_weights(version=0)
+            recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
+        learner = build.build_learner(config, policy)
+        return await _train(config, player, learner, recorder, progress, TrainState())
+
+
+async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    checkpoint = _checkpoints(config).load_latest()
+    _require_same_run(config)
+    state = TrainState.from_dict(checkpoint.trainer_state)
+    policy = load_policy(str(checkpoint.model_folder), dtype=config.model.dtype, device=build.device_of(config))
+    player = build.build_player(config, policy)
+    recorder = RunRecorder.resume(config.run_folder, state.step)
+    async with _closing(player, recorder):
+        learner = build.build_learner(config, policy)
+        learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
+        await player.engine.update_weights(version=state.step)
+        progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
+        return await _train(config, player, learner, recorder, progress, state)
+
+
+async def _train(
+    config: RunConfig,
+    player: build.Player,
+    learner: Learner,
+    recorder: RunRecorder,
+    progress: Progress,
+    state: TrainState,
+) -> dict[str, Any]:
+    """Train and write summary.json, also when the run fails: then its status says how."""
+    trainer = build.build_trainer(
+        config,
+        player,
+        learner=learner,
+        recorder=recorder,
+        checkpoints=_checkpoints(config),
+        progress=progress,
+        state=state,
+    )
+    status = "completed"
+    try:
+        await trainer.run()
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
+        raise
+    finally:
+        recorder.event("finished", trainer.state.step, {"status": status})
+        summary = _summary(status, trainer.state)
+        recorder.summary(summary)
+    return summary
+
+
+@contextlib.asynccontextmanager
+async def _closing(player: build.Player, recorder: RunRecorder) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        recorder.close()
+        await player.engine.close()
+
+
+def _checkpoints(config: RunConfig) -> CheckpointStore:
+    return CheckpointStore(config.run_folder / "checkpoints")
+
+
+def _require_same_run(config: RunConfig) -> None:
+    """Refuse to go on under other settings than the run began with, but for those that only say how long or how often.
+
+    Raises:
+        ConfigError: names the keys that differ.
+    """
+    path = config.run_folder / "config.toml"
+    began, now = _flat(load_config(path)), _flat(config)
+    differing = [key for key in sorted(began.keys() | now.keys()) if began.get(key) != now.get(key)]
+    if refused := [key for key in differing if key not in _FREE_ON_RESUME]:
+        changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
+        raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    sections = config.model_dump(exclude_none=True)
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def _summary(status: str, state: TrainState) -> dict[str, Any]:
+    return {
+        "status": status,
+        "steps": state.step,
+        "episodes": state.num_episodes,
+        "wall_seconds": state.wall_seconds,
+        "initial_eval": state.initial_eval,
+        "final_eval": state.final_eval,
+        "best_eval": state.best_eval,
+        "sampled_tokens": state.sampled_tokens,
+        "trained_tokens": state.trained_tokens,
+        "curve": [list(point) for point in state.curve],
+    }
+
+
+def _set_aside(folder: Path) -> None:
+    """Move an earlier run to the first free FOLDER.1, FOLDER.2, ...; nothing is deleted."""
+    if not folder.exists():
+        return
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)

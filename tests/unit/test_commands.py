@@ -1,0 +1,123 @@
+"""The commands, as somebody types them.
+
+Pinned here: exit statuses (0 fine, 1 a failed check, 2 a mistake of the caller's), one clear message instead of a
+traceback, what --json writes, and what `env play` shows.
+"""
+
+import json
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+from gspo_gym import env_commands
+from gspo_gym.cli import main
+from gspo_gym.env.core import TextEnv
+from gspo_gym.env.registry import register
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+
+
+class Constant(TextEnv):
+    """Breaks the contract: the same reward whatever is done, and a policy that cannot be better than silence."""
+
+    policies = {"reference": lambda env, rng: lambda messages: "x"}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "hello", {}
+
+    def step(self, action):
+        return "bye", 1.0, True, False, {}
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_and_status_2(capsys):
+    assert main(["train", QUICKSTART, "training.learning_rat=1e-3"]) == 2
+    error = capsys.readouterr().err
+    assert "training.learning_rat" in error
+    assert "learning_rate" in error
+    assert "Traceback" not in error
+
+
+def test_a_missing_config_is_named(capsys):
+    assert main(["train", "no/such.toml"]) == 2
+    assert "no/such.toml" in capsys.readouterr().err
+
+
+def test_evaluation_of_two_scripted_players_is_written_as_json_with_their_comparison(capsys, tmp_path):
+    file = tmp_path / "result.json"
+    arguments = ["evaluate", QUICKSTART, "--model", "scripted:reference", "--against", "scripted:random"]
+    assert main([*arguments, "--seeds", "0:20", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    reference, chance = (result["evaluations"][f"scripted:{name}"] for name in ("reference", "random"))
+    # 2 ** 4 > 8, so binary search finds every number within four guesses
+    assert (reference["success_rate"], reference["mean_return"]) == (1.0, 1.0)
+    assert reference["seeds"] == list(range(20)) == chance["seeds"]
+    assert chance["success_rate"] < 1.0
+    comparison = result["comparison"]
+    assert comparison["num_pairs"] == 20
+    assert comparison["mean_difference"] == pytest.approx(1.0 - chance["mean_return"], abs=1e-12)  # two sums' rounding
+    assert comparison["num_only_second"] == 20 - round(20 * chance["success_rate"])
+    assert "McNemar" in capsys.readouterr().out
+
+
+def test_the_same_seeds_give_the_same_results_again(tmp_path):
+    files = [tmp_path / f"{run}.json" for run in range(2)]
+    for file in files:
+        main(["evaluate", QUICKSTART, "--model", "tiny:qwen3-64", "--seeds", "5:9", "--json", str(file)])
+    first, second = (json.loads(file.read_text())["evaluations"]["tiny:qwen3-64"]["rows"] for file in files)
+    assert first == second
+    assert [row["seed"] for row in first] == [5, 6, 7, 8]
+
+
+def test_a_broken_environment_fails_its_check_with_status_1(capsys):
+    register("test_commands/Constant-v0", entry_point=Constant)
+    try:
+        assert main(["env", "check", "test_commands/Constant-v0", "--num-seeds", "3"]) == 1
+    finally:
+        gymnasium.registry.pop("test_commands/Constant-v0")
+    assert "expected saying nothing to earn less than 'reference' (1 on average), got 1" in capsys.readouterr().out
+
+
+def test_a_good_environment_passes_and_takes_options(capsys):
+    assert main(["env", "check", "GuessNumber", "--num-seeds", "8", "--option", "high=12"]) == 0
+    assert "passed" in capsys.readouterr().out
+    assert main(["env", "check", "GuessNumber", "--option", "high"]) == 2
+    assert "expected KEY=JSON, got 'high'" in capsys.readouterr().err
+
+
+def test_the_bundled_environments_are_listed(capsys):
+    assert main(["env", "list"]) == 0
+    listed = capsys.readouterr().out.split()
+    assert {"gspo_gym/GuessNumber-v0", "gspo_gym/FrozenLake-v0", "gspo_gym/SqlAnalyst-v0"} <= set(listed)
+    assert "CartPole-v1" not in listed
+
+
+def play(arguments, typed, capsys):
+    parser = env_commands.make_parser()
+    answers = iter(typed)
+
+    def read(_prompt):
+        try:
+            return next(answers)
+        except StopIteration:
+            raise EOFError from None
+
+    assert env_commands.play_environment(parser.parse_args(["play", *arguments]), read=read) == 0
+    return capsys.readouterr().out
+
+
+def test_playing_shows_answers_rewards_and_what_would_be_trained_on(capsys):
+    out = play(["GuessNumber", "--seed", "0", "--mask", "--option", "low=3", "--option", "high=3"], ["3"], capsys)
+    assert "Guess 3-3. 4 tries." in out
+    assert "correct" in out
+    assert "terminated, return +1.000" in out
+    # the digit and the end-of-turn token are all that the player said
+    assert "trained on: 2 of" in out
+
+
+def test_tools_are_called_like_functions_when_playing(capsys):
+    out = play(["SqlAnalyst", "--option", "level=tiny"], ["list_tables()", 'query(sql="SELECT nonsense")'], capsys)
+    assert "error" in out
+    assert "stopped, return" in out  # end of input, not of the episode

@@ -1,0 +1,43 @@
+"""The names that users import from `gspo_gym`, and nothing else."""
+
+import importlib
+import subprocess
+import sys
+
+import gspo_gym
+
+
+def test_every_public_name_is_what_its_home_calls_it():
+    homes = {name: getattr(gspo_gym, name).__module__ for name in gspo_gym.__all__}
+    assert all(home.startswith("gspo_gym.") for home in homes.values())
+    for name, home in homes.items():
+        assert getattr(importlib.import_module(home), name) is getattr(gspo_gym, name)
+
+
+def test_the_list_of_names_is_a_promise():
+    assert gspo_gym.__all__ == [
+        "LocalEngine",
+        "Message",
+        "Reward",
+        "RunConfig",
+        "ScriptedEngine",
+        "TextEnv",
+        "TokenObservationWrapper",
+        "ToolCall",
+        "ToolEnv",
+        "check_env",
+        "load_config",
+        "load_policy",
+        "make",
+        "register",
+        "run_evaluation",
+        "run_training",
+        "tool",
+    ]
+
+
+def test_an_environments_author_needs_no_torch():
+    names = "TextEnv, ToolEnv, Reward, tool, make, check_env"
+    code = f"import sys; from gspo_gym import {names}; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

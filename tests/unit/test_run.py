@@ -1,0 +1,154 @@
+"""A whole run in its folder.
+
+Pinned here:
+1. a run writes every file that the README names, and summary.json has the promised keys;
+2. a resumed run ends with the very weights of an uninterrupted one, and no step is recorded twice;
+3. a taken folder, a wrong name and a changed config are refused before anything is overwritten;
+4. a run that fails leaves a summary that says so.
+"""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from gspo_gym.config import RunConfig
+from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, UnknownNameError
+from gspo_gym.recording import read_events, read_metrics
+from gspo_gym.recording_episodes import read_episodes
+from gspo_gym.train import run_training
+
+
+def make_config(folder, *, iterations=2, **changes):
+    values = {
+        "run": {"folder": str(folder)},
+        "algorithm": {"variety": "gspo_token"},
+        "model": {"base": "tiny:qwen3-64", "label": "test"},
+        "rollout": {
+            "env_name": "GuessNumber",
+            "max_turns": 4,
+            "max_output_tokens": 3,
+            "max_model_len": 256,
+            "episodes_per_batch": 8,
+        },
+        "training": {
+            "iterations_per_epoch": iterations,
+            "group_size": 4,
+            "batch_size": 4,
+            "learning_rate": 1e-3,
+            "checkpoint_every_n_iters": 2,
+        },
+        "loss": {},
+        "evaluation": {"seeds": "0:4", "every_n_iters": 2},
+        "warmup": {"num_episodes": 16, "learning_rate": 1e-3},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        values[section][name] = value
+    return RunConfig.from_dict(values)
+
+
+def weights(folder, step):
+    return load_file(folder / "test" / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+
+
+def test_a_run_writes_every_promised_file(tmp_path):
+    summary = run_training(make_config(tmp_path))
+    folder = tmp_path / "test"
+    assert json.loads((folder / "summary.json").read_text()).items() >= summary.items()
+    promised = {"status", "steps", "episodes", "wall_seconds", "initial_eval", "final_eval", "best_eval"}
+    assert promised | {"sampled_tokens", "trained_tokens"} <= set(summary)
+    for name in ("initial_eval", "final_eval", "best_eval"):
+        assert {"mean_return", "success_rate", "num_episodes", "seeds"} <= set(summary[name])
+        assert summary[name]["seeds"] == [0, 1, 2, 3]
+    assert (summary["status"], summary["steps"], summary["episodes"]) == ("completed", 2, 16)  # 2 steps of 8 episodes
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2]
+    kinds = [line["kind"] for line in read_events(folder)]
+    # evaluations before the first step and after the last, which is step 2, where a checkpoint is due
+    assert kinds == ["started", "warmup", "evaluation", "evaluation", "checkpoint", "finished"]
+    episodes = read_episodes(folder / "episodes" / "step_000002.jsonl")
+    assert len(episodes) == 8
+    assert sum(line["rollout/sampled_tokens"] for line in read_metrics(folder)) == summary["sampled_tokens"]
+    assert len(read_episodes(folder / "episodes" / "eval_000000.jsonl")) == 4
+    assert (folder / "ledger.jsonl").stat().st_size > 0
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
+    whole = run_training(make_config(tmp_path / "whole", iterations=4))
+    run_training(make_config(tmp_path / "parts", iterations=2))
+    resumed = run_training(make_config(tmp_path / "parts", iterations=4), resume=True)
+    expected, actual = weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4)
+    assert expected.keys() == actual.keys()
+    assert all(expected[name].equal(actual[name]) for name in expected)  # bit for bit
+    assert [line["step"] for line in read_metrics(tmp_path / "parts" / "test")] == [1, 2, 3, 4]
+    for name in ("episodes", "sampled_tokens", "trained_tokens", "final_eval", "initial_eval"):
+        assert resumed[name] == whole[name]
+
+
+def test_a_lora_run_resumes_from_its_adapter(tmp_path):
+    # with a KL term every episode has a gradient, also where all earn the same
+    lora = {"model__trainer_mode": "lora", "training__lora": {"r": 4}, "loss__kl_coef": 0.1}
+    run_training(make_config(tmp_path, iterations=2, **lora))
+    folder = tmp_path / "test" / "checkpoints"
+    before = load_file(folder / "step_000002" / "adapter_model.safetensors")
+    summary = run_training(make_config(tmp_path, iterations=4, **lora), resume=True)
+    after = load_file(folder / "step_000004" / "adapter_model.safetensors")
+    assert summary["steps"] == 4
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_a_taken_folder_is_refused_and_can_be_set_aside(tmp_path):
+    config = make_config(tmp_path, iterations=1)
+    run_training(config)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_training(config)
+    run_training(config, set_aside=True)
+    assert (tmp_path / "test.1" / "summary.json").exists()
+    assert (tmp_path / "test" / "summary.json").exists()
+
+
+def test_a_resumed_run_must_be_the_same_run(tmp_path):
+    run_training(make_config(tmp_path, iterations=2))
+    with pytest.raises(ConfigError, match=r"training\.group_size"):
+        run_training(make_config(tmp_path, iterations=4, training__group_size=2), resume=True)
+
+
+def test_resuming_nothing_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        run_training(make_config(tmp_path), resume=True)
+
+
+def test_unknown_names_leave_no_folder_behind(tmp_path):
+    for changes, match in (
+        ({"rollout__env_name": "GuesNumber"}, "did you mean 'GuessNumber'"),
+        ({"model__base": "tiny:qwen3-63"}, "tiny:qwen3-64"),
+        ({"warmup__policy": "randm"}, "did you mean 'random'"),
+        ({"model__base": "./no/such/folder"}, "not a folder"),
+    ):
+        with pytest.raises(UnknownNameError, match=match):
+            run_training(make_config(tmp_path, **changes))
+    assert not (tmp_path / "test").exists()
+
+
+def test_a_context_longer_than_the_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="reads at most 4096 tokens, got 8192"):
+        run_training(make_config(tmp_path, rollout__max_model_len=8192))
+
+
+def test_a_failed_run_says_so_in_its_summary(tmp_path):
+    # 20 tokens hold no prompt of this environment, so every episode of the first evaluation is dropped.
+    config = make_config(tmp_path, rollout__max_model_len=20)
+    with pytest.raises(RolloutError, match="context_overflow"):
+        run_training(RunConfig.from_dict({**config.model_dump(exclude_none=True, exclude={"warmup"})}))
+    assert json.loads((tmp_path / "test" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_every_started_episode_of_a_run_has_one_end(tmp_path):
+    run_training(make_config(tmp_path, iterations=1))
+    lines = [json.loads(line) for line in (tmp_path / "test" / "ledger.jsonl").read_text().splitlines()]
+    started = [(line["trajectory_id"], line["attempt"]) for line in lines if "sampling_seed" in line]
+    ended = [(line["trajectory_id"], line["attempt"]) for line in lines if "disposition" in line]
+    assert len(started) == 8
+    assert sorted(started) == sorted(ended)
+    assert len(set(started)) == 8
