@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .PHONY: quickstart test lint types unit slow benchmark clean
 
 quickstart: $(VENV)/.run
-	$(BIN)/python -m gspo_gym.train configs/quickstart.toml
+	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
 test: lint types unit slow
 

@@ -1,0 +1,19 @@
+"""Evaluate a model over seeded episodes, and compare it with another one pair by pair.
+
+Run: python examples/evaluate_model.py [MODEL]      (a folder, a hub id, tiny:NAME or scripted:NAME)
+"""
+
+import sys
+
+from rich.console import Console
+
+from gspo_gym import load_config, run_evaluation
+from gspo_gym.evaluation import compare, comparison_table, evaluation_table
+
+if __name__ == "__main__":
+    model = sys.argv[1] if len(sys.argv) > 1 else "scripted:random"
+    config = load_config("configs/quickstart.toml", ["evaluation.seeds='0:50'"])
+    results = {name: run_evaluation(config, name) for name in (model, "scripted:reference")}
+    console = Console()
+    console.print(evaluation_table(results))
+    console.print(comparison_table(compare(*results.values()), first=model, second="scripted:reference"))

@@ -1,0 +1,50 @@
+"""Every committed config is read, and built into live objects, with a tiny stand-in for a hub model."""
+
+import asyncio
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gspo_gym import build
+from gspo_gym.config import load_config
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+
+
+def stand_in(path):
+    """Overrides that keep everything but the download and the length of the context."""
+    base = tomllib.loads(path.read_text())["model"]["base"]
+    return [] if base.startswith("tiny:") else ["model.base=tiny:qwen3-64", "rollout.max_model_len=4096"]
+
+
+def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():
+    configs = [load_config(path) for path in CONFIGS]
+    assert {config.rollout.env_name for config in configs} == {"GuessNumber", "FrozenLake", "SqlAnalyst"}
+    assert "Qwen/Qwen3-0.6B" in {config.model.base for config in configs}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_is_built_as_it_says(path):
+    config = load_config(path, stand_in(path))
+    policy = build.build_policy(config)
+    trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    everything = sum(p.numel() for p in policy.model.parameters())
+    assert (trainable < everything) == (config.model.trainer_mode == "lora")
+    player = build.build_player(config, policy)
+    try:
+        assert player.engine.capabilities.max_model_len == config.rollout.max_model_len
+        assert (build.build_warmup(config, player) is None) == (config.warmup is None)
+        build.build_learner(config, policy)
+        plan = build.build_plan(config)
+    finally:
+        asyncio.run(player.engine.close())
+    assert plan.groups_per_batch * plan.group_size == config.rollout.episodes_per_batch
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_says_what_it_shows_and_on_what_hardware(path):
+    header = path.read_text().split("\n\n")[0]
+    for word in ("What it shows:", "Hardware:", "Expected", "Source:"):
+        assert word in header, f"{path.name}: the header lacks {word!r}"

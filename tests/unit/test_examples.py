@@ -1,0 +1,44 @@
+"""Every example runs, as a reader would run it: in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {
+    "write_environment.py": ((), "passed"),
+    "tools.py": ((), "passed"),
+    # found 1.0 + speed 0.1 x (4 turns - 2 used)
+    "custom_reward.py": ((), "6 -> 'correct', reward +1.20"),
+    "evaluate_model.py": ((), "scripted:reference against scripted:random"),
+    "train_from_python.py": (("2",), "final_eval mean return"),
+}
+
+
+def test_every_example_is_run_here():
+    assert set(EXAMPLES) == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_and_says_what_it_should(name, tmp_path):
+    arguments, expected = EXAMPLES[name]
+    config_folder = tmp_path / "configs"
+    config_folder.symlink_to(ROOT / "configs")  # runs are written into the working folder, which must not be ours
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_examples_stay_short():
+    for path in (ROOT / "examples").glob("*.py"):
+        limit = 60 if path.name == "write_environment.py" else 150
+        assert len(path.read_text().splitlines()) < limit, path.name
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    code = (ROOT / "examples" / "write_environment.py").read_text().strip()
+    assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text()
