@@ -20,8 +20,8 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 from gspo_gym.env.core import PolicyFactory
-from gspo_gym.env.playing import PlayerError, Playthrough, Watch, open_session, play_in, replaying
-from gspo_gym.env.session import EnvSession
+from gspo_gym.env.playing import PlayerError, Playthrough, Watch, play_in, replaying
+from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.subject import TRIVIAL, Findings, Subject
 from gspo_gym.env.workers import OwnThread
 from gspo_gym.errors import EnvTimeoutError, GymError
@@ -37,7 +37,7 @@ async def _constructs(subject: Subject, findings: Findings) -> None:
         return made[-1]
 
     for _ in range(2):
-        session = await open_session(make, name=subject.name, step_timeout_seconds=subject.timeout)
+        session = await open_session(make, env_id=subject.name, step_timeout_seconds=subject.timeout)
         with suppress(GymError):  # the check "close" will say so
             await session.close()
     if made[0] is made[1]:
@@ -200,7 +200,7 @@ async def _closes(subject: Subject, findings: Findings) -> None:
             made.append(subject.factory())
             return made[0]
 
-        session = await open_session(make, name=subject.name, step_timeout_seconds=subject.timeout)
+        session = await open_session(make, env_id=subject.name, step_timeout_seconds=subject.timeout)
         if is_played:
             await session.reset(subject.seeds[0])
         await session.close()

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy, ToolEnv
-from gspo_gym.env.session import EnvSession
-from gspo_gym.env.workers import OwnThread
-from gspo_gym.errors import EnvError, EnvTimeoutError
+from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.types import Message, StepResult, ToolCall
 
 _COMPARED = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events")  # not info
@@ -65,26 +63,6 @@ class Playthrough:
         return None
 
 
-async def open_session(factory: Callable[[], Any], *, name: str, step_timeout_seconds: float) -> EnvSession:
-    """A session around a fresh environment, which is made in the session's own thread.
-
-    Raises:
-        EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
-        ContractError: what it made is no environment.
-    """
-    thread = OwnThread()
-    try:
-        returned = await thread.call_async(factory, timeout_seconds=step_timeout_seconds)
-    except TimeoutError:
-        thread.abandon()
-        raise EnvTimeoutError(f"{name}: making the environment took over {step_timeout_seconds:g} seconds") from None
-    if returned.error is not None:
-        thread.release()
-        text = f"{name}: making the environment raised {type(returned.error).__name__}: {returned.error}"
-        raise EnvError(text) from returned.error
-    return EnvSession(returned.value, env_id=name, step_timeout_seconds=step_timeout_seconds, thread=thread)
-
-
 async def play(
     factory: Callable[[], Any],
     policy: PolicyFactory,
@@ -100,7 +78,7 @@ async def play(
         EnvError, EnvTimeoutError, ContractError: the environment failed.
         PlayerError: the player did.
     """
-    session = await open_session(factory, name=name, step_timeout_seconds=step_timeout_seconds)
+    session = await open_session(factory, env_id=name, step_timeout_seconds=step_timeout_seconds)
     try:
         return await play_in(session, policy, seed=seed, max_turns=max_turns)
     finally:

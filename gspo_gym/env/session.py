@@ -8,6 +8,7 @@ methods run in a thread of the session's own, so a slow or hanging environment h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 from gspo_gym.env.answers import as_reset_result, as_step_result, described
 from gspo_gym.env.core import ToolEnv
 from gspo_gym.env.workers import OwnThread, Returned
-from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, UsageError
+from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
 
 
@@ -216,3 +217,45 @@ def _read(task: asyncio.Future[Any]) -> None:
     """Look at what nobody waits for any more, so that asyncio does not complain of an error never retrieved."""
     if not task.cancelled():
         task.exception()
+
+
+async def open_session(factory: Callable[[], Any], *, env_id: str, step_timeout_seconds: float) -> EnvSession:
+    """A session around a fresh environment, which is made in the session's own thread.
+
+    So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
+    in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
+
+    Raises:
+        EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
+        ContractError: what it made is no environment.
+    """
+    opening = asyncio.create_task(_open_session(factory, env_id, step_timeout_seconds))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with contextlib.suppress(GymError):  # nobody is left to whom it would matter
+            await (await opening).close()
+        raise
+
+
+async def _open_session(factory: Callable[[], Any], env_id: str, step_timeout_seconds: float) -> EnvSession:
+    thread = OwnThread()
+    made: list[Any] = []
+    try:
+        returned = await thread.call_async(lambda: made.append(factory()), timeout_seconds=step_timeout_seconds)
+    except TimeoutError:
+        thread.abandon(lambda: _close_if_possible(made))  # should it come after all
+        text = f"{env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
+        raise EnvTimeoutError(text) from None
+    if returned.error is not None:
+        thread.release()
+        text = f"{env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
+        raise EnvError(text) from returned.error
+    return EnvSession(made[0], env_id=env_id, step_timeout_seconds=step_timeout_seconds, thread=thread)
+
+
+def _close_if_possible(made: list[Any]) -> None:
+    for env in made:
+        close = getattr(env, "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
+            close()

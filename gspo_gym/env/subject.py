@@ -13,13 +13,12 @@ from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import (
     Playthrough,
     echo_policy,
-    open_session,
     play,
     replaying,
     silent_policy,
     tool_calling_policy,
 )
-from gspo_gym.env.session import EnvSession
+from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.types import Message
 
 TRIVIAL: Mapping[str, PolicyFactory] = {"saying nothing": silent_policy, "repeating what was said": echo_policy}
@@ -92,7 +91,7 @@ class Subject:
         return float(np.mean([run.episode_return or 0.0 for run in self.runs_of(player)]))
 
     async def open(self) -> EnvSession:
-        return await open_session(self.factory, name=self.name, step_timeout_seconds=self.timeout)
+        return await open_session(self.factory, env_id=self.name, step_timeout_seconds=self.timeout)
 
     async def replay(self, actions: Sequence[Message], seed: int) -> Playthrough:
         """The episode that these actions make in a fresh instance."""

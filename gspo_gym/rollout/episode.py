@@ -7,8 +7,6 @@ wrong into a typed record. It retries nothing (the pool does) and scores nothing
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import json
 import logging
 import time
@@ -17,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_gym.chat.renderer import Renderer
-from gspo_gym.env.session import EnvSession
-from gspo_gym.env.workers import OwnThread
-from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvError, EnvTimeoutError, GymError, RecordError
+from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError
 from gspo_gym.rollout.actors import Actor, ActRequest
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.limits import EpisodeLimits
@@ -181,7 +178,9 @@ class _Episode:
 
     async def _open(self, make_env: MakeEnv, renderers: RendererCache) -> TokenObservationWrapper:
         task, limits = self.request.task, self._limits
-        self.session = await open_session(make_env, task, step_timeout_seconds=limits.step_timeout_seconds)
+        self.session = await open_session(
+            lambda: make_env(task), env_id=task.env_id, step_timeout_seconds=limits.step_timeout_seconds
+        )
         tokenizer = renderers.tokenizer
         self.wrapper = TokenObservationWrapper(
             self.session,
@@ -260,48 +259,6 @@ class _Episode:
     async def _close_env(self) -> None:
         if self.session is not None:
             await self.session.close()  # which has its own deadline
-
-
-async def open_session(make_env: MakeEnv, task: Task, *, step_timeout_seconds: float) -> EnvSession:
-    """A session around a fresh environment, which is made in the session's own thread.
-
-    So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
-    in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
-
-    Raises:
-        EnvError, EnvTimeoutError: `make_env` raised, or did not return in time.
-        ContractError: what it made is no environment.
-    """
-    opening = asyncio.create_task(_open_session(make_env, task, step_timeout_seconds))
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        with contextlib.suppress(GymError):  # nobody is left to whom it would matter
-            await (await opening).close()
-        raise
-
-
-async def _open_session(make_env: MakeEnv, task: Task, step_timeout_seconds: float) -> EnvSession:
-    thread = OwnThread()
-    made: list[Any] = []
-    try:
-        returned = await thread.call_async(lambda: made.append(make_env(task)), timeout_seconds=step_timeout_seconds)
-    except TimeoutError:
-        thread.abandon(lambda: _close_if_possible(made))  # should it come after all
-        text = f"{task.env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
-        raise EnvTimeoutError(text) from None
-    if returned.error is not None:
-        thread.release()
-        text = f"{task.env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
-        raise EnvError(text) from returned.error
-    return EnvSession(made[0], env_id=task.env_id, step_timeout_seconds=step_timeout_seconds, thread=thread)
-
-
-def _close_if_possible(made: list[Any]) -> None:
-    for env in made:
-        close = getattr(env, "close", None)
-        if callable(close) and not inspect.iscoroutinefunction(close):
-            close()
 
 
 def _one_line(error: BaseException) -> str:

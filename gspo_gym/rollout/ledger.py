@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.errors import RecordError
+from gspo_gym.files import append_line, cut_torn_line
 from gspo_gym.types import Outcome
 
 
@@ -60,8 +61,8 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        if path is not None and path.exists():
-            _cut_torn_line(path)
+        if path is not None:
+            cut_torn_line(path)
         self._path = path
         self._entries: list[Entry] = []
         self._is_settled: dict[tuple[str, int], bool] = {}
@@ -118,8 +119,7 @@ class Ledger:
 
     def _append(self, entry: Entry) -> None:
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_to_json(entry)) + "\n")
+            append_line(self._path, json.dumps(_to_json(entry)))
         self._entries.append(entry)
 
 
@@ -151,14 +151,6 @@ def read_ledger(path: Path) -> tuple[Entry, ...]:
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path}:{number}: not a ledger entry: {error}") from error
     return tuple(entries)
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove what a killed process wrote after the last line break, so that the next entry starts a line."""
-    whole = path.read_bytes()
-    if whole and not whole.endswith(b"\n"):
-        with path.open("rb+") as file:
-            file.truncate(whole.rfind(b"\n") + 1)
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
