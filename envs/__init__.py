@@ -10,6 +10,7 @@ import gymnasium
 from gymnasium.envs.registration import register
 
 BUNDLED = {
+    "gspo_gym/Dataset-v0": "gspo_gym.env.dataset:DatasetEnv",  # rows of the user's; needs the argument `rows`
     "gspo_gym/GuessNumber-v0": "gspo_gym_envs.guess_number.env:GuessNumber",
     "gspo_gym/FrozenLake-v0": "gspo_gym_envs.frozen_lake.env:FrozenLake",
     "gspo_gym/SqlAnalyst-v0": "gspo_gym_envs.sql_analyst.env:SqlAnalyst",

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspo_gym.config import RunConfig as RunConfig
-    from gspo_gym.config import load_config as load_config
+    from gspo_gym.config.run_config import RunConfig as RunConfig
+    from gspo_gym.config.run_config import load_config as load_config
     from gspo_gym.engine.local import LocalEngine as LocalEngine
     from gspo_gym.engine.scripted import ScriptedEngine as ScriptedEngine
     from gspo_gym.env.checker import check_env as check_env
@@ -31,14 +31,14 @@ _HOMES = {
     "LocalEngine": "engine.local",
     "Message": "types",
     "Reward": "env.rewards",
-    "RunConfig": "config",
+    "RunConfig": "config.run_config",
     "ScriptedEngine": "engine.scripted",
     "TextEnv": "env.core",
     "TokenObservationWrapper": "rollout.adapter",
     "ToolCall": "types",
     "ToolEnv": "env.core",
     "check_env": "env.checker",
-    "load_config": "config",
+    "load_config": "config.run_config",
     "load_policy": "models",
     "make": "env.registry",
     "register": "env.registry",

@@ -7,22 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from gspo_gym.checkpoints import CheckpointStore
-from gspo_gym.config import RunConfig
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.sections import parse_source
+from gspo_gym.config.services import refuse_to_run
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation import Evaluation, evaluate
+from gspo_gym.learning.truncation import Truncation
 from gspo_gym.learning.update import Learner
-from gspo_gym.models import Policy, add_lora, is_adapter, load_policy
+from gspo_gym.models import Policy, adapt_policy, load_policy
+from gspo_gym.models_adapters import is_adapter
+from gspo_gym.models_options import check_options, prepare_for_training
+from gspo_gym.models_quantization import is_quantized
 from gspo_gym.recording import RunRecorder
+from gspo_gym.recording_sinks import Sink, open_sinks
 from gspo_gym.report.progress import Progress
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import RendererCache
 from gspo_gym.rollout.ledger import Disposition, Ledger
+from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.seeding import child_seed
 from gspo_gym.trainer import Evaluate, Trainer, TrainPlan, TrainState
@@ -39,34 +48,90 @@ class Player:
     renderers: RendererCache
 
 
-def build_policy(config: RunConfig) -> Policy:
-    """The policy to be trained, as [model] and [training.lora] say; a tiny model's weights derive from run.seed."""
+def model_name(config: RunConfig) -> str:
+    """What `models.load_policy` takes for model.base or model.source.
+
+    Raises:
+        ConfigError: model.source names a run or a checkpoint that is not there.
+    """
+    if config.model.base is not None:
+        return config.model.base
+    label, step = parse_source(config.model.source or "")
+    folder = Path(config.run.folder) / label / "checkpoints"
+    found = sorted(path.name for path in folder.glob("step_*") if (path / "manifest.json").is_file())
+    if not found or (step is not None and step not in found):
+        there = f"the checkpoints there are {', '.join(found)}" if found else "there is none"
+        raise ConfigError(f"model.source: {config.model.source!r}: expected a checkpoint in {folder}; {there}")
+    return str(folder / (step or found[-1]))
+
+
+def build_policy(config: RunConfig, base: str | None = None) -> Policy:
+    """The policy to be trained, as [model] and [training.lora] say; a tiny model's weights derive from run.seed.
+
+    `base` is loaded in place of the model that the config names: a checkpoint to go on from.
+
+    Raises:
+        ConfigError: this version, this machine or this model cannot do what the config asks for.
+    """
+    refuse_to_run(config.sections)
+    model, device = config.model, device_of(config)
+    check_options(device=device, torch_compile=model.torch_compile, liger_kernels=model.liger_kernels)
     seed = child_seed(config.run.seed, "model")
-    policy = load_policy(config.model.base, dtype=config.model.dtype, device=device_of(config), seed=seed)
-    if config.training.lora is None:
-        if is_adapter(policy.model):
-            raise ConfigError(
-                f'model.base: {config.model.base} is a LoRA adapter, which model.trainer_mode = "full" cannot train; '
-                'set it to "lora" to go on with the adapter'
-            )
-        return policy
-    if is_adapter(policy.model):  # its own shape is in its files; a second adapter on top is never what was meant
-        return policy
-    model = add_lora(policy.model, config.training.lora, seed)
-    return Policy(model=model, tokenizer=policy.tokenizer, base=policy.base)
+    policy = load_policy(
+        base or model_name(config),
+        dtype=model.dtype,
+        device=device,
+        seed=seed,
+        quantization="nf4" if model.trainer_mode == "qlora" else "as_saved",
+    )
+    if is_quantized(policy.model) and model.trainer_mode != "qlora":
+        raise ConfigError(
+            f'model.trainer_mode: {policy.base} was trained on a base in 4 bits; set it to "qlora" to go on with it, '
+            f"got {model.trainer_mode!r}"
+        )
+    if config.training.lora is not None:
+        policy = adapt_policy(policy, config.training.lora, seed)
+    elif is_adapter(policy.model):
+        raise ConfigError(
+            f'model.base: {policy.base} is a LoRA adapter, which model.trainer_mode = "full" cannot train; '
+            'set it to "lora" to go on with the adapter'
+        )
+    prepare_for_training(
+        policy.model,
+        gradient_checkpointing=model.gradient_checkpointing,
+        torch_compile=model.torch_compile,
+        liger_kernels=model.liger_kernels,
+    )
+    return policy
 
 
 def device_of(config: RunConfig) -> str:
-    """The torch device that model.device names.
+    """The torch device that model.device and [compute] name.
 
     Raises:
-        ConfigError: "cuda" on a machine without.
+        ConfigError: a GPU is asked for on a machine without, or one of another type.
     """
-    if config.model.device == "auto":
+    compute, wanted = config.compute, config.model.device
+    if wanted == "auto" and compute is not None:
+        wanted = "cpu" if compute.gpu_count == 0 else "cuda"
+    if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if config.model.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('model.device: expected a CUDA device, and torch sees none here; use "auto" or "cpu"')
-    return config.model.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        key = "model.device" if config.model.device == "cuda" else "compute.gpu_count"
+        raise ConfigError(f"{key}: expected a CUDA device, and torch sees none here; use the processor (cpu, or 0)")
+    if wanted == "cuda" and compute is not None and compute.gpu_type is not None:
+        require_gpu_type(compute.gpu_type, torch.cuda.get_device_name())
+    return wanted
+
+
+def require_gpu_type(gpu_type: str, device_name: str) -> None:
+    """Refuse another device than the one that compute.gpu_type names, such as "H100" for "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if gpu_type.lower() not in device_name.lower():
+        raise ConfigError(f"compute.gpu_type: expected {gpu_type!r}, but the device here is {device_name!r}")
 
 
 def build_player(config: RunConfig, policy: Policy) -> Player:
@@ -75,18 +140,37 @@ def build_player(config: RunConfig, policy: Policy) -> Player:
     Raises:
         ConfigError: rollout.max_model_len is more than the model can read.
     """
+    refuse_to_run(config.sections)
     longest = getattr(policy.model.config, "max_position_embeddings", None)
     if longest is not None and config.rollout.max_model_len > longest:
         raise ConfigError(
-            f"rollout.max_model_len: {config.model.base} reads at most {longest} tokens, got "
-            f"{config.rollout.max_model_len}"
+            f"rollout.max_model_len: {policy.base} reads at most {longest} tokens, got {config.rollout.max_model_len}"
         )
     engine = LocalEngine(
         policy.model,
         max_model_len=config.rollout.max_model_len,
         max_batch_size=config.rollout.max_concurrent_rollouts,
     )
-    return Player(policy, engine, RendererCache(policy.tokenizer))
+    asked = config.rollout.policy_config
+    renderers = RendererCache(
+        policy.tokenizer,
+        template_kwargs=None if asked is None else asked.chat_template_kwargs,
+        system_prompt=None if asked is None else asked.system_prompt,
+    )
+    return Player(policy, engine, renderers)
+
+
+def build_actor(config: RunConfig, player: Player, *, temperature: float) -> EngineActor:
+    """Who samples from the player's weights as [rollout] says, but for the temperature."""
+    return EngineActor(
+        player.engine,
+        temperature=temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        min_p=config.rollout.min_p,
+        repetition_penalty=config.rollout.repetition_penalty,
+        min_tokens=config.rollout.min_output_tokens,
+    )
 
 
 def build_pool(
@@ -95,17 +179,21 @@ def build_pool(
     act: Actor,
     *,
     seed_name: str,
+    limits: EpisodeLimits | None = None,
     ledger: Ledger | None = None,
     on_episode: OnEpisode | None = None,
 ) -> RolloutPool:
-    """A pool of the configured environment and limits; `seed_name` keeps its sampling seeds apart from other pools'."""
+    """A pool of the configured environment; `seed_name` keeps its sampling seeds apart from other pools'.
+
+    `limits` are `config.episode_limits` if None.
+    """
     env_id = resolve(config.rollout.env_name)
     env_config = dict(config.rollout.env_config)
     return RolloutPool(
         make_env=lambda _task: make(env_id, **env_config),
         act=act,
         renderers=renderers,
-        episode_limits=config.episode_limits,
+        episode_limits=limits or config.episode_limits,
         pool_limits=config.pool_limits,
         run_seed=child_seed(config.run.seed, seed_name),
         ledger=ledger,
@@ -123,7 +211,7 @@ def build_evaluate(config: RunConfig, player: Player, keep: Keep | None = None) 
 
 def build_evaluation_actor(config: RunConfig, player: Player) -> EngineActor:
     """The player of evaluations, who may be greedier than that of rollouts."""
-    return EngineActor(player.engine, temperature=config.evaluation.temperature)
+    return build_actor(config, player, temperature=config.evaluation.temperature)
 
 
 def build_scripted_evaluate(config: RunConfig, player: Player, policy_name: str) -> Evaluate:
@@ -155,13 +243,19 @@ def _evaluation_of(config: RunConfig, renderers: RendererCache, act: Actor, keep
 
 
 def build_learner(config: RunConfig, policy: Policy) -> Learner:
-    """The learner of [loss], [optimizer] and [training]."""
+    """The learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training]."""
+    rollout = config.rollout
     return Learner(
         policy.model,
         optimizer=config.optimizer_settings,
         loss=config.loss,
         update=config.update_settings,
-        temperature=config.rollout.temperature,
+        advantages=config.advantages,
+        rewards=config.rewards,
+        correction=config.correction,
+        reference=config.reference_settings,
+        temperature=rollout.temperature,
+        truncation=Truncation(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p),
         total_steps=config.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
     )
@@ -195,6 +289,37 @@ def build_plan(config: RunConfig) -> TrainPlan:
         checkpoint_every=config.training.checkpoint_every_n_iters,
         log_every=config.training.log_interval,
         stop_at_success_rate=config.training.stop_at_success_rate,
+        rewards=config.rewards,
+        step_rewards=config.step_reward_settings,
+        constant_groups=config.training.constant_groups,
+        max_refill_rounds=config.training.max_refill_rounds,
+        log_episodes_every_n_iters=config.run.log_episodes_every_n_iters,
+    )
+
+
+def build_training_pool(config: RunConfig, player: Player, ledger: Ledger | None = None) -> RolloutPool:
+    """The pool that plays the episodes to be learned from."""
+    act = build_actor(config, player, temperature=config.rollout.temperature)
+    limits = config.training_limits
+    return build_pool(config, player.renderers, act, seed_name="rollout", limits=limits, ledger=ledger)
+
+
+def build_sinks(config: RunConfig, *, resume_step: int | None = None) -> list[Sink]:
+    """Where [tracking] sends metrics besides the run's folder.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+        ConfigError: W&B refuses.
+    """
+    tracking = config.tracking
+    return open_sinks(
+        tracking.report_to,
+        folder=config.run_folder,
+        project=tracking.wandb_project,
+        tags=tracking.wandb_tags,
+        run_name=tracking.run_name or config.model.label,
+        config=config.model_dump(mode="json"),
+        resume_step=resume_step,
     )
 
 
@@ -214,11 +339,9 @@ def build_trainer(
         folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
         recorder.event("checkpoint", state.step, {"folder": folder.name})
 
-    act = EngineActor(player.engine, temperature=config.rollout.temperature)
-    ledger = Ledger(recorder.folder / "ledger.jsonl")
     return Trainer(
         build_plan(config),
-        pool=build_pool(config, player.renderers, act, seed_name="rollout", ledger=ledger),
+        pool=build_training_pool(config, player, Ledger(recorder.folder / "ledger.jsonl")),
         engine=player.engine,
         learner=learner,
         evaluate=build_evaluate(config, player, recorder.episodes),

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gspo_gym import env_commands, evaluate, train
+from gspo_gym import config_commands, doctor, env_commands, evaluate, search, train
 from gspo_gym.command_line import parse_and_run
 
 
@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_arguments(commands.add_parser("train", help="train a model as a config file says"))
     evaluate.add_arguments(commands.add_parser("evaluate", help="evaluate a model over seeded episodes"))
+    doctor.add_arguments(commands.add_parser("doctor", help="say what is wrong with a run, and which key to change"))
+    search.add_arguments(commands.add_parser("search", help="try many values of some keys, and keep the best"))
+    config_commands.add_arguments(commands.add_parser("config", help="check, show and translate configurations"))
     env_commands.add_arguments(commands.add_parser("env", help="list, check and play environments"))
     return parse_and_run(parser, argv)
 

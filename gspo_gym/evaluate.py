@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspo_gym.config import RunConfig
+    from gspo_gym.config.run_config import RunConfig
     from gspo_gym.evaluation import Evaluation
 
 _SCRIPTED = "scripted:"
@@ -37,7 +37,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the `evaluate` command; 0 when every model was evaluated."""
     from rich.console import Console
 
-    from gspo_gym.config import load_config
+    from gspo_gym import build
+    from gspo_gym.config.run_config import load_config
     from gspo_gym.evaluation import compare, comparison_table, evaluation_table
     from gspo_gym.settings import parse_seeds
 
@@ -46,7 +47,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         overrides += [f"evaluation.seeds={json.dumps(arguments.seeds)}"]
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
     config = load_config(arguments.config, overrides)
-    names = [arguments.model or config.model.base] + ([arguments.against] if arguments.against else [])
+    names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
     results = {name: run_evaluation(config, name) for name in names}
     answer: dict[str, Any] = {"evaluations": {name: result.to_dict() for name, result in results.items()}}
     comparison = None
@@ -76,10 +77,17 @@ def run_evaluation(config: RunConfig, model: str | None = None) -> Evaluation:
     from gspo_gym.models import load_policy
     from gspo_gym.seeding import child_seed
 
-    name = model or config.model.base
-    base = config.model.base if name.startswith(_SCRIPTED) else name
+    name = model or build.model_name(config)
+    base = build.model_name(config) if name.startswith(_SCRIPTED) else name
     seed = child_seed(config.run.seed, "model")
-    policy = load_policy(base, dtype=config.model.dtype, device=build.device_of(config), seed=seed)
+    is_untrained_qlora = config.model.trainer_mode == "qlora" and base == build.model_name(config)
+    policy = load_policy(
+        base,
+        dtype=config.model.dtype,
+        device=build.device_of(config),
+        seed=seed,
+        quantization="nf4" if is_untrained_qlora else "as_saved",
+    )
 
     async def play() -> Evaluation:
         player = build.build_player(config, policy)

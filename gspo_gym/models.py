@@ -1,7 +1,7 @@
 """A name becomes a policy: a model and its tokenizer, from the hub, a folder, or built from nothing (`tiny:NAME`).
 
-Also puts LoRA adapters on, and writes a policy into a folder that `load_policy` reads back. What it is not for:
-resuming a run, which needs the optimizer and the random state too (`checkpoints.py`).
+Also fits LoRA adapters, and writes a policy into a folder that `load_policy` reads back. What it is not for: resuming a
+run, which needs the optimizer and the random state too (`checkpoints.py`).
 Called by build, the trainer's export, evaluation and the benchmark.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -22,9 +23,14 @@ from transformers.utils import logging as transformers_logging
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.models_adapters import ADAPTER, adapt_lora, is_adapter, load_lora
+from gspo_gym.models_adapters import add_lora as add_lora
+from gspo_gym.models_quantization import check_quantization, is_quantized, keep_differentiable, nf4_options
 from gspo_gym.models_tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_tokenizer
-from gspo_gym.seeding import child_seed
 
+Quantization = Literal["as_saved", "nf4"]
+
+_QUANTIZATION_FILE = "quantization.json"  # beside an adapter: what the weights below it were quantized to
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,34 +49,74 @@ class Policy:
     base: str
 
 
-def load_policy(base: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0) -> Policy:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """In which form weights are to be loaded: a dtype, a device, and nf4 for those that can be quantized."""
+
+    dtype: torch.dtype
+    device: str
+    is_nf4: bool
+
+
+def load_policy(
+    base: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seed: int = 0,
+    quantization: Quantization = "as_saved",
+) -> Policy:
     """The policy that `base` names, in eval mode.
+
+    An adapter comes as it was saved, its own weights in float32 on a base of that dtype, and on 4-bit weights if it was
+    trained on such. Training goes on with it through `adapt_policy`.
 
     Args:
         base: a folder (transformers or PEFT layout), `tiny:NAME`, `tiny:NAME@SEED`, or a model id of the hub.
-        dtype: float32, bfloat16 or float16; of all parameters.
+        dtype: float32, bfloat16 or float16; of all parameters but an adapter's and 4-bit ones, which compute in it.
         device: where a torch device string says.
         seed: decides a tiny model's weights, unless the name does; nothing else is random.
+        quantization: "nf4" loads the linear layers in 4 bits (QLoRA); "as_saved" leaves them as they come.
 
     Raises:
         UnknownNameError: there is no such tiny model, folder or hub model.
         CheckpointError: the folder is there but holds no model that loads.
-        ConfigError: an unknown dtype.
+        ConfigError: an unknown dtype, or 4 bits are asked for where bitsandbytes or its support of the device is
+            missing.
 
     >>> load_policy("tiny:qwen3-64", seed=7).base
     'tiny:qwen3-64@7'
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    form = _Form(_DTYPES[dtype], device, is_nf4=quantization == "nf4")
+    if form.is_nf4:
+        check_quantization(device)
     if base.startswith(TINY_PREFIX):
-        policy = _load_tiny(base, seed)
+        policy = _load_tiny(base, seed, form)
     elif Path(base).expanduser().is_dir():
-        policy = _load_folder(Path(base).expanduser(), _DTYPES[dtype])
+        policy = _load_folder(Path(base).expanduser(), form)
     else:
-        policy = _load_hub(base, _DTYPES[dtype])
-    policy.model.to(device=device, dtype=_DTYPES[dtype])
+        policy = _load_hub(base, form)
+    keep_differentiable(policy.model)
+    if not is_quantized(policy.model):  # those are where they belong, and transformers refuses to move them
+        policy.model.to(device)
     policy.model.eval()
     return policy
+
+
+def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
+    """The policy with the trainable LoRA adapter that `settings` describe: a new one, or the one it was loaded with.
+
+    Strict: an adapter of another shape is an error, or widened; see `models_adapters.adapt_lora`. The policy given must
+    not be used after that.
+
+    Raises:
+        ConfigError: the settings do not fit the model or its adapter.
+    """
+    model = adapt_lora(policy.model, settings, seed)
+    model.eval()
+    return Policy(model=model, tokenizer=policy.tokenizer, base=policy.base)
 
 
 def load_tokenizer(base: str) -> Any:
@@ -93,38 +139,13 @@ def load_tokenizer(base: str) -> Any:
         raise CheckpointError(f"model folder {folder}: its tokenizer cannot be loaded: {error}") from error
 
 
-def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
-    """The model with a trainable LoRA adapter put in (arXiv 2106.09685); its own weights are frozen in place.
-
-    The adapter changes nothing before it is trained (B starts at zero); `seed` draws A. The global generator is left as
-    it was. Models are Any: transformers and peft are untyped.
-
-    Raises:
-        ConfigError: PEFT refuses, for example because no module matches.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    targets = settings.target_modules
-    config = LoraConfig(
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(child_seed(seed, "lora"))
-        try:
-            return get_peft_model(model, config)
-        except ValueError as error:
-            raise ConfigError(f"lora: {error}") from error
-
-
 def save_policy(policy: Policy, folder: Path) -> None:
     """Write the policy so that `load_policy(folder)` gives it back, weights bit for bit.
 
     A full model is written in the transformers layout, an adapter in the PEFT layout. The base of a tiny model's
-    adapter exists nowhere else, so it is written beside it, into `base/`. The folder is made; files in it are
-    overwritten. Not crash-safe: `checkpoints.py` writes to a temporary folder and renames.
+    adapter exists nowhere else, so it is written beside it, into `base/`; but not in 4 bits, which its name and seed
+    give again. The folder is made; files in it are overwritten. Not crash-safe: `checkpoints.py` writes to a temporary
+    folder and renames.
     """
     folder.mkdir(parents=True, exist_ok=True)
     policy.tokenizer.save_pretrained(folder)
@@ -133,21 +154,32 @@ def save_policy(policy: Policy, folder: Path) -> None:
             policy.model.save_pretrained(folder)
         return
     # The vocabulary is never resized; told so, PEFT need not look the base up (on the hub, if it finds no folder).
-    policy.model.save_pretrained(folder, save_embedding_layers=False)
-    if _base_name(folder).startswith(TINY_PREFIX):
+    policy.model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[ADAPTER])
+    if is_quantized(policy.model):
+        (folder / _QUANTIZATION_FILE).write_text(json.dumps({"base": "nf4"}) + "\n", encoding="utf-8")
+    elif _base_name(folder).startswith(TINY_PREFIX):
         _save_tiny_base(policy, folder / "base")
 
 
-def _load_tiny(base: str, seed: int) -> Policy:
+def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     name, own_seed = parse_tiny(base)
     model = build_tiny(name, seed if own_seed is None else own_seed)
-    return Policy(model=model, tokenizer=tiny_tokenizer(), base=model.name_or_path)
+    policy = Policy(model=model, tokenizer=tiny_tokenizer(), base=model.name_or_path)
+    if form.is_nf4:  # transformers quantizes what it reads from files
+        with tempfile.TemporaryDirectory() as folder:
+            save_policy(policy, Path(folder))
+            quantized = _load_folder(Path(folder), form).model
+        quantized.name_or_path = policy.base
+        return Policy(model=quantized, tokenizer=policy.tokenizer, base=policy.base)
+    for parameter in model.parameters():  # and not the buffers: rotary frequencies need float32
+        parameter.data = parameter.data.to(form.dtype)
+    return policy
 
 
-def _load_folder(folder: Path, dtype: torch.dtype) -> Policy:
+def _load_folder(folder: Path, form: _Form) -> Policy:
     try:
         if (folder / "adapter_config.json").is_file():
-            return _load_adapter(folder, dtype)
+            return _load_adapter(folder, form)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"model folder {folder}: expected config.json (transformers) or adapter_config.json (PEFT), found "
@@ -155,7 +187,7 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> Policy:
             )
         with _no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder, local_files_only=True, output_loading_info=True, **_options(form)
             )
         if report["missing_keys"]:  # transformers would go on with random numbers in their place
             raise CheckpointError(f"model folder {folder}: weights are missing: {sorted(report['missing_keys'])[:5]}")
@@ -167,21 +199,30 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> Policy:
     return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
 
 
-def _load_adapter(folder: Path, dtype: torch.dtype) -> Policy:
-    from peft import PeftModel
-
-    base_folder = folder / "base"
-    base = load_policy(str(base_folder) if base_folder.is_dir() else _base_name(folder), dtype=str(dtype)[6:])
-    model = PeftModel.from_pretrained(base.model, folder, is_trainable=True)
+def _load_adapter(folder: Path, form: _Form) -> Policy:
+    is_nf4 = form.is_nf4 or (folder / _QUANTIZATION_FILE).is_file()
+    below = folder / "base"
+    base = load_policy(
+        str(below) if below.is_dir() else _base_name(folder),
+        dtype=str(form.dtype).removeprefix("torch."),
+        device=form.device,
+        quantization="nf4" if is_nf4 else "as_saved",
+    )
+    model = load_lora(base.model, folder, form.device)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else base.tokenizer
     return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
 
 
-def _load_hub(base: str, dtype: torch.dtype) -> Policy:
+def _load_hub(base: str, form: _Form) -> Policy:
     tokenizer = _from_hub(base, AutoTokenizer.from_pretrained)
-    model = _from_hub(base, AutoModelForCausalLM.from_pretrained, dtype=dtype)
+    model = _from_hub(base, AutoModelForCausalLM.from_pretrained, **_options(form))
     return Policy(model=model, tokenizer=tokenizer, base=base)
+
+
+def _options(form: _Form) -> dict[str, Any]:
+    """What transformers' `from_pretrained` is told (Any: untyped)."""
+    return {"dtype": form.dtype, **(nf4_options(form.dtype, form.device) if form.is_nf4 else {})}
 
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
@@ -206,11 +247,6 @@ def _may_be_hub_id(base: str) -> bool:
     return not (slash and Path(first).is_dir())
 
 
-def is_adapter(model: Any) -> bool:
-    """Whether PEFT has put an adapter on the model (Any: untyped)."""
-    return hasattr(model, "peft_config")
-
-
 def _base_name(folder: Path) -> str:
     name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not name:
@@ -222,7 +258,7 @@ def _save_tiny_base(policy: Policy, folder: Path) -> None:
     """The frozen weights under the adapter, as a full model: the adapter's layers are left out, not merged."""
     base = policy.model.get_base_model()
     weights = {
-        name.replace(".base_layer.", "."): tensor.detach().clone()
+        re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach().clone()
         for name, tensor in base.state_dict().items()
         if "lora_" not in name
     }

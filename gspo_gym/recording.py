@@ -19,7 +19,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from gspo_gym.errors import ConfigError, RecordError, nearest_name
 from gspo_gym.files import append_line, cut_torn_line, replace_file, sync, whole_lines
 from gspo_gym.learning.metrics import METRICS as LEARNING_METRICS
 from gspo_gym.recording_episodes import SCHEMA_VERSION, write_episodes
+from gspo_gym.recording_sinks import Sink, evaluation_numbers
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import TERM_PREFIX
 from gspo_gym.types import Trajectory
@@ -37,7 +39,12 @@ METRICS: Mapping[str, str] = MappingProxyType(
     {
         **ROLLOUT_METRICS,
         **LEARNING_METRICS,
-        "batch/constant_group_fraction": "share of groups whose episodes all earned the same: no signal",
+        "batch/constant_group_fraction": "share of groups whose episodes all earned the same, of all that were played",
+        "batch/dropped_constant_groups": "groups left out of the batch, because their episodes all earned the same",
+        "batch/refilled_groups": "groups played in place of those that teach nothing",
+        "batch/num_filtered": "episodes left out of the batch, because their advantages are within filter_eps",
+        "batch/mean_return": "mean over compared episodes of the return after step rewards, overlong penalty and clip",
+        "batch/overlong_fraction": "share of compared episodes that a limit cut off (turns, context, output tokens)",
         "time/rollout_seconds": "collecting the step's episodes",
         "time/update_seconds": "from the collected episodes to published weights",
         "time/step_seconds": "the whole step, without evaluation and checkpoint",
@@ -51,7 +58,10 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "warmup": "the warm-up ended; data: its losses",
         "evaluation": "data: the evaluation, seed by seed",
         "checkpoint": "a checkpoint is complete; data: its folder",
+        "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
+        "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
         "finished": "the run ended; data: its status",
+        "sink_failed": "a sink of [tracking] raised and gets nothing more; data: which, and its error",
         "nonfinite_metrics": "metrics that were NaN or infinite, and so are null in their line; data: name -> value",
     }
 )
@@ -59,6 +69,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
 SUMMARY: Mapping[str, str] = MappingProxyType(
     {
         "status": "how the run ended",
+        "policy_name": "the user's name for who played",
         "steps": "training steps taken",
         "episodes": "episodes trained on",
         "wall_seconds": "seconds of training and evaluation",
@@ -79,15 +90,36 @@ class RunRecorder:
 
     Attributes:
         folder: where it writes.
+        policy_name: the user's name for who plays; goes into every episode.
+
+    `sinks` show the numbers of metrics and evaluations elsewhere, too (`recording_sinks.py`).
     """
 
-    def __init__(self, folder: Path, *, last_step: int | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        last_step: int | None,
+        policy_name: str = "policy",
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.folder = folder
+        self.policy_name = policy_name
         self._last_step = last_step
+        self._sinks = list(sinks)
         self._clock = clock
 
     @classmethod
-    def create(cls, folder: Path, config_toml: str, *, clock: Callable[[], float] = time.time) -> RunRecorder:
+    def create(
+        cls,
+        folder: Path,
+        config_toml: str,
+        *,
+        policy_name: str = "policy",
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> RunRecorder:
         """Start a run's folder with its resolved configuration.
 
         Raises:
@@ -100,12 +132,20 @@ class RunRecorder:
             )
         (folder / "episodes").mkdir(parents=True, exist_ok=True)
         replace_file(folder / "config.toml", config_toml)
-        recorder = cls(folder, last_step=None, clock=clock)
+        recorder = cls(folder, last_step=None, policy_name=policy_name, sinks=sinks, clock=clock)
         recorder.event("started", 0)
         return recorder
 
     @classmethod
-    def resume(cls, folder: Path, step: int, *, clock: Callable[[], float] = time.time) -> RunRecorder:
+    def resume(
+        cls,
+        folder: Path,
+        step: int,
+        *,
+        policy_name: str = "policy",
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> RunRecorder:
         """Go on with a run after `step`: what was recorded of later steps moves to discarded/, so that none is twice.
 
         Raises:
@@ -117,7 +157,7 @@ class RunRecorder:
         for name in ("metrics.jsonl", "events.jsonl"):
             cut_torn_line(folder / name)
         data = _discard_after(folder, step)
-        recorder = cls(folder, last_step=step, clock=clock)
+        recorder = cls(folder, last_step=step, policy_name=policy_name, sinks=sinks, clock=clock)
         recorder.event("resumed", step, data)
         return recorder
 
@@ -141,6 +181,7 @@ class RunRecorder:
         line = {"step": step, "time": self._clock(), **values} | dict.fromkeys(nonfinite)
         self._append("metrics.jsonl", line)
         self._last_step = step
+        self._send(step, {name: value for name, value in values.items() if name not in nonfinite})
 
     def event(self, kind: str, step: int, data: Mapping[str, Any] | None = None) -> None:
         """Append something that happened. Any: the data are JSON values, and differ by kind.
@@ -152,6 +193,8 @@ class RunRecorder:
             raise RecordError(f"event: {kind!r} is not explained in EVENTS; {nearest_name(kind, EVENTS)}")
         line = {"time": self._clock(), "step": step, "kind": kind, "data": dict(data or {})}
         self._append("events.jsonl", line)
+        if kind == "evaluation":
+            self._send(step, evaluation_numbers(data or {}))
 
     def episodes(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Write episodes/<name>.jsonl, replacing it if it exists; `name` is like "step_000012" or "eval_000010".
@@ -161,7 +204,8 @@ class RunRecorder:
         """
         if not _EPISODES_NAME.fullmatch(name):
             raise RecordError(f'episodes: expected a name like "step_000012", got {name!r}')
-        write_episodes(self.folder / "episodes" / f"{name}.jsonl", trajectories)
+        path = self.folder / "episodes" / f"{name}.jsonl"
+        write_episodes(path, trajectories, policy_name=self.policy_name)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json, replacing it if it exists. Any: JSON values of the keys of SUMMARY.
@@ -174,10 +218,28 @@ class RunRecorder:
         replace_file(self.folder / "summary.json", _dump({"schema": SCHEMA_VERSION, **values}, indent=2) + "\n")
 
     def close(self) -> None:
-        """Force the appended lines to the disk, so that a power cut, too, leaves them. Closing twice is fine."""
+        """Close the sinks, and force the appended lines to the disk, so that a power cut, too, leaves them.
+
+        Closing twice is fine.
+        """
+        for sink in tuple(self._sinks):
+            self._call(sink, sink.close)
+        self._sinks.clear()
         for name in ("metrics.jsonl", "events.jsonl"):
             if (self.folder / name).exists():
                 sync(self.folder / name)
+
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in tuple(self._sinks):
+            self._call(sink, partial(sink.write, step, values))
+
+    def _call(self, sink: Sink, action: Callable[[], None]) -> None:
+        """A sink that raises, whatever it raises, is dropped with an event: the folder has all that it would show."""
+        try:
+            action()
+        except Exception as error:
+            self._sinks.remove(sink)
+            self.event("sink_failed", self._last_step or 0, {"sink": sink.name, "error": f"{error!r}"[:500]})
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         append_line(self.folder / name, _dump({"schema": SCHEMA_VERSION, **line}))

@@ -40,16 +40,18 @@ _SEGMENT_ARRAYS = {
 }
 
 
-def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -> dict[str, Any]:
     """JSON values (hence Any) that `trajectory_from_json` turns into an equal trajectory.
 
-    Messages have the shape of the OpenAI chat API. `reward` is there for people; it follows from the turns.
+    Messages have the shape of the OpenAI chat API. `reward` is there for people; it follows from the turns. So is
+    `policy_name`, the user's name for who played.
     """
     task = trajectory.task
     return {
         "schema": SCHEMA_VERSION,
         "trajectory_id": trajectory.trajectory_id,
         "attempt": trajectory.attempt,
+        "policy_name": policy_name,
         "task": {"env_id": task.env_id, "seed": task.seed, "options": dict(task.options)},
         "sampling_seed": trajectory.sampling_seed,
         "outcome": trajectory.outcome.value,
@@ -111,7 +113,7 @@ def message_from_json(values: Mapping[str, Any]) -> Message:
     )
 
 
-def write_episodes(path: Path, trajectories: Iterable[Trajectory]) -> None:
+def write_episodes(path: Path, trajectories: Iterable[Trajectory], *, policy_name: str = "policy") -> None:
     """Write a file of one trajectory a line, durably and at once.
 
     Raises:
@@ -120,7 +122,7 @@ def write_episodes(path: Path, trajectories: Iterable[Trajectory]) -> None:
     lines = []
     for trajectory in trajectories:
         try:
-            lines.append(json.dumps(trajectory_to_json(trajectory), allow_nan=False) + "\n")
+            lines.append(json.dumps(trajectory_to_json(trajectory, policy_name=policy_name), allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
             raise RecordError(f"episode {trajectory.trajectory_id} cannot be written as JSON: {error}") from error
     replace_file(path, "".join(lines))

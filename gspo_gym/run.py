@@ -15,10 +15,9 @@ from rich.console import Console
 
 from gspo_gym import build
 from gspo_gym.checkpoints import CheckpointStore
-from gspo_gym.config import RunConfig, load_config
+from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.update import Learner
-from gspo_gym.models import load_policy
 from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress, QuietProgress, make_progress
 from gspo_gym.trainer import TrainState
@@ -27,8 +26,10 @@ from gspo_gym.warmup import warm_up
 _FREE_ON_RESUME = frozenset(
     {
         "run.folder",
+        "run.log_episodes_every_n_iters",
         "model.label",
         "model.device",
+        "rollout.policy_name",
         "rollout.max_concurrent_rollouts",
         "training.num_epochs",
         "training.iterations_per_epoch",
@@ -38,6 +39,9 @@ _FREE_ON_RESUME = frozenset(
         "evaluation.every_n_iters",
     }
 )
+
+
+_FREE_SECTIONS = ("compute.", "tracking.")
 
 
 def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
@@ -60,7 +64,9 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
     policy = build.build_policy(config)
     player = build.build_player(config, policy)
     warmup = build.build_warmup(config, player)  # before the folder exists: a wrong name leaves nothing behind
-    recorder = RunRecorder.create(config.run_folder, config.to_toml())
+    sinks = build.build_sinks(config)
+    name = config.rollout.policy_name
+    recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
     async with _closing(player, recorder):
         if warmup is not None:
             pool, plan = warmup
@@ -75,9 +81,11 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     checkpoint = _checkpoints(config).load_latest()
     _require_same_run(config)
     state = TrainState.from_dict(checkpoint.trainer_state)
-    policy = load_policy(str(checkpoint.model_folder), dtype=config.model.dtype, device=build.device_of(config))
+    policy = build.build_policy(config, str(checkpoint.model_folder))
     player = build.build_player(config, policy)
-    recorder = RunRecorder.resume(config.run_folder, state.step)
+    sinks = build.build_sinks(config, resume_step=state.step)
+    name = config.rollout.policy_name
+    recorder = RunRecorder.resume(config.run_folder, state.step, policy_name=name, sinks=sinks)
     async with _closing(player, recorder):
         learner = build.build_learner(config, policy)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
@@ -112,7 +120,7 @@ async def _train(
         raise
     finally:
         recorder.event("finished", trainer.state.step, {"status": status})
-        summary = _summary(status, trainer.state)
+        summary = _summary(status, trainer.state, config.rollout.policy_name)
         recorder.summary(summary)
     return summary
 
@@ -139,7 +147,7 @@ def _require_same_run(config: RunConfig) -> None:
     path = config.run_folder / "config.toml"
     began, now = _flat(load_config(path)), _flat(config)
     differing = [key for key in sorted(began.keys() | now.keys()) if began.get(key) != now.get(key)]
-    if refused := [key for key in differing if key not in _FREE_ON_RESUME]:
+    if refused := [key for key in differing if key not in _FREE_ON_RESUME and not key.startswith(_FREE_SECTIONS)]:
         changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
         raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
 
@@ -149,9 +157,10 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
-def _summary(status: str, state: TrainState) -> dict[str, Any]:
+def _summary(status: str, state: TrainState, policy_name: str) -> dict[str, Any]:
     return {
         "status": status,
+        "policy_name": policy_name,
         "steps": state.step,
         "episodes": state.num_episodes,
         "wall_seconds": state.wall_seconds,

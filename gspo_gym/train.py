@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gspo_gym.config import RunConfig
+    from gspo_gym.config.run_config import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the `train` command; 0 when the plan is done."""
     from rich.console import Console
 
-    from gspo_gym.config import load_config
+    from gspo_gym.config.run_config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     console = Console()

@@ -12,17 +12,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_gym.collect import Collected, ConstantGroups, collect_groups
 from gspo_gym.engine.base import Engine
+from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation import Evaluation
-from gspo_gym.learning.batching import build_batch
-from gspo_gym.learning.settings import AdvantageSettings
+from gspo_gym.learning.advantages import is_constant
+from gspo_gym.learning.batching import BuiltBatch, build_batch
+from gspo_gym.learning.credit import played, returns_of
+from gspo_gym.learning.running import RunningReturns
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.summary import rollout_metrics
 from gspo_gym.seeding import training_seed
-from gspo_gym.types import Task
+from gspo_gym.types import Task, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,14 @@ class TrainPlan:
         checkpoint_every: steps between checkpoints; there is one after the last step in any case.
         log_every: steps between lines in metrics.jsonl.
         stop_at_success_rate: an evaluation that reaches it ends the run; None runs all steps.
+        rewards, step_rewards: what becomes of rewards before episodes are compared.
+        constant_groups: what becomes of groups in which nobody did better than anybody else: they are trained on, left
+            out, or replaced by groups of fresh tasks.
+        max_refill_rounds: times that a step asks for replacements.
+        log_episodes_every_n_iters: steps between files of training episodes; 0 writes none.
+
+    Raises:
+        ConfigError: constant groups are to be left out although they teach something.
     """
 
     env_id: str
@@ -51,6 +64,19 @@ class TrainPlan:
     checkpoint_every: int
     log_every: int
     stop_at_success_rate: float | None
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    step_rewards: StepRewardSettings = field(default_factory=StepRewardSettings)
+    constant_groups: ConstantGroups = "keep"
+    max_refill_rounds: int = 10
+    log_episodes_every_n_iters: int = 1
+
+    def __post_init__(self) -> None:
+        if self.constant_groups != "keep" and self.advantages.baseline not in ("group", "leave_one_out"):
+            raise ConfigError(
+                f"constant_groups: {self.constant_groups!r} leaves out groups whose episodes all earned the same, but "
+                f"with baseline {self.advantages.baseline!r} they do have advantages; compare within the group "
+                "(baseline 'group' or 'leave_one_out') or keep them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +84,12 @@ class TrainState:
     """Where a run stands; saved with every checkpoint, so that a resumed run goes on as if nothing had happened.
 
     The evaluations are summaries as in summary.json. `wall_seconds` are those of training steps and evaluations.
+    `num_tasks` counts the groups that were asked for, and with them the tasks. `running` are the statistics of all
+    returns so far.
     """
 
     step: int = 0
+    num_tasks: int = 0
     num_episodes: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0
@@ -69,13 +98,15 @@ class TrainState:
     final_eval: Mapping[str, Any] | None = None
     best_eval: Mapping[str, Any] | None = None
     curve: tuple[tuple[int, float], ...] = field(default=())  # (step, success rate or mean return) of each evaluation
+    running: RunningReturns = field(default_factory=RunningReturns)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        return cls(**{**values, "curve": tuple((int(step), float(score)) for step, score in values["curve"])})
+        curve = tuple((int(step), float(score)) for step, score in values["curve"])
+        return cls(**{**values, "curve": curve, "running": RunningReturns(**values.get("running", {}))})
 
     def after_evaluation(self, evaluation: Evaluation) -> TrainState:
         """With this evaluation as the latest, and as the first or the best where it is."""
@@ -150,34 +181,77 @@ class Trainer:
         return self.state
 
     async def _run_step(self) -> None:
-        """One batch of episodes, the updates on it, and the new weights published."""
-        started = self._clock()
-        step = self.state.step + 1
-        groups = await self._pool.collect(self._requests(step))
-        collected = self._clock()
-        built = build_batch(groups, self.plan.advantages)
-        report = self._learner.update(built.batch)
+        """One batch of episodes, the updates on it, and the new weights published.
+
+        A step whose groups teach nothing takes no update and is a step all the same: the weights get its number.
+        """
+        plan, started, step = self.plan, self._clock(), self.state.step + 1
+        collected = await self._collect(step)
+        played_at = self._clock()
+        built = build_batch(
+            collected.kept,
+            plan.advantages,
+            rewards=plan.rewards,
+            step_rewards=plan.step_rewards,
+            running=self.state.running,
+        )
+        learned = {} if built.batch is None else self._learner.update(built.batch).metrics
         await self._engine.update_weights(version=step)
         finished = self._clock()
         metrics = {
-            **rollout_metrics(groups, seconds=collected - started),
-            **report.metrics,
-            "batch/constant_group_fraction": built.counts.num_constant_groups / built.counts.num_groups,
-            "time/rollout_seconds": collected - started,
-            "time/update_seconds": finished - collected,
+            **rollout_metrics(collected.groups, seconds=played_at - started),
+            **learned,
+            **_batch_metrics(collected, built),
+            "time/rollout_seconds": played_at - started,
+            "time/update_seconds": finished - played_at,
             "time/step_seconds": finished - started,
         }
         self.state = dataclasses.replace(
             self.state,
             step=step,
+            num_tasks=self.state.num_tasks + plan.groups_per_batch + collected.num_refilled,
             num_episodes=self.state.num_episodes + built.counts.num_trajectories,
             sampled_tokens=self.state.sampled_tokens + int(metrics["rollout/sampled_tokens"]),
-            trained_tokens=self.state.trained_tokens + int(metrics["batch/trained_tokens"]),
+            trained_tokens=self.state.trained_tokens + int(metrics.get("batch/trained_tokens", 0)),
             wall_seconds=self.state.wall_seconds + finished - started,
+            running=built.running,
         )
-        if step % self.plan.log_every == 0 or step == self.plan.num_steps:
+        self._record_step(collected, metrics, is_updated=built.batch is not None)
+
+    async def _collect(self, step: int) -> Collected:
+        plan = self.plan
+
+        def request(group: int) -> GroupRequest:
+            task = Task(plan.env_id, training_seed(plan.run_seed, self.state.num_tasks + group))
+            return GroupRequest(f"step_{step:06d}/group_{group:04d}", task, size=plan.group_size)
+
+        return await collect_groups(
+            self._pool.collect,
+            request,
+            num_groups=plan.groups_per_batch,
+            constant_groups=plan.constant_groups,
+            max_refill_rounds=plan.max_refill_rounds,
+            is_informative=self._is_informative,
+        )
+
+    def _is_informative(self, group: TrajectoryGroup) -> bool:
+        plan = self.plan
+        returns = [
+            returns_of(t, discount=plan.advantages.discount, rewards=plan.rewards, step_rewards=plan.step_rewards)
+            for t in played(group)
+        ]
+        return not is_constant(returns, plan.advantages)
+
+    def _record_step(self, collected: Collected, metrics: Mapping[str, float], *, is_updated: bool) -> None:
+        plan, step = self.plan, self.state.step
+        for reason in collected.failures:
+            self._recorder.event("refill_failed", step, {"reason": reason})
+        if not is_updated:
+            self._recorder.event("no_update", step, {"num_groups": len(collected.groups)})
+        if step % plan.log_every == 0 or step == plan.num_steps:
             self._recorder.metrics(step, metrics)
-        self._recorder.episodes(f"step_{step:06d}", [t for group in groups for t in group.trajectories])
+        if plan.log_episodes_every_n_iters and step % plan.log_episodes_every_n_iters == 0:
+            self._recorder.episodes(f"step_{step:06d}", [t for group in collected.groups for t in group.trajectories])
         self._progress.stepped(step, metrics)
 
     async def _run_evaluation(self) -> None:
@@ -190,18 +264,24 @@ class Trainer:
         self._recorder.event("evaluation", step, evaluation.to_dict())
         self._progress.note(f"step {step}: {evaluation.sentence()}")
 
-    def _requests(self, step: int) -> list[GroupRequest]:
-        plan = self.plan
-        return [
-            GroupRequest(
-                group_id=f"step_{step:06d}/group_{group:04d}",
-                task=Task(plan.env_id, training_seed(plan.run_seed, step, group)),
-                size=plan.group_size,
-            )
-            for group in range(plan.groups_per_batch)
-        ]
-
     def _is_goal_reached(self) -> bool:
         goal, latest = self.plan.stop_at_success_rate, self.state.final_eval
         rate = latest["success_rate"] if latest is not None and latest["step"] == self.state.step else None
         return goal is not None and rate is not None and bool(rate >= goal)
+
+
+def _batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
+    """What became of the groups; the fraction is over all that were played and have episodes."""
+    counts = built.counts
+    num_groups = collected.num_dropped + counts.num_groups
+    num_compared = counts.num_trajectories + counts.num_filtered
+    metrics = {
+        "batch/constant_group_fraction": (collected.num_dropped + counts.num_constant_groups) / num_groups,
+        "batch/dropped_constant_groups": float(collected.num_dropped),
+        "batch/refilled_groups": float(collected.num_refilled),
+        "batch/num_filtered": float(counts.num_filtered),
+    }
+    if built.mean_return is not None:
+        metrics["batch/mean_return"] = built.mean_return
+        metrics["batch/overlong_fraction"] = counts.num_overlong / num_compared
+    return metrics

@@ -56,7 +56,9 @@ async def warm_up(model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Pro
 async def play_demonstrations(pool: RolloutPool, plan: WarmupPlan) -> list[Trajectory]:
     """One episode for each of `num_episodes` training tasks."""
     requests = [
-        GroupRequest(f"warmup/{i:06d}", Task(plan.env_id, training_seed(plan.run_seed, 0, i)), size=1)
+        GroupRequest(
+            f"warmup/{i:06d}", Task(plan.env_id, training_seed(child_seed(plan.run_seed, "warmup"), i)), size=1
+        )
         for i in range(plan.num_episodes)
     ]
     groups = await pool.collect(requests)

@@ -1,29 +1,53 @@
 """A transformers model in this process as an engine: the embedded default, on CPU or CUDA.
 
 Continuous batching in a thread of its own; the model is the learner's, weights and all. An episode's keys and values
-stay between its turns, so a turn costs its new tokens only. What it is not: a server, or a way to run a model larger
-than one device.
+stay between its turns, so a turn costs its new tokens only. Models that cannot be run so are run more slowly, not
+refused. What it is not: a server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from gspo_gym.engine.base import Capabilities, SamplingParams, num_tokens_to_sample
-from gspo_gym.engine.batcher import Batcher, Counters, Request
-from gspo_gym.engine.shared_model import SharedModel
+from gspo_gym.engine.batch import Batch, Counters, Request
+from gspo_gym.engine.batcher import Batcher
+from gspo_gym.engine.caching import Caching
+from gspo_gym.engine.general import GeneralBatch
+from gspo_gym.engine.packed_model import PackedModel
+from gspo_gym.engine.plain_model import PlainModel
+from gspo_gym.engine.shared_model import check_length, inner_model
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPath:
+    """How an engine runs its model.
+
+    Attributes:
+        name: "packed": all tokens of a step in one forward pass, keys and values in the engine's slots. "general": the
+            model as it is, much slower with many requests at once.
+        reason: why the model cannot be run packed; None if it is.
+        caching: what is kept of a sequence; of a general one, a new version of the weights may change it.
+    """
+
+    name: Literal["packed", "general"]
+    reason: str | None
+    caching: Caching
 
 
 class LocalEngine:
@@ -52,7 +76,8 @@ class LocalEngine:
 
         Args:
             model: a transformers causal language model or a PEFT model around one (Any: both are untyped). Its modes,
-                hooks and attention are left alone; its weights are read whenever something is sampled.
+                hooks and attention are left alone; its weights are read whenever something is sampled. `path` says
+                whether it is run the fast way, and if not, why.
             max_model_len: longest prompt plus completion, in tokens. Memory for keys and values grows with use, up to
                 `max_batch_size` sequences of this length.
             max_batch_size: most requests in work plus sessions kept between turns; further requests wait, and take the
@@ -60,21 +85,20 @@ class LocalEngine:
             device: where the model is expected to be; None asks nothing.
 
         Raises:
-            ConfigError: the model cannot be run this way, or is not on that device.
+            ConfigError: the model is no causal language model, or cannot read so many tokens, or is not on that device.
         """
         if max_model_len < 2 or max_batch_size < 1:
             raise ConfigError(
                 "LocalEngine: expected max_model_len >= 2 and max_batch_size >= 1, "
                 f"got {max_model_len} and {max_batch_size}"
             )
-        shared = SharedModel(model, max_model_len=max_model_len)
+        batch, self._reason = _run_model(model, max_model_len=max_model_len, max_batch_size=max_batch_size)
+        shared = batch.shared
         if device is not None and torch.device(device).type != shared.device.type:
             raise ConfigError(f"LocalEngine: the model is on {shared.device}, expected {device}; move it first")
-        shared.verify()
-        batcher = Batcher(shared, max_model_len=max_model_len, max_batch_size=max_batch_size)
         self._max_model_len = max_model_len
         self._vocab_size = shared.vocab_size
-        self._worker = _Worker(batcher)
+        self._worker = _Worker(batch)
         self._thread = threading.Thread(target=self._worker.run, name="gspo-gym-engine", daemon=True)
         self._thread.start()
         # Also when the engine is dropped without close(), and at the interpreter's exit.
@@ -83,17 +107,26 @@ class LocalEngine:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            is_trainable=True, seeds_per_request=True, reuses_prefixes=True, max_model_len=self._max_model_len
+            is_trainable=True,
+            seeds_per_request=True,
+            reuses_prefixes=self._worker.batch.caching is Caching.TURNS,
+            max_model_len=self._max_model_len,
         )
 
     @property
+    def path(self) -> RunPath:
+        """How the model is run."""
+        name: Literal["packed", "general"] = "packed" if self._reason is None else "general"
+        return RunPath(name, self._reason, self._worker.batch.caching)
+
+    @property
     def weight_version(self) -> int:
-        return self._worker.batcher.weight_version
+        return self._worker.batch.weight_version
 
     @property
     def counters(self) -> Counters:
         """What the engine has done so far: a copy of its counters."""
-        return replace(self._worker.batcher.counters)
+        return replace(self._worker.batch.counters)
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None
@@ -116,17 +149,17 @@ class LocalEngine:
             )
         request = Request(prompt, sampling, max_new, session_id)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._worker.post(lambda batcher: batcher.submit(request), key=request, future=answer)
+        self._worker.post(lambda batch: batch.submit(request), key=request, future=answer)
         try:
             return await answer
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
-                self._worker.post(lambda batcher: batcher.cancel(request))
+                self._worker.post(lambda batch: batch.cancel(request))
             raise
 
     async def end_session(self, session_id: str) -> None:
         """Free the keys and values kept for a session; unknown ones are fine."""
-        self._worker.post(lambda batcher: batcher.end_session(session_id))
+        self._worker.post(lambda batch: batch.end_session(session_id))
 
     async def update_weights(self, version: int) -> None:
         """Sample under the model's present weights, as `version`; everything computed under others is dropped.
@@ -137,10 +170,10 @@ class LocalEngine:
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = object()
 
-        def update(batcher: Batcher) -> None:
+        def update(batch: Batch) -> None:
             error = None
             try:
-                batcher.update_weights(version)
+                batch.update_weights(version)
             except EngineError as raised:
                 error = raised
             self._worker.settle([(key, error)])
@@ -153,19 +186,38 @@ class LocalEngine:
         await asyncio.to_thread(self._stop)
 
 
-class _Worker:
-    """The thread's side: takes commands between steps, runs the batcher, hands results back once a step."""
+def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
+    """A batch that runs the model packed if it can be, else as it is; and why it cannot, else None."""
+    check_length(inner_model(model), max_model_len)
+    try:
+        packed = PackedModel(model, max_model_len=max_model_len)
+        packed.verify()
+    except ConfigError as error:
+        reason = str(error)
+    else:
+        return Batcher(packed, max_model_len=max_model_len, max_batch_size=max_batch_size), None
+    plain = PlainModel(model, max_model_len=max_model_len)
+    try:
+        plain.verify()
+    except ConfigError as error:
+        raise ConfigError(f"LocalEngine: {error}. Nor can it be run packed: {reason}") from error
+    _log.warning("%s; it is run in the slower, general way (caching: %s)", reason, plain.caching)
+    return GeneralBatch(plain, max_batch_size=max_batch_size), reason
 
-    def __init__(self, batcher: Batcher) -> None:
-        self.batcher = batcher
+
+class _Worker:
+    """The thread's side: takes commands between steps, runs the batch, hands results back once a step."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
         self._changed = threading.Condition()
-        self._commands: deque[Callable[[Batcher], object]] = deque()
+        self._commands: deque[Callable[[Batch], object]] = deque()
         # Who waits for what: a request for its completion, or a command for its end. Any: results of both kinds.
         self._futures: dict[object, asyncio.Future[Any]] = {}
         self._is_closing = False
         self._failure: BaseException | None = None
 
-    def post(self, command: Callable[[Batcher], object], *, key: object = None, future: Any = None) -> None:
+    def post(self, command: Callable[[Batch], object], *, key: object = None, future: Any = None) -> None:
         """Queue a command for the thread, to be run between two steps; `key` names the future that is to be settled.
 
         Raises:
@@ -203,7 +255,7 @@ class _Worker:
         reason = "the engine was closed"
         try:
             while self._take_commands():
-                finished = self.batcher.step()
+                finished = self.batch.step()
                 if finished:
                     self.settle([(item.request, item.result) for item in finished])
         except BaseException as error:  # whatever it is, those who wait must hear of it
@@ -217,13 +269,13 @@ class _Worker:
     def _take_commands(self) -> bool:
         """Wait for something to do and run what was posted; False when it is time to end."""
         with self._changed:
-            while not (self._commands or self._is_closing or self.batcher.num_in_flight):
+            while not (self._commands or self._is_closing or self.batch.num_in_flight):
                 self._changed.wait()
             commands, self._commands = self._commands, deque()
         if self._is_closing:
             return False
         for command in commands:
-            command(self.batcher)
+            command(self.batch)
         return True
 
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.sampling import RowSampling
-from gspo_gym.types import BoolArray, Completion, FinishReason
+from gspo_gym.engine.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling
+from gspo_gym.types import BoolArray, Completion, FinishReason, Int32Array
 
 Int64Array = NDArray[np.int64]
 
@@ -34,13 +34,17 @@ class RowTable:
         self._is_greedy = np.zeros(num_slots, np.bool_)
         self._top_k = np.zeros(num_slots, np.int64)
         self._top_p = np.ones(num_slots, np.float32)
+        self._min_p = np.zeros(num_slots, np.float32)
+        self._min_tokens = np.zeros(num_slots, np.int64)
+        self._penalty = np.ones(num_slots, np.float32)
+        self._prompts: dict[int, Int32Array] = {}  # of the slots that penalise repetition
         self._stop_tokens = np.full((num_slots, 1), _NO_TOKEN, np.int64)
         self._streams = np.zeros(num_slots, np.uint64)
         self._token_ids = np.zeros((num_slots, 1), np.int32)
         self._logprobs = np.zeros((num_slots, 1), np.float32)
 
-    def start(self, slot: int, sampling: SamplingParams, max_new: int) -> None:
-        """Begin a request in a slot, to sample at most `max_new` tokens."""
+    def start(self, slot: int, sampling: SamplingParams, max_new: int, prompt: Int32Array) -> None:
+        """Begin a request in a slot, to sample at most `max_new` tokens after `prompt` [T]."""
         self._widen(max_new, len(sampling.stop_token_ids))
         greedy = sampling.temperature == 0
         self._num_sampled[slot] = 0
@@ -49,6 +53,11 @@ class RowTable:
         self._temperature[slot] = 1.0 if greedy else sampling.temperature
         self._top_k[slot] = 0 if greedy else sampling.top_k
         self._top_p[slot] = 1.0 if greedy else sampling.top_p
+        self._min_p[slot] = 0.0 if greedy else sampling.min_p
+        self._min_tokens[slot] = sampling.min_tokens
+        self._penalty[slot] = sampling.repetition_penalty
+        if sampling.repetition_penalty != 1.0:
+            self._prompts[slot] = prompt
         self._stop_tokens[slot] = _NO_TOKEN
         self._stop_tokens[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self._streams[slot] = _mix(np.array([sampling.seed % 2**64], np.uint64))[0]
@@ -56,7 +65,7 @@ class RowTable:
     def sampling(self, slots: Int64Array, device: torch.device) -> RowSampling:
         """How to sample the next token of each of these slots."""
         temperature, is_greedy = self._temperature[slots], self._is_greedy[slots]
-        top_k, top_p = self._top_k[slots], self._top_p[slots]
+        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
         uniforms = uniform_numbers(self._streams[slots], self._num_sampled[slots])
         return RowSampling(
             uniforms=torch.from_numpy(uniforms).to(device),
@@ -64,7 +73,14 @@ class RowTable:
             is_greedy=torch.from_numpy(is_greedy).to(device) if is_greedy.any() else None,
             top_k=torch.from_numpy(top_k).to(device) if (top_k > 0).any() else None,
             top_p=torch.from_numpy(top_p).to(device) if (top_p < 1.0).any() else None,
+            min_p=torch.from_numpy(min_p).to(device) if (min_p > 0.0).any() else None,
+            repetition=self._repetition(slots, device),
+            forbidden=self._forbidden(slots, device),
         )
+
+    def sampled(self, slot: int) -> Int32Array:
+        """The tokens that the slot's request has sampled so far."""
+        return self._token_ids[slot, : self._num_sampled[slot]]
 
     def append(self, slots: Int64Array, token_ids: Int64Array, logprobs: NDArray[np.float32]) -> BoolArray:
         """Add one sampled token to each slot; returns which of them are done with it."""
@@ -85,6 +101,31 @@ class RowTable:
             logprobs=self._logprobs[slot, :num],
             finish_reason=FinishReason.STOP if last in self._stop_tokens[slot] else FinishReason.LENGTH,
             weight_version=np.full(num, weight_version, np.int32),
+        )
+
+    def _repetition(self, slots: Int64Array, device: torch.device) -> RepetitionPenalty | None:
+        penalty = self._penalty[slots]
+        if (penalty == 1.0).all():
+            return None
+        said = [
+            np.concatenate([self._prompts[slot], self.sampled(slot)]) if of_row != 1.0 else np.zeros(1, np.int32)
+            for slot, of_row in zip(slots.tolist(), penalty.tolist(), strict=True)
+        ]
+        longest = max(map(len, said))
+        history = np.stack([np.pad(tokens, (0, longest - len(tokens)), mode="edge") for tokens in said])
+        return RepetitionPenalty(
+            history=torch.from_numpy(history).to(device, torch.int64), penalty=torch.from_numpy(penalty).to(device)
+        )
+
+    def _forbidden(self, slots: Int64Array, device: torch.device) -> ForbiddenTokens | None:
+        """The stop tokens of the rows that must go on."""
+        must_go_on = self._num_sampled[slots] < self._min_tokens[slots]
+        if not must_go_on.any():
+            return None
+        stops = self._stop_tokens[slots]
+        rows, places = np.nonzero(must_go_on[:, None] & (stops != _NO_TOKEN))
+        return ForbiddenTokens(
+            rows=torch.from_numpy(rows).to(device), token_ids=torch.from_numpy(stops[rows, places]).to(device)
         )
 
     def _is_stop(self, slots: Int64Array, token_ids: Int64Array) -> BoolArray:

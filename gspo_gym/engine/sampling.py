@@ -14,6 +14,22 @@ _MAX_CDF_ELEMENTS = 1 << 24  # 128 MiB of float64 at once; a large vocabulary is
 
 
 @dataclass(frozen=True, slots=True)
+class RepetitionPenalty:
+    """What each row has said: `history` [B, L] int64 token ids, repeated to fill a row; `penalty` [B] float32 > 0."""
+
+    history: torch.Tensor
+    penalty: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForbiddenTokens:
+    """Tokens of probability 0 as pairs: `rows` [F] and `token_ids` [F], int64."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RowSampling:
     """How to sample each row. None means that no row asks for it, which spares the work.
 
@@ -23,6 +39,8 @@ class RowSampling:
         is_greedy: [B] bool, or None. Greedy rows have temperature 1 and no truncation here.
         top_k: [B] int64 (0 keeps all), or None.
         top_p: [B] float32 in (0, 1], or None.
+        min_p: [B] float32 in [0, 1], or None.
+        repetition, forbidden: or None. Greedy rows obey both.
     """
 
     uniforms: torch.Tensor
@@ -30,6 +48,9 @@ class RowSampling:
     is_greedy: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    repetition: RepetitionPenalty | None = None
+    forbidden: ForbiddenTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +77,35 @@ def sample(logits: torch.Tensor, rows: RowSampling) -> SampledTokens:
 def sampling_logprobs(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     """The distribution sampled from: [B, V] float32 log-probabilities, -inf where truncated.
 
-    In the order of vLLM and transformers: temperature, then top-k, then top-p of what top-k left; renormalised.
+    In vLLM's order: forbidden tokens, repetition penalty, temperature, min-p, top-k, top-p of what those left.
     """
     scaled = logits.float()
+    if rows.forbidden is not None:
+        scaled = _forbid(scaled, rows.forbidden)
+    if rows.repetition is not None:
+        scaled = _penalise(scaled, rows.repetition)
     if rows.temperature is not None:
         scaled = scaled / rows.temperature[:, None]
+    if rows.min_p is not None:
+        least = scaled.amax(dim=-1) + rows.min_p.log()  # log 0 is -inf: nothing is below it
+        scaled = scaled.masked_fill(scaled < least[:, None], float("-inf"))
     if rows.top_k is not None or rows.top_p is not None:
         scaled = _truncate(scaled, rows)
     return torch.log_softmax(scaled, dim=-1)
+
+
+def _forbid(logits: torch.Tensor, forbidden: ForbiddenTokens) -> torch.Tensor:
+    """-inf at the pairs. Stop tokens that the model has no logit for cannot be sampled anyway."""
+    has_logit = forbidden.token_ids < logits.shape[-1]
+    minus_infinity = torch.full((), float("-inf"), device=logits.device)
+    return logits.index_put((forbidden.rows[has_logit], forbidden.token_ids[has_logit]), minus_infinity)
+
+
+def _penalise(logits: torch.Tensor, repetition: RepetitionPenalty) -> torch.Tensor:
+    """Repeated tokens are penalised once: each place of the history writes the same number."""
+    penalty = repetition.penalty[:, None]
+    said = logits.gather(-1, repetition.history)
+    return logits.scatter(-1, repetition.history, torch.where(said > 0, said / penalty, said * penalty))
 
 
 def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:

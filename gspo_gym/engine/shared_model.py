@@ -1,36 +1,32 @@
 """The learner's model as the engine runs it: the same weights, but modules of its own.
 
-The engine needs the model in eval mode and with its own attention; the learner needs it as it is, perhaps at the same
-time. So the module tree is copied and every parameter and buffer in it stays the learner's own tensor object: no weight
-is copied, updates in place are seen at once, and neither side's modes reach the other. Because they *are* seen at once,
-this also watches the weights, so that keys computed under old ones cannot be mixed with new ones unnoticed.
+The engine needs the model in eval mode and perhaps with its own attention; the learner needs it as it is, perhaps at
+the same time. So the module tree is copied and every parameter and buffer in it stays the learner's own tensor object:
+no weight is copied, updates in place are seen at once, and neither side's modes reach the other. Because they *are*
+seen at once, this also watches the weights, so that keys computed under old ones cannot be mixed with new ones
+unnoticed.
+
+How it is run is not decided here: `packed_model.py` is the fast way, `plain_model.py` the one that suits any model.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from typing import Any
 
-import numpy as np
 import torch
 
-from gspo_gym.engine.attention import SLOT_ATTENTION, SlotStep
-from gspo_gym.engine.kv_cache import SlotCache
-from gspo_gym.engine.kv_store import SingleRows
-from gspo_gym.engine.segments import SegmentSpan, group_spans
-from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.errors import ConfigError
 
-_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _SAMPLES_PER_PARAMETER = 8
-_PROBE_PARTS = (0, 5, 10, 11, 12)  # a prompt, its continuation, and two single tokens
-_PROBE_LENGTH = _PROBE_PARTS[-1]
-# Largest difference of a logprob that rounding explains: float32 gave 2e-6 on tiny models; half precision carries 8 to
-# 11 bits, so logits near 10 are off by up to a few hundredths after many layers.
-_PROBE_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
-_PROBE_TOLERANCE_HALF = 0.3
+# Largest difference of a logprob between two ways of computing it. Half precision carries 8 to 11 bits, so logits near
+# 10 are off by up to a few hundredths after many layers.
+_TOLERANCE = 1e-3
+_TOLERANCE_HALF = 0.3
+# In float32, what rounding explains: so many roundings of the largest logprob. Measured 1 to 20 where both ways were
+# right; where one was wrong, 45 and more, in untrained models that hardly look at their context.
+_ROUNDINGS = 64
 
 
 class SharedModel:
@@ -39,79 +35,62 @@ class SharedModel:
     Args:
         model: the learner's. Any, because transformers and peft are untyped. It is not changed.
         max_model_len: longest sequence, in tokens.
+        attention: the attention implementation that the engine's modules use; None for the model's own.
+
+    Attributes:
+        module: the engine's modules, in eval mode; another object after every `accept_weights`.
 
     Raises:
-        ConfigError: the model's layers are not plain or sliding attention behind transformers' attention interface, it
-            cannot hold `max_model_len` positions, or its rotary embedding depends on the longest sequence in the batch.
+        ConfigError: the model cannot hold `max_model_len` positions, or gives a token another meaning in a longer
+            sequence; its weights have no device; or its adapter is a learnt prompt.
     """
 
-    def __init__(self, model: Any, *, max_model_len: int) -> None:
+    def __init__(self, model: Any, *, max_model_len: int, attention: str | None = None) -> None:
         self._source = model
-        _check_supported(_inner_model(model), max_model_len)
-        self._share()
+        self._attention = attention
+        check_length(inner_model(model), max_model_len)
+        self.accept_weights()
+
+    @property
+    def name(self) -> str:
+        """The model's class."""
+        return type(self.module).__name__
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model's text part (Any: transformers is untyped)."""
+        return self.module.config.get_text_config(decoder=True)
+
+    @property
+    def own_attention(self) -> Any:
+        """The attention implementation that the learner's model uses."""
+        return inner_model(self._source).config._attn_implementation
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self._parameters[0].device
-        return device
+        """Where tokens go in, and where the engine's own tensors are."""
+        return self._device
 
     @property
     def vocab_size(self) -> int:
         """How many token ids the embedding knows."""
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        return int(self.module.get_input_embeddings().weight.shape[0])
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, logits_at: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Logits [R, V] of the packed tokens [N] at the packed indices `logits_at` [R], or of all if None."""
-        if logits_at is None or not self._keeps_logits:
-            extra = {}
-        else:
-            extra = {"logits_to_keep": logits_at}
-        logits: torch.Tensor = self._model(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, slot_step=step, **extra
-        ).logits[0]
-        return logits if logits_at is None or self._keeps_logits else logits[logits_at]
+    @property
+    def tolerance(self) -> float:
+        """How far two ways of computing a logprob may lie apart, in nats."""
+        return _TOLERANCE if self._is_precise else _TOLERANCE_HALF
 
-    @torch.inference_mode()
-    def verify(self) -> None:
-        """Compare `forward` with the model's own attention on a few tokens, read in two parts and then one by one.
+    def rounding(self, logprobs: torch.Tensor) -> float:
+        """How far two ways of computing these may lie apart by rounding alone, in nats; sharper than `tolerance`."""
+        if not self._is_precise:
+            return self.tolerance
+        return min(self.tolerance, _ROUNDINGS * torch.finfo(torch.float32).eps * logprobs.abs().max().item())
 
-        Raises:
-            ConfigError: they disagree, so something in this model is not what its interface says.
-        """
-        token_ids = torch.arange(1, _PROBE_LENGTH + 1, device=self.device) * 7919 % self.vocab_size
-        implementation = self._model.config._attn_implementation
-        self._model.config._attn_implementation = _inner_model(self._source).config._attn_implementation
-        expected = self._model(input_ids=token_ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        self._model.config._attn_implementation = implementation
-        cache = SlotCache(max_slots=1, max_len=_PROBE_LENGTH)
-        try:
-            parts = [self._probe(cache, token_ids, start, stop) for start, stop in itertools.pairwise(_PROBE_PARTS)]
-        except EngineError as error:
-            raise ConfigError(f"LocalEngine: {error}, which it does not support") from error
-        except Exception as error:
-            name = type(self._model).__name__
-            raise ConfigError(f"LocalEngine: {name} does not run with the engine's cache: {error!r}") from error
-        difference = (torch.cat(parts).float().log_softmax(-1) - expected).abs().max().item()
-        tolerance = _PROBE_TOLERANCES.get(self._parameters[0].dtype, _PROBE_TOLERANCE_HALF)
-        if not difference <= tolerance:
-            raise ConfigError(
-                f"LocalEngine: {type(self._model).__name__} does not give the same logprobs through the engine's cache "
-                f"as by itself (difference {difference:.2g}, tolerated {tolerance:.2g}); it cannot be used here"
-            )
-
-    def _probe(self, cache: SlotCache, token_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        slots, lengths = np.zeros(1, np.int64), np.array([stop], np.int64)
-        is_single = stop - start == 1
-        step = SlotStep(
-            cache=cache,
-            slots=torch.zeros(stop - start, dtype=torch.int64, device=self.device),
-            positions=torch.arange(start, stop, device=self.device),
-            singles=SingleRows(slots, lengths, self.device) if is_single else None,
-            groups=() if is_single else group_spans([SegmentSpan(0, 0, stop - start, start)], self.device),
-        )
-        return self.forward(token_ids[start:stop], step.positions, step, None)
+    @property
+    def _is_precise(self) -> bool:
+        """Whether the model computes in float32 or better, and not in TF32 or the like."""
+        return self.module.dtype in (torch.float32, torch.float64) and torch.get_float32_matmul_precision() == "highest"
 
     def weights_changed(self) -> bool:
         """Whether a parameter was written in place or moved since `accept_weights`.
@@ -131,16 +110,19 @@ class SharedModel:
         The modules are copied anew because an adapter may have been put on, merged or switched, which leaves no sure
         trace in the weights. It takes milliseconds.
         """
-        self._share()
-
-    def _share(self) -> None:
-        inner = _inner_model(self._source)
-        shared = {id(t): t for t in (*inner.parameters(), *inner.buffers())}
-        self._model = copy.deepcopy(inner, dict(shared))  # deepcopy takes what its memo holds instead of copying it
-        self._model.eval()
-        self._model.config._attn_implementation = SLOT_ATTENTION
-        self._keeps_logits = "logits_to_keep" in inspect.signature(type(inner).forward).parameters
-        self._parameters = list(inner.parameters())
+        inner = inner_model(self._source)
+        # deepcopy takes what its memo holds instead of copying it.
+        self.module = copy.deepcopy(
+            inner, {id(t): t for t in (*inner.parameters(), *inner.buffers(), *_offloaded(inner))}
+        )
+        self.module.eval()
+        if self._attention is not None:
+            self.module.config._attn_implementation = self._attention
+        if not getattr(inner.base_model, "layers_are_rescaled", True):
+            self.module.config.rescale_every = 0  # RWKV would halve weights in place, which are the learner's
+        self._device = _input_device(inner)
+        # Weights that are offloaded have no memory here between two forward passes: nobody trains them, either.
+        self._parameters = [p for p in inner.parameters() if p.device.type != "meta"]
         self._versions = [p._version for p in self._parameters]
         self._addresses = self._pointers()
         self._fingerprint = self._samples()
@@ -150,15 +132,20 @@ class SharedModel:
 
     def _samples(self) -> torch.Tensor:
         """Eight elements of each parameter, evenly spread."""
-        some = []
+        some = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         for parameter in self._parameters:
             flat = parameter.detach().reshape(-1)
-            some.append(flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)][:_SAMPLES_PER_PARAMETER].double())
+            sampled = flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)][:_SAMPLES_PER_PARAMETER]
+            some.append(sampled.to(self._device, torch.float64))
         return torch.cat(some)
 
 
-def _inner_model(model: Any) -> Any:
-    """The transformers model inside a PEFT model (whose adapters are layers of it), or the model itself."""
+def inner_model(model: Any) -> Any:
+    """The transformers model inside a PEFT model (whose adapters are layers of it), or the model itself.
+
+    Raises:
+        ConfigError: the adapter is a learnt prompt, which is no layer of the model.
+    """
     peft_config = getattr(model, "peft_config", None)
     if peft_config is None or not hasattr(model, "get_base_model"):
         return model
@@ -167,31 +154,43 @@ def _inner_model(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _check_supported(model: Any, max_model_len: int) -> None:
-    config = model.config.get_text_config(decoder=True)
-    name = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(
-            f"LocalEngine: {name} does not run through transformers' attention interface, so its keys and values "
-            "cannot be kept; choose one of the usual decoder families (Llama, Qwen2, Qwen3, Mistral, Gemma, ...)"
-        )
-    layer_types = set(getattr(config, "layer_types", None) or {"full_attention"})
-    if layer_types - _SUPPORTED_LAYERS:
-        raise ConfigError(
-            f"LocalEngine: {name} has layers of type {sorted(layer_types - _SUPPORTED_LAYERS)}; supported are full and "
-            "sliding-window attention"
-        )
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise ConfigError(f"LocalEngine: expected {name} on one device, got {sorted(devices)}")
+def keeps_logits(model: Any) -> bool:
+    """Whether the model can be asked for the logits of some positions only (Any: transformers is untyped)."""
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+
+def check_length(model: Any, max_model_len: int) -> None:
+    """Refuse sequences that the model cannot read, or whose tokens would mean something else in longer ones.
+
+    Raises:
+        ConfigError: one of the two.
+    """
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_model_len > limit:
         raise ConfigError(f"LocalEngine: max_model_len {max_model_len} exceeds the {limit} positions of {name}")
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):  # nested: by layer type
         original = kind.get("original_max_position_embeddings", limit)
-        if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE and original is not None and max_model_len > original:
+        if kind.get("rope_type") in ("dynamic", "longrope") and original is not None and max_model_len > original:
             raise ConfigError(
                 f"LocalEngine: the {kind['rope_type']} rotary embedding of {name} changes with the longest sequence of "
-                f"a batch beyond {original} tokens; set max_model_len to at most that"
+                f"a batch beyond {original} tokens, so that a token's logprob would depend on what comes after it; set "
+                "max_model_len to at most that"
             )
+
+
+def _offloaded(model: Any) -> list[Any]:
+    """Where accelerate keeps weights that are on no device: to be shared like those that are (Any: untyped)."""
+    maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
+    return [weights_map for weights_map in maps if weights_map is not None]
+
+
+def _input_device(model: Any) -> torch.device:
+    """Where the embedding runs: what accelerate says of a model that it has spread over devices, else its weight's."""
+    embedding = model.get_input_embeddings()
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    device = embedding.weight.device if device is None else torch.device(device)
+    if device.type == "meta":
+        raise ConfigError(f"LocalEngine: the weights of {type(model).__name__} are on the meta device: load them first")
+    return device

@@ -30,6 +30,10 @@ class SlotTable:
     def num_in_work(self) -> int:
         return self.num_used - len(self._kept)
 
+    def is_used(self, slot: int) -> bool:
+        """Whether the slot is in work or kept."""
+        return slot not in self._free
+
     def acquire(self, session_id: str | None) -> int | None:
         """A slot for a request: its session's own, else a free one, else the longest-waiting session's; None if none.
 

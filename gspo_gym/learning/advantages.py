@@ -1,108 +1,168 @@
-"""Returns of the episodes of a group -> one advantage per turn of each.
+"""Returns of the episodes of a batch -> one advantage per turn of each.
 
-An advantage says how much better an episode (or what follows a turn) was than its siblings of the same task. Notation:
-G episodes, R_i the return of episode i, G_ik its return-to-go from turn k, 0 after its last turn.
+An advantage says how much better an episode (or what follows a turn) was than what it is compared with. Notation: G
+episodes of a group, R_i the return of episode i, G_ik its return-to-go from turn k, 0 after its last turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_gym.learning.credit import Returns, returns_of
+from gspo_gym.learning.credit import Returns
+from gspo_gym.learning.running import RunningReturns
 from gspo_gym.learning.settings import AdvantageSettings
-from gspo_gym.types import Float32Array, Trajectory
+from gspo_gym.types import Float32Array
 
 _CONSTANT_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupAdvantages:
-    """Advantages of a group's episodes.
+class BatchAdvantages:
+    """Advantages of a batch's episodes.
 
     Attributes:
-        values: one float32 array [num_turns] per trajectory, in the order given.
-        is_constant: nobody did better than anybody else, so that every advantage is exactly 0 and the group teaches
-            nothing.
+        values: one float32 array [num_turns] per episode, group after group.
+        constant_groups: per group, whether nobody did better than anybody else in it.
+        running: the statistics given, with this batch's.
     """
 
     values: tuple[Float32Array, ...]
-    is_constant: bool
+    constant_groups: tuple[bool, ...]
+    running: RunningReturns
 
 
-def group_advantages(trajectories: Sequence[Trajectory], settings: AdvantageSettings) -> GroupAdvantages:
-    """Advantages of the episodes of one task, compared with each other.
+def batch_advantages(
+    groups: Sequence[Sequence[Returns]], settings: AdvantageSettings, running: RunningReturns | None = None
+) -> BatchAdvantages:
+    """Advantages (x - baseline) / scale of the episodes of some groups, each of one task and of at least one episode.
 
-    Level "trajectory" (arXiv 2507.18071, the equation of the group-based advantage): every turn of episode i gets
-    (R_i - mean R) / std R, std with Bessel's correction; no epsilon is added, because constant groups are set to zero
-    instead.
+    Level "trajectory" (arXiv 2507.18071, the equation of the group-based advantage, is baseline and scale "group"):
+    x = R_i, and every turn of episode i gets the result. Level "turn" (ours): x = G_ik, turn by turn. Baseline and
+    scale are chosen independently; at level "turn" they are taken at the same turn k, where an episode that had ended
+    counts with the 0 that its future was worth: comparing only those who still play would punish whoever plays on.
 
-    Level "turn" (ours): turn k of episode i gets (G_ik - b_ik) / scale with the leave-one-out baseline
-    b_ik = mean over the siblings j of G_jk, in which a sibling that had ended counts with the 0 that its future was
-    worth. b_ik depends on nothing that episode i did, so the expected gradient is that of the returns-to-go alone;
-    normalising a turn's immediate reward among those still playing would punish whoever plays on. The scale is the
-    largest over turns of the Bessel std of G_.k: with one turn, or one reward at the end of episodes of equal length,
-    the std of the returns; but where all earn nearly the same return by different ways, the returns' std is nearly 0
-    while late turns differ, and dividing by it would explode. So |advantage| <= sqrt(G) always.
+    Baseline: "group", the mean over the group; "leave_one_out", the mean over the siblings j != i, which depends on
+    nothing that episode i did, so that the expected gradient is that of the returns alone ("group" is (G-1)/G of it);
+    "batch", the mean over all episodes of the batch; "running", the mean of every x of the run so far, this batch's
+    included, at level "turn" over all turns that were played and whatever their number; "none", 0 (REINFORCE).
 
-    A group of one has nothing to be compared with: its advantages are 0 at both levels. The same holds for a group (at
-    level "turn", a turn) whose values differ by no more than rounding, see `_is_constant`.
+    Scale: the standard deviation, with Bessel's correction, of the same sets, or 1 for "none"; no epsilon is added,
+    because what does not vary is set to zero instead. At level "turn" the scale of "group" and "batch" is the largest
+    over turns: with one turn, or one reward at the end of episodes of equal length, the std of the returns; but where
+    all earn nearly the same return by different ways, the returns' std is nearly 0 while late turns differ, and
+    dividing by it would explode. So |advantage| <= sqrt(G) where both are the group's.
 
-    Raises:
-        UnscoredError: an episode has no reward.
+    Where the set behind baseline or scale differs by no more than rounding (see `_Spread.of`) the advantage is exactly
+    0; at level "turn" a baseline's set is that of one turn. So a group of one, which has nothing to be compared with,
+    gets 0 wherever the group is asked. `running` None: nothing was seen before; the running statistics are updated
+    first and used then, as ROLL does.
     """
-    if not trajectories:
-        return GroupAdvantages((), is_constant=True)
-    returns = [returns_of(trajectory, discount=settings.discount) for trajectory in trajectories]
-    if settings.level == "turn":
-        per_turn = _turn_level(returns, settings.normalize_std)
-    else:
-        per_turn = _trajectory_level(returns, settings.normalize_std)
-    values = tuple(row[: len(r.to_go)].astype(np.float32) for row, r in zip(per_turn, returns, strict=True))
-    return GroupAdvantages(values, is_constant=not any(value.any() for value in values))
+    returns = [r for group in groups for r in group]
+    values = _table(returns, settings.level)
+    magnitudes = np.array([r.reward_magnitude for r in returns])
+    so_far = _updated(running or RunningReturns(), returns, settings.level)
+    spreads = {"batch": _Spread.of(values, magnitudes), "running": _Spread.of_running(so_far, values.shape[1])}
+    advantages: list[Float32Array] = []
+    constant_groups: list[bool] = []
+    start = 0
+    for group in groups:
+        rows = slice(start, start := start + len(group))
+        own = _Spread.of(values[rows], magnitudes[rows])
+        table = _compare(values[rows], settings, {"group": own, **spreads})
+        advantages += [_per_turn(row, len(r.to_go)) for row, r in zip(table, group, strict=True)]
+        constant_groups.append(not own.varies.any())
+    return BatchAdvantages(tuple(advantages), tuple(constant_groups), so_far)
 
 
-def _trajectory_level(returns: Sequence[Returns], normalize_std: bool) -> NDArray[np.float64]:
-    """[G, max turns]: the episode's advantage, repeated for each turn."""
-    R = np.array([r.episode_return for r in returns])
-    num_turns = max(len(r.to_go) for r in returns)
-    if _is_constant(R, returns):
-        return np.zeros((len(R), num_turns))
-    advantages = R - R.mean()
-    if normalize_std:
-        advantages = advantages / R.std(ddof=1)
-    return np.repeat(advantages[:, None], num_turns, axis=1)
+def is_constant(group: Sequence[Returns], settings: AdvantageSettings) -> bool:
+    """Whether nobody in a group did better than anybody else: one episode or none, or returns that differ by rounding.
 
-
-def _turn_level(returns: Sequence[Returns], normalize_std: bool) -> NDArray[np.float64]:
-    """[G, max turns]: leave-one-out advantages of the returns-to-go; entries past an episode's end are not used."""
-    G, num_turns = len(returns), max(len(r.to_go) for r in returns)
-    to_go = np.zeros((G, num_turns))
-    for row, r in zip(to_go, returns, strict=True):
-        row[: len(r.to_go)] = r.to_go
-    varies = np.array([not _is_constant(column, returns) for column in to_go.T])
-    if not varies.any():
-        return np.zeros_like(to_go)
-    others = (to_go.sum(axis=0) - to_go) / (G - 1)
-    advantages = np.where(varies, to_go - others, 0.0)
-    if normalize_std:
-        advantages = advantages / to_go[:, varies].std(axis=0, ddof=1).max()
-    return advantages
-
-
-def _is_constant(values: NDArray[np.float64], returns: Sequence[Returns]) -> bool:
-    """Whether the values differ by no more than rounding, in which case dividing by their std would amplify noise.
-
-    Two episodes that both earned "1", one of them as 1 + 1.2e-7 from float32 arithmetic upstream, must not get
-    advantages of +-0.7. The tolerance is 1e-6 (eight float32 roundings) of the largest sum of |rewards| in the group,
-    because that, not the return, is the scale at which sums of cancelling rewards round; and never below 1e-6, because
-    a turn's own reward may already be the remainder of terms of order 1. Rewards that differ only below that are taken
-    for equal.
+    At level "turn" every turn's returns-to-go must be alike. Such a group teaches nothing when it is compared with
+    itself (baseline "group" or "leave_one_out").
     """
-    if len(values) < 2:
+    if len(group) < 2:
         return True
-    scale = max(1.0, max(r.reward_magnitude for r in returns))
-    return bool(values.max() - values.min() <= _CONSTANT_TOLERANCE * scale)
+    magnitudes = np.array([r.reward_magnitude for r in group])
+    return not _Spread.of(_table(group, settings.level), magnitudes).varies.any()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spread:
+    """How the values of a set of episodes lie; K columns, one a turn, or one in all at level "trajectory".
+
+    Attributes:
+        mean: [K]. varies: [K] bool, by more than rounding. std: the largest of a varying column; 0 if there is none.
+    """
+
+    mean: NDArray[np.float64]
+    varies: NDArray[np.bool_]
+    std: float
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64], magnitudes: NDArray[np.float64]) -> _Spread:
+        """The spread of values [n, K].
+
+        Two episodes that both earned "1", one of them as 1 + 1.2e-7 from float32 arithmetic upstream, must not get
+        advantages of +-0.7, which dividing by their std would give. So a column varies only beyond 1e-6 (eight float32
+        roundings) of the largest sum of |rewards| of an episode, because that, not the return, is the scale at which
+        sums of cancelling rewards round; and never below 1e-6, because a turn's own reward may already be the remainder
+        of terms of order 1. Rewards that differ only below that are taken for equal.
+        """
+        if len(values) < 2:
+            return cls(values.sum(axis=0), np.zeros(values.shape[1], np.bool_), 0.0)
+        varies = np.ptp(values, axis=0) > _rounding(float(magnitudes.max()))
+        std = float(values[:, varies].std(axis=0, ddof=1).max()) if varies.any() else 0.0
+        return cls(values.mean(axis=0), varies, std)
+
+    @classmethod
+    def of_running(cls, running: RunningReturns, num_columns: int) -> _Spread:
+        varies = running.std > _rounding(running.magnitude)
+        return cls(
+            np.full(num_columns, running.mean), np.full(num_columns, varies, np.bool_), running.std if varies else 0.0
+        )
+
+
+def _rounding(magnitude: float) -> float:
+    return _CONSTANT_TOLERANCE * max(1.0, magnitude)
+
+
+def _compare(
+    values: NDArray[np.float64], settings: AdvantageSettings, spreads: Mapping[str, _Spread]
+) -> NDArray[np.float64]:
+    """[n, K] advantages of a group's values; entries past an episode's end are not used."""
+    advantages = values
+    if settings.baseline == "leave_one_out":
+        others = (values.sum(axis=0) - values) / max(len(values) - 1, 1)  # alone, nothing varies and nothing is used
+        advantages = np.where(spreads["group"].varies, values - others, 0.0)
+    elif settings.baseline != "none":
+        spread = spreads[settings.baseline]
+        advantages = np.where(spread.varies, values - spread.mean, 0.0)
+    if settings.scale == "none":
+        return advantages
+    std = spreads[settings.scale].std
+    return advantages / std if std > 0 else np.zeros_like(advantages)
+
+
+def _table(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
+    """[N, K] of what is compared: the returns (K = 1), or the returns-to-go with 0 after an episode's last turn."""
+    if level == "trajectory":
+        return np.array([[r.episode_return] for r in returns])
+    table = np.zeros((len(returns), max(len(r.to_go) for r in returns)))
+    for row, r in zip(table, returns, strict=True):
+        row[: len(r.to_go)] = r.to_go
+    return table
+
+
+def _updated(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:
+    seen = [np.array([r.episode_return]) if level == "trajectory" else r.to_go for r in returns]
+    return running.updated(np.concatenate(seen), magnitude=max(r.reward_magnitude for r in returns))
+
+
+def _per_turn(row: NDArray[np.float64], num_turns: int) -> Float32Array:
+    """The advantages of an episode's turns: its own columns, or its only one for each of them."""
+    per_turn = np.repeat(row, num_turns) if len(row) == 1 else row[:num_turns]
+    return per_turn.astype(np.float32)

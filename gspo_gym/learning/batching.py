@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.learning.advantages import group_advantages
-from gspo_gym.learning.settings import AdvantageSettings
+from gspo_gym.learning.advantages import batch_advantages
+from gspo_gym.learning.credit import is_overlong, played, returns_of
+from gspo_gym.learning.running import RunningReturns
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.types import Float32Array, Segment, Trajectory, TrajectoryGroup
 
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
@@ -74,9 +76,12 @@ class TrainBatch(TokenBatch):
 
     Attributes:
         advantages: [B, T] float32, of the turn that sampled the token; 0 where action_mask is False.
+        is_masked: [B] bool, whether the row's trajectory is left out of the loss: it has no gradient, and still counts
+            in every denominator. All rows of a trajectory agree.
     """
 
     advantages: Tensor
+    is_masked: Tensor
 
     def __post_init__(self) -> None:
         TokenBatch.__post_init__(self)
@@ -84,6 +89,9 @@ class TrainBatch(TokenBatch):
             raise RecordError("TrainBatch.advantages: expected finite values")
         if bool(self.advantages[~self.action_mask].any()):
             raise RecordError("TrainBatch.advantages: expected 0 where action_mask is False")
+        masked, others = self.trajectory_index[self.is_masked], self.trajectory_index[~self.is_masked]
+        if bool(torch.isin(masked, others).any()):
+            raise RecordError("TrainBatch.is_masked: expected all rows of a trajectory to agree")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,50 +112,92 @@ class BatchCounts:
     """What became of the trajectories of some groups.
 
     Attributes:
-        num_groups: groups given. num_constant_groups: of these, where all advantages are 0 (no signal).
-        num_trajectories: that entered the batch. num_skipped: that did not, because they hold no sampled token.
+        num_groups: groups of which a trajectory took part. num_constant_groups: of these, where nobody did better than
+            anybody else.
+        num_trajectories: that entered the batch. num_skipped: that took no part, because they hold no sampled token.
+            num_filtered: that took part in the statistics and not in the batch, because of filter_eps.
+        num_overlong: of those that took part, cut off by a limit.
     """
 
-    num_groups: int
-    num_constant_groups: int
-    num_trajectories: int
-    num_skipped: int
+    num_groups: int = 0
+    num_constant_groups: int = 0
+    num_trajectories: int = 0
+    num_skipped: int = 0
+    num_filtered: int = 0
+    num_overlong: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltBatch:
-    """A batch and the count of what went into it."""
+    """A batch and the facts about what went into it.
 
-    batch: TrainBatch
+    Attributes:
+        batch: None: filter_eps left nothing, or there were no groups.
+        running: the running statistics, with this batch's returns.
+        mean_return: of the trajectories that took part, as the advantages compare them: after step rewards, penalty and
+            clip; None: there were none.
+    """
+
+    batch: TrainBatch | None
     counts: BatchCounts
+    running: RunningReturns
+    mean_return: float | None
 
 
-def build_batch(groups: Sequence[TrajectoryGroup], settings: AdvantageSettings) -> BuiltBatch:
-    """The trajectories of all groups with their advantages, in order.
+def build_batch(
+    groups: Sequence[TrajectoryGroup],
+    advantages: AdvantageSettings,
+    *,
+    rewards: RewardSettings | None = None,
+    step_rewards: StepRewardSettings | None = None,
+    running: RunningReturns | None = None,
+) -> BuiltBatch:
+    """The trajectories of all groups with their advantages, in order; None for settings: their defaults.
 
     A trajectory without a sampled token takes no part, neither in the batch nor in its group's statistics: there is
     nothing that the policy did. Tokens after a segment's last sampled one are left out, for nothing depends on them.
+    One with |advantage| <= filter_eps at all its turns takes part in the statistics and then leaves. One that is
+    overlong, where `rewards.overlong` is "mask", stays and is marked.
 
     Raises:
         UnscoredError: a trajectory that takes part has no reward.
-        RecordError: nothing is left to train on.
+        RecordError: there are groups, and no trajectory in them to train on.
     """
-    trajectories: list[Trajectory] = []
-    advantages: list[Float32Array] = []
-    num_constant = 0
-    for group in groups:
-        members = [trajectory for trajectory in group.trajectories if trajectory.num_actions > 0]
-        result = group_advantages(members, settings)
-        trajectories += members
-        advantages += result.values
-        num_constant += result.is_constant
-    tokens = batch_tokens(trajectories)
-    num_given = sum(len(group.trajectories) for group in groups)
-    batch = TrainBatch(
-        **_tensors_of(tokens), advantages=_spread(advantages, tokens.turn_index, tokens.trajectory_index)
+    rewards = rewards or RewardSettings()
+    running = running or RunningReturns()
+    members = [played(group) for group in groups]
+    members = [group for group in members if group]
+    if not groups:
+        return BuiltBatch(None, BatchCounts(), running, None)
+    trajectories = [trajectory for group in members for trajectory in group]
+    if not trajectories:
+        raise RecordError(f"expected at least one trajectory with a sampled token, got none in {len(groups)} groups")
+    returns = [
+        [returns_of(t, discount=advantages.discount, rewards=rewards, step_rewards=step_rewards) for t in group]
+        for group in members
+    ]
+    result = batch_advantages(returns, advantages, running)
+    kept = _unfiltered(result.values, advantages.filter_eps)
+    overlong = [is_overlong(trajectory) for trajectory in trajectories]
+    counts = BatchCounts(
+        num_groups=len(members),
+        num_constant_groups=sum(result.constant_groups),
+        num_trajectories=len(kept),
+        num_skipped=sum(len(group.trajectories) for group in groups) - len(trajectories),
+        num_filtered=len(trajectories) - len(kept),
+        num_overlong=sum(overlong),
     )
-    counts = BatchCounts(len(groups), num_constant, len(trajectories), num_given - len(trajectories))
-    return BuiltBatch(batch, counts)
+    batch = None
+    if kept:
+        tokens = batch_tokens([trajectories[i] for i in kept])
+        is_masked = torch.tensor([overlong[i] and rewards.overlong == "mask" for i in kept])
+        batch = TrainBatch(
+            **_tensors_of(tokens),
+            advantages=_spread([result.values[i] for i in kept], tokens.turn_index, tokens.trajectory_index),
+            is_masked=is_masked[tokens.trajectory_index],
+        )
+    mean_return = sum(r.episode_return for group in returns for r in group) / len(trajectories)
+    return BuiltBatch(batch, counts, result.running, mean_return)
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -248,6 +298,11 @@ def to_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     return dataclasses.replace(batch, **{name: value.to(device) for name, value in _tensors_of(batch).items()})
 
 
+def _unfiltered(values: Sequence[Float32Array], eps: float | None) -> list[int]:
+    """The numbers of the trajectories that have an advantage beyond eps at some turn."""
+    return [i for i, value in enumerate(values) if eps is None or np.abs(value).max() > eps]
+
+
 def _used_length(segment: Segment) -> int:
     """Tokens up to and including the last sampled one."""
     return int(np.flatnonzero(segment.action_mask)[-1]) + 1
@@ -275,9 +330,10 @@ def _check_shapes(batch: TokenBatch) -> None:
     if batch.token_ids.dim() != 2 or 0 in batch.token_ids.shape:
         raise RecordError(f"token_ids: expected a non-empty [B, T], got {tuple(batch.token_ids.shape)}")
     expected = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask": torch.bool}
-    expected |= {"turn_index": torch.int64, "trajectory_index": torch.int64}
+    expected |= {"turn_index": torch.int64, "trajectory_index": torch.int64, "is_masked": torch.bool}
     for name, value in _tensors_of(batch).items():
-        shape = batch.token_ids.shape[:1] if name == "trajectory_index" else batch.token_ids.shape
+        is_per_row = name in ("trajectory_index", "is_masked")
+        shape = batch.token_ids.shape[:1] if is_per_row else batch.token_ids.shape
         if value.shape != shape:
             raise RecordError(f"{type(batch).__name__}.{name}: expected {tuple(shape)}, got {tuple(value.shape)}")
         is_right = value.dtype == expected[name] if name in expected else value.is_floating_point()

@@ -1,22 +1,39 @@
-"""GSPO and GSPO-token (arXiv 2507.18071) as a pure function of tensors: no model, no settings object, nothing kept.
+"""GSPO and GSPO-token (arXiv 2507.18071) and their variants, as a pure function of tensors: no model, nothing kept.
 
-Axes: B rows, T tokens, A sampled tokens of all rows, U units, N trajectories. For a unit of sampled tokens, log s is
-the mean over the unit of logprobs - old_logprobs, without gradient. Its token t has the ratio
+Axes: B rows (segments), T tokens, A sampled tokens of all rows, U units, N trajectories, M turns. A unit (token, turn,
+segment or trajectory) shares one importance ratio: log s is the mean over its sampled tokens of logprobs -
+old_logprobs, without gradient. Its token t has the ratio
 
-    s_t = sg[s] * exp(logprobs_t - sg[logprobs_t])          (eq. 14: the value is s, the gradient the token's own)
+    r_t = sg[s] * exp(logprobs_t - sg[logprobs_t])          (eq. 14: the value is s, the gradient the token's own)
 
-    loss = - 1/N sum_i 1/|y_i| sum_t min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)             (eq. 13)
+    loss = sum_t a_t * ( - w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)            (eq. 13)
+                         + kl_coef * KL_t  -  entropy_coef * H_t )
 
-with |y_i| the sampled tokens of trajectory i over all its rows: an episode weighs one, however many tokens, turns or
-rows it has. With one advantage per trajectory and unit "trajectory", value and gradient are those of plain GSPO (eq. 5
-to 7); with one per turn, each steers its own turn, where a ratio differentiated through its mean would average them.
+w_t corrects for an engine that computes otherwise than the trainer (1: it does not) and touches the first term only.
+a_t is the token's share of the loss, the aggregation. With |y_i| the sampled tokens of the token's trajectory over all
+its rows and |u| those of its turn, all counts those of the optimizer step (see `Denominators`):
 
-Departures from the paper: the unit may also be a turn, or a token (then s_t is GRPO's ratio, arXiv 2402.03300, under a
-mean over trajectories of means over tokens); a trajectory may spread over rows; only sampled tokens count.
+    seq-mean-token-mean      grpo       1 / (N |y_i|)                      the paper's: an episode weighs one
+    turn-mean-token-mean                1 / (M |u|)                        an episode weighs its number of turns
+    token-mean               bnpo       1 / tokens of the step             an episode weighs its length
+    dapo                                1 / tokens of the rollout batch    the same; shorter steps weigh less
+    seq-mean-token-sum                  1 / N                              an episode weighs its length (luspo)
+    seq-mean-token-sum-norm  dr_grpo    1 / (N norm_length)                the same, divided by a constant
+
+With one advantage per trajectory, unit "trajectory" and the first of these, value and gradient are those of plain GSPO
+(eq. 5 to 7); with one per turn, each steers its own turn, where a ratio differentiated through its mean would average
+them. Unit "token" is GRPO's ratio (arXiv 2402.03300).
+
+Departures from the paper: other units; a trajectory may spread over rows; only sampled tokens count; |log s| is cut at
+MAX_LOG_RATIO. From TRL, whose names grpo, bnpo, dr_grpo and dapo are: a trajectory without a sampled token does not
+count in N, and bnpo is the mean over the optimizer step, where TRL's is over a micro-batch and changes with the split.
+From verl and ROLL, who share the other names: seq-mean-token-sum-norm divides by N and by a length that is stated,
+never by the width of the padding.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,11 +41,35 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import RecordError
+from gspo_gym.learning.settings import LossSettings
 
-Unit = Literal["trajectory", "turn", "token"]
+MAX_LOG_RATIO = 20.0  # |log s| and |log-ratio to the reference|; exp() of more says nothing more, or overflows
+MAX_K3 = 10.0  # nats per token, in statistics
 
-MAX_LOG_RATIO = 20.0  # in k3: exp() of more says nothing more
-MAX_K3 = 10.0  # nats per token; a larger estimate is cut, and then has no gradient
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What the losses of one optimizer step are divided by, so that those of its micro-batches add up to the step's.
+
+    Attributes:
+        num_trajectories: N, of the optimizer step. num_turns: M, turns with a sampled token. num_tokens: sampled.
+        num_batch_tokens: sampled tokens of the rollout batch that the step is a part of ("dapo").
+
+    Raises:
+        RecordError: not 1 <= num_trajectories <= num_turns <= num_tokens <= num_batch_tokens.
+    """
+
+    num_trajectories: int
+    num_turns: int
+    num_tokens: int
+    num_batch_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_trajectories <= self.num_turns <= self.num_tokens <= self.num_batch_tokens:
+            raise RecordError(
+                "Denominators: expected 1 <= num_trajectories <= num_turns <= num_tokens <= num_batch_tokens, got "
+                f"{self.num_trajectories}, {self.num_turns}, {self.num_tokens}, {self.num_batch_tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,25 +77,37 @@ class LossStats:
     """Detached facts about one call; sums and counts, so that those of several calls can be added.
 
     Attributes:
-        num_tokens: A. num_trajectories: of this call. unit_ratios: [U], the importance ratio s of each unit.
-        policy_loss, kl_loss: [], the shares of the loss; kl_loss has kl_coef in it.
+        num_tokens: A. num_trajectories: of this call.
+        unit_ratios: [U], the importance ratio s of each unit. trajectory_log_ratios: [trajectories of this call], the
+            mean of logprobs - old_logprobs over each trajectory's sampled tokens, whatever the unit.
+        policy_loss, kl_loss, entropy_loss: [], the shares of the loss; coefficients and signs are in them.
         tokens_clipped_low, tokens_clipped_high: tokens whose clip binds, that is, decides the minimum and takes the
             gradient: s below the floor and a negative advantage; s above the ceiling and a positive one.
+        tokens_dual_clipped: tokens with s above dual_clip and a negative advantage, which have no gradient either.
+        tokens_corrected: tokens with w other than 1. tokens_left_out: of these, those with w = 0, whose clip counts
+            nowhere.
         old_k1, old_k3: sums over tokens of the estimates of KL(old || now), nats.
         ref_k1, ref_k3: sums over tokens of the estimates of KL(now || reference), nats; None: no reference.
+        entropy_sum: sum over tokens, nats; None: no entropy was given.
     """
 
     num_tokens: int
     num_trajectories: int
     unit_ratios: Tensor
+    trajectory_log_ratios: Tensor
     policy_loss: Tensor
     kl_loss: Tensor
+    entropy_loss: Tensor
     tokens_clipped_low: Tensor
     tokens_clipped_high: Tensor
+    tokens_dual_clipped: Tensor
+    tokens_corrected: Tensor
+    tokens_left_out: Tensor
     old_k1: Tensor
     old_k3: Tensor
     ref_k1: Tensor | None
     ref_k3: Tensor | None
+    entropy_sum: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,95 +126,244 @@ def policy_loss(
     turn_index: Tensor,
     trajectory_index: Tensor,
     advantages: Tensor,
-    unit: Unit,
-    clip_low: float,
-    clip_high: float,
-    num_trajectories: int,
+    settings: LossSettings,
+    denominators: Denominators,
     ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
+    entropy: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of the module's docstring, plus kl_coef times k3 to the reference per token under the same weights.
+    """The loss of the module's docstring.
 
     Args:
         logprobs: [B, T] float32 or float64, nats, differentiable. The result has its dtype.
-        old_logprobs, ref_logprobs: [B, T], taken as constants. ref_logprobs None: no KL term.
+        old_logprobs, ref_logprobs: [B, T], taken as constants. ref_logprobs None: there is no reference.
         action_mask: [B, T] bool; what lies outside, even NaN, reaches no sum and no gradient.
         turn_index: [B, T] integers >= 0 where the mask is True.
         trajectory_index: [B] integers: rows with the same number are one trajectory, all of whose rows are here.
         advantages: [B, T], taken as constants.
-        num_trajectories: N of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
+        denominators: of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
+        entropy: [B, T] nats, of the distribution at each token, differentiable; None: not known.
+        correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere.
 
     Raises:
-        RecordError: no sampled token; more trajectories here than num_trajectories; kl_coef without ref_logprobs.
+        RecordError: no sampled token; more here than the denominators say; a coefficient without its tensor.
     """
     mask = action_mask
-    trajectory = trajectory_index[:, None].expand_as(mask)[mask]
-    now, old, advantage = logprobs[mask], old_logprobs[mask].detach(), advantages[mask].detach()
-    weight = _token_weights(trajectory, num_trajectories).to(now.dtype)
 
-    unit_ratio, unit_of_token = _unit_ratios(now.detach() - old, trajectory, turn_index[mask], unit)
-    ratio = unit_ratio[unit_of_token] * torch.exp(now - now.detach())
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
-    policy_term = -(weight * surrogate).sum()
-    reference = None if ref_logprobs is None else ref_logprobs[mask].detach()
-    kl_term, ref_k1, ref_k3 = _reference_kl(now, reference, weight, kl_coef)
+    def constants(values: Tensor) -> Tensor:
+        return values[mask].detach().to(logprobs.dtype)
 
-    value, old_log_ratio = ratio.detach(), now.detach() - old
-    stats = LossStats(
-        num_tokens=len(now),
-        num_trajectories=len(torch.unique(trajectory)),
-        unit_ratios=unit_ratio,
-        policy_loss=policy_term.detach(),
-        kl_loss=kl_term.detach(),
-        tokens_clipped_low=((value < 1 - clip_low) & (advantage < 0)).sum(),
-        tokens_clipped_high=((value > 1 + clip_high) & (advantage > 0)).sum(),
-        old_k1=-old_log_ratio.sum(),
-        old_k3=k3(old_log_ratio).sum(),
-        ref_k1=ref_k1,
-        ref_k3=ref_k3,
+    tokens = _Tokens(
+        row=torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)[mask],
+        trajectory=trajectory_index[:, None].expand_as(mask)[mask],
+        turn=turn_index[mask],
+        now=logprobs[mask],
+        old=constants(old_logprobs),
+        advantage=constants(advantages),
+        correction=constants(torch.ones_like(logprobs) if correction is None else correction),
+        reference=None if ref_logprobs is None else constants(ref_logprobs),
+        entropy=None if entropy is None else entropy[mask].to(logprobs.dtype),
     )
-    return LossOutput(policy_term + kl_term, stats)
+    weight = _token_weights(tokens, settings, denominators)
+    unit_ratios, unit_of_token = _unit_ratios(tokens, settings)
+    ratio = unit_ratios[unit_of_token] * torch.exp(tokens.now - tokens.now.detach())
+    policy_term = -(weight * tokens.correction * _surrogate(ratio, tokens.advantage, settings)).sum()
+    kl_term = _kl_term(tokens, weight, ratio, settings)
+    entropy_term = _entropy_term(tokens, weight, settings)
+    terms = policy_term.detach(), kl_term.detach(), entropy_term.detach()
+    stats = _stats(tokens, unit_ratios, ratio.detach(), terms, settings)
+    return LossOutput(policy_term + kl_term + entropy_term, stats)
+
+
+def count_denominators(
+    action_mask: Tensor, turn_index: Tensor, trajectory_index: Tensor, *, num_batch_tokens: int | None = None
+) -> Denominators:
+    """The denominators of an optimizer step on exactly these rows, given as in `policy_loss`.
+
+    Args:
+        num_batch_tokens: sampled tokens of the rollout batch; None: the step takes all of it.
+
+    Raises:
+        RecordError: no sampled token, or more than num_batch_tokens.
+    """
+    trajectory = trajectory_index[:, None].expand_as(action_mask)[action_mask]
+    num_tokens = len(trajectory)
+    return Denominators(
+        num_trajectories=len(torch.unique(trajectory)),
+        num_turns=len(torch.unique(turn_keys(trajectory, turn_index[action_mask]))),
+        num_tokens=num_tokens,
+        num_batch_tokens=num_tokens if num_batch_tokens is None else num_batch_tokens,
+    )
+
+
+def estimate_kl(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"], *, max_nats: float) -> Tensor:
+    """Schulman's estimates of KL(p || q) per token for samples of p, nats (joschu.net/blog/kl-approx.html).
+
+    With x = log q - log p, the log_ratio: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x. The expectation of k1 and of k3
+    over p is the divergence itself; k2 and k3 are never negative. x is clamped to +-MAX_LOG_RATIO and the estimate to
+    +-max_nats, so that a single token cannot decide a step; a clamped token has no gradient.
+    """
+    x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        estimate = -x
+    elif estimator == "k2":
+        estimate = x * x / 2
+    else:
+        estimate = torch.expm1(x) - x  # exp(x) - 1 - x at x = 1e-4 is rounding alone in float32
+    return estimate.clamp(-max_nats, max_nats)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's non-negative estimate of KL(p || q) per token for samples of p: exp(x) - 1 - x, x = log q - log p.
-
-    x is clamped to +-MAX_LOG_RATIO and the estimate to at most MAX_K3 nats, so that a single token cannot decide a
-    step; a clamped token has no gradient.
-    """
-    x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (torch.expm1(x) - x).clamp(max=MAX_K3)  # expm1: exp(x) - 1 - x at x = 1e-4 is rounding alone in float32
+    """`estimate_kl` by k3, cut at MAX_K3 nats: for statistics."""
+    return estimate_kl(log_ratio, "k3", max_nats=MAX_K3)
 
 
-def _reference_kl(
-    now: Tensor, reference: Tensor | None, weight: Tensor, kl_coef: float
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """kl_coef times the weighted sum over tokens of k3 of KL(now || reference); detached plain sums of k1 and k3."""
-    if reference is None:
-        if kl_coef != 0:
-            raise RecordError(f"policy_loss: kl_coef {kl_coef} needs ref_logprobs")
-        return now.new_zeros(()), None, None
-    per_token = k3(reference - now)
-    return kl_coef * (weight * per_token).sum(), (now.detach() - reference).sum(), per_token.detach().sum()
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tokens:
+    """The sampled tokens of a call, [A] each. Differentiable: `now` and `entropy`."""
+
+    row: Tensor
+    trajectory: Tensor
+    turn: Tensor
+    now: Tensor
+    old: Tensor
+    advantage: Tensor
+    correction: Tensor
+    reference: Tensor | None
+    entropy: Tensor | None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """To the old policy; without gradient."""
+        return self.now.detach() - self.old
 
 
-def _unit_ratios(log_ratio: Tensor, trajectory: Tensor, turn: Tensor, unit: Unit) -> tuple[Tensor, Tensor]:
-    """[U] importance ratios, geometric means over each unit's tokens, and [A] the unit of each token."""
-    if unit == "token":
-        return log_ratio.exp(), torch.arange(len(log_ratio), device=log_ratio.device)
-    key = trajectory if unit == "trajectory" else trajectory * (turn.max() + 1) + turn
-    _, unit_of_token, num_tokens = torch.unique(key, return_inverse=True, return_counts=True)
-    summed = log_ratio.new_zeros(len(num_tokens)).index_add(0, unit_of_token, log_ratio)
-    return (summed / num_tokens).exp(), unit_of_token
+@dataclass(frozen=True, slots=True, eq=False)
+class Pools:
+    """Tokens that share a key: [A] the pool of each token, [P] the number of tokens in each pool."""
+
+    of_token: Tensor
+    num_tokens: Tensor
+
+    @classmethod
+    def by(cls, keys: Tensor) -> Pools:
+        """Tokens with the same of [A] keys belong together."""
+        _, of_token, num_tokens = torch.unique(keys, return_inverse=True, return_counts=True)
+        return cls(of_token, num_tokens)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[P] the mean of [A] values over the tokens of each pool."""
+        return values.new_zeros(len(self.num_tokens)).index_add(0, self.of_token, values) / self.num_tokens
 
 
-def _token_weights(trajectory: Tensor, num_trajectories: int) -> Tensor:
-    """[A] float64: 1 / (N * sampled tokens of the token's trajectory)."""
-    _, inverse, num_tokens = torch.unique(trajectory, return_inverse=True, return_counts=True)
-    if not 1 <= len(num_tokens) <= num_trajectories:
+def turn_keys(trajectory: Tensor, turn: Tensor) -> Tensor:
+    """[A] a number that tokens of the same turn of the same trajectory share, and no others."""
+    return trajectory * (turn.max() + 1) + turn if len(turn) else turn
+
+
+def _token_weights(tokens: _Tokens, settings: LossSettings, denominators: Denominators) -> Tensor:
+    """[A] the share a_t of each token in the loss, computed in float64 and given in the logprobs' dtype."""
+    trajectories, turns = Pools.by(tokens.trajectory), Pools.by(turn_keys(tokens.trajectory, tokens.turn))
+    here = len(trajectories.num_tokens), len(turns.num_tokens), len(tokens.now)
+    N, M, num_tokens = denominators.num_trajectories, denominators.num_turns, denominators.num_tokens
+    if not here[-1] or here[0] > N or here[1] > M or here[2] > num_tokens:
         raise RecordError(
-            f"policy_loss: expected sampled tokens of 1 to num_trajectories = {num_trajectories} trajectories, got "
-            f"{len(num_tokens)}"
+            f"policy_loss: expected sampled tokens, and no more than the step's num_trajectories = {N}, num_turns = "
+            f"{M}, num_tokens = {num_tokens}; got {here[0]}, {here[1]} and {here[2]} of them"
         )
-    return torch.reciprocal(num_tokens.double() * num_trajectories)[inverse]
+    divisor = torch.ones(len(tokens.now), dtype=torch.float64, device=tokens.now.device)
+    match settings.aggregation:
+        case "seq-mean-token-mean" | "grpo":
+            divisor = divisor * N * trajectories.num_tokens[trajectories.of_token]
+        case "turn-mean-token-mean":
+            divisor = divisor * M * turns.num_tokens[turns.of_token]
+        case "token-mean" | "bnpo":
+            divisor = divisor * num_tokens
+        case "dapo":
+            divisor = divisor * denominators.num_batch_tokens
+        case "seq-mean-token-sum":
+            divisor = divisor * N
+        case "seq-mean-token-sum-norm" | "dr_grpo":
+            assert settings.norm_length is not None, "LossSettings demands it"
+            divisor = divisor * N * settings.norm_length
+    return torch.reciprocal(divisor).to(tokens.now.dtype)
+
+
+def _unit_ratios(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """[U] importance ratios s, geometric means over each unit's tokens, and [A] the unit of each token."""
+    match settings.unit:
+        case "token":
+            keys = torch.arange(len(tokens.now), device=tokens.now.device)
+        case "turn":
+            keys = turn_keys(tokens.trajectory, tokens.turn)
+        case "segment":
+            keys = tokens.row
+        case "trajectory":
+            keys = tokens.trajectory
+    units = Pools.by(keys)
+    return units.mean(tokens.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), units.of_token
+
+
+def _surrogate(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
+    """[A] min(r A, clip(r) A). With dual_clip c, r counts as at most c in the first (TRL: delta): for a negative
+    advantage that is max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can cost; a positive one
+    does not notice, because c lies above the clip range."""
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    free = ratio if settings.dual_clip is None else ratio.clamp(max=settings.dual_clip)
+    return torch.minimum(free * advantage, clipped * advantage)
+
+
+def _kl_term(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSettings) -> Tensor:
+    """kl_coef times the weighted sum of the estimates of KL(now || reference).
+
+    With kl_importance_weighted each is multiplied by the token's differentiable, unclipped ratio (TRL:
+    use_bias_correction_kl): with unit "token" and k1 or k3, the expected gradient over samples of the old policy is
+    then that of the divergence itself.
+    """
+    if settings.kl_coef == 0:
+        return tokens.now.new_zeros(())
+    if tokens.reference is None:
+        raise RecordError(f"policy_loss: kl_coef {settings.kl_coef} needs ref_logprobs, got None")
+    estimate = estimate_kl(tokens.reference - tokens.now, settings.kl_estimator, max_nats=settings.kl_clamp)
+    if settings.kl_importance_weighted:
+        estimate = ratio * estimate
+    return settings.kl_coef * (weight * estimate).sum()
+
+
+def _entropy_term(tokens: _Tokens, weight: Tensor, settings: LossSettings) -> Tensor:
+    """Minus entropy_coef times the weighted sum of the entropies: a bonus, for the loss is minimised."""
+    if settings.entropy_coef == 0:
+        return tokens.now.new_zeros(())
+    if tokens.entropy is None:
+        raise RecordError(f"policy_loss: entropy_coef {settings.entropy_coef} needs entropy, got None")
+    return -settings.entropy_coef * (weight * tokens.entropy).sum()
+
+
+def _stats(
+    tokens: _Tokens, unit_ratios: Tensor, ratio: Tensor, terms: tuple[Tensor, Tensor, Tensor], settings: LossSettings
+) -> LossStats:
+    log_ratio = tokens.log_ratio
+    log_s = Pools.by(tokens.trajectory).mean(log_ratio)
+    is_in_loss = tokens.correction > 0
+    loses, gains = is_in_loss & (tokens.advantage < 0), is_in_loss & (tokens.advantage > 0)
+    to_reference = None if tokens.reference is None else tokens.reference - tokens.now.detach()
+    dual_clip = math.inf if settings.dual_clip is None else settings.dual_clip
+    return LossStats(
+        num_tokens=len(ratio),
+        num_trajectories=len(log_s),
+        unit_ratios=unit_ratios,
+        trajectory_log_ratios=log_s,
+        policy_loss=terms[0],
+        kl_loss=terms[1],
+        entropy_loss=terms[2],
+        tokens_clipped_low=((ratio < 1 - settings.clip_low) & loses).sum(),
+        tokens_clipped_high=((ratio > 1 + settings.clip_high) & gains).sum(),
+        tokens_dual_clipped=((ratio > dual_clip) & loses).sum(),
+        tokens_corrected=tokens.correction.ne(1).sum(),
+        tokens_left_out=tokens.correction.eq(0).sum(),
+        old_k1=-log_ratio.sum(),
+        old_k3=k3(log_ratio).sum(),
+        ref_k1=None if to_reference is None else -to_reference.sum(),
+        ref_k3=None if to_reference is None else k3(to_reference).sum(),
+        entropy_sum=None if tokens.entropy is None else tokens.entropy.detach().sum(),
+    )

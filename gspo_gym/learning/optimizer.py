@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gspo_gym.errors import CheckpointError, ConfigError, NonFiniteError
-from gspo_gym.learning.schedule import check_cosine, learning_rate
+from gspo_gym.learning.optimizer_kinds import build_adamw, check_state, read_state, state_names, write_state
+from gspo_gym.learning.schedule import check_schedule, learning_rate
 from gspo_gym.learning.settings import OptimizerSettings
-
-_STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class PolicyOptimizer:
 
     Raises:
         ConfigError: nothing is trainable, a trainable parameter has 16 bits (steps smaller than 1/256 of a weight would
-            be rounded away), or a cosine schedule without room.
+            be rounded away), a schedule without an end or room, or an optimizer that needs bitsandbytes without it.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class PolicyOptimizer:
     ) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_trainable(self._parameters)
-        if settings.schedule == "cosine":
-            check_cosine(settings, total_steps)
+        check_schedule(settings, total_steps)
         self._settings = settings
         self._total_steps = total_steps
         self._max_nonfinite_steps = max_nonfinite_steps
@@ -58,15 +56,7 @@ class PolicyOptimizer:
         self._num_nonfinite_in_a_row = 0
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
         others = [p for p in self._parameters.values() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        # fused: on a CPU a third of the time of the foreach form, and the same arithmetic for every parameter
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
+        self._adamw = build_adamw(matrices, others, settings)
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -98,15 +88,14 @@ class PolicyOptimizer:
         return StepReport(rate, grad_norm, is_skipped)
 
     def tensors(self) -> dict[str, Tensor]:
-        """AdamW's state, named `optimizer.<moment>.<parameter>`; empty before the first step.
+        """AdamW's state, named `optimizer.<what>.<parameter>`; empty before the first step.
 
-        The tensors are the live ones: write them before the next step.
+        The large tensors are the live ones: write them before the next step.
         """
         return {
-            f"optimizer.{key}.{name}": self._adamw.state[p][key]
-            for name, p in self._parameters.items()
-            if p in self._adamw.state
-            for key in _STATE_NAMES
+            f"optimizer.{key}.{name}": tensor
+            for name, parameter in self._parameters.items()
+            for key, tensor in read_state(self._adamw, parameter).items()
         }
 
     def counters(self) -> dict[str, int]:
@@ -122,22 +111,26 @@ class PolicyOptimizer:
             CheckpointError: state of other parameters, of other shapes, or incomplete.
         """
         own = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
-        possible = {f"optimizer.{key}.{name}" for name in self._parameters for key in _STATE_NAMES}
+        names = state_names(self._settings)
+        possible = {f"optimizer.{key}.{name}" for name in self._parameters for key in names}
         if strangers := sorted(set(own) - possible):
-            raise CheckpointError(f"optimizer state of parameters that are not trained here: {strangers[:3]} ...")
-        state: dict[Tensor, dict[str, Tensor]] = {}
+            raise CheckpointError(
+                "optimizer state of parameters that are not trained here, or of another kind than "
+                f"{self._settings.kind!r}: {strangers[:3]} ..."
+            )
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
-            found = {key: own[f"optimizer.{key}.{name}"] for key in _STATE_NAMES if f"optimizer.{key}.{name}" in own}
+            found = {key: own[f"optimizer.{key}.{name}"] for key in names if f"optimizer.{key}.{name}" in own}
             if found:
-                state[parameter] = _state_of(name, parameter, found)
+                check_state(name, parameter, found, self._settings)
+                states[parameter] = found
         try:
             num_attempts = int(counters["optimizer.num_attempts"])
             num_nonfinite_in_a_row = int(counters["optimizer.num_nonfinite_in_a_row"])
         except KeyError as error:
             raise CheckpointError(f"the optimizer's counter {error} is missing") from error
         self._num_attempts, self._num_nonfinite_in_a_row = num_attempts, num_nonfinite_in_a_row
-        self._adamw.state.clear()
-        self._adamw.state.update(state)
+        write_state(self._adamw, states)
 
     def _count_nonfinite(self, loss: float, grad_norm: float) -> None:
         self._num_nonfinite_in_a_row += 1
@@ -159,20 +152,3 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
             f"{parameters[narrow[0]].dtype}. Load the model in float32, or train a LoRA, whose weights are float32 on "
             "a 16-bit model"
         )
-
-
-def _state_of(name: str, parameter: nn.Parameter, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if set(found) != set(_STATE_NAMES):
-        raise CheckpointError(f"optimizer state of {name}: expected {_STATE_NAMES}, got {sorted(found)}")
-    for key in ("exp_avg", "exp_avg_sq"):
-        if found[key].shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer state {key} of {name}: expected shape {tuple(parameter.shape)}, got "
-                f"{tuple(found[key].shape)}"
-            )
-    return {
-        key: value.detach()
-        .to(device=parameter.device, dtype=torch.float32 if key == "step" else parameter.dtype)
-        .clone()
-        for key, value in found.items()
-    }

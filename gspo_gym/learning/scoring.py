@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.learning.dropout import adapter_dropouts, seeded_random, switch
+from gspo_gym.learning.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +27,8 @@ class Scores:
 
     Attributes:
         logprobs: [B, T], differentiable; 0 where nothing was sampled.
-        entropy: [B, T], of the distribution each token was sampled from, detached; 0 where nothing was sampled.
+        entropy: [B, T], of the distribution each token was sampled from; 0 where nothing was sampled. Differentiable if
+            the scorer was told so, else detached.
     """
 
     logprobs: Tensor
@@ -56,18 +59,32 @@ class Scorer:
     logits are computed again, so that one [chunk, V] exists at once.
 
     The model runs in eval mode with and without gradients, and is left in it: dropout in one of two passes would be a
-    difference that the ratio takes for learning, and the backward pass may run parts of the forward again. Gradient
-    checkpointing that was switched on before still acts.
+    difference that the ratio takes for learning, and the backward pass may run parts of the forward again. The dropout
+    of a LoRA adapter acts within `adapter_dropout` only. Gradient checkpointing that was switched on before still acts.
 
     No attention mask is passed: rows are padded on the right, and a causal model never looks there; positions are then
     0, 1, 2, ... in every row, as an attention mask would give, and attention kernels take their fastest path.
+
+    Args:
+        temperature: that the tokens were sampled with; logits are divided by it.
+        chunk_tokens: sampled tokens whose logits exist at once.
+        truncation: that the tokens were sampled with; None scores under the whole softmax.
+        entropy_has_gradient: for an entropy bonus; costs a few [chunk, V] more in the backward pass.
 
     Raises:
         ConfigError: temperature or chunk_tokens out of range, or the model computes its logits in a way that is not
             understood here: a probe compares with the model's own forward, with padding and mask.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        chunk_tokens: int = 1024,
+        truncation: Truncation | None = None,
+        entropy_has_gradient: bool = False,
+    ) -> None:
         if not temperature > 0:
             raise ConfigError(f"Scorer.temperature: expected > 0, got {temperature} (greedy samples are not trainable)")
         if chunk_tokens < 1:
@@ -76,12 +93,16 @@ class Scorer:
         self._parts = _take_apart(model)
         self.temperature = temperature
         self._chunk_tokens = chunk_tokens
+        self._truncation = None if truncation is None or truncation.keeps_all else truncation
+        self._entropy_has_gradient = entropy_has_gradient
+        self._dropouts = adapter_dropouts(model)
+        self._drops_out = False
         _probe(model, self._parts)
 
     def score(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Scores:
         """The logprob and entropy of every sampled token; [B, T] inputs as in `TokenBatch`, on the model's device.
 
-        Logits are divided by the temperature that the tokens were sampled with. Gradients flow unless disabled.
+        Gradients flow unless disabled.
 
         Raises:
             RecordError: padding that is not on the right, or a sampled token at position 0.
@@ -91,6 +112,7 @@ class Scorer:
         if bool(action_mask[:, 0].any()):
             raise RecordError("Scorer: the token at position 0 has no context to be sampled from")
         _eval_mode(self._model)
+        switch(self._dropouts, on=self._drops_out)
         with _checkpointing(self._model):
             hidden_BTD = _hidden_states(
                 self._parts.decoder, token_ids[:, :-1]
@@ -100,13 +122,32 @@ class Scorer:
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
         return Scores(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
 
+    @contextlib.contextmanager
+    def adapter_dropout(self, seed: int) -> Iterator[None]:
+        """Within, the dropout of the model's LoRA adapter acts, if it has one.
+
+        The first `score` within draws the same masks whenever seed and shapes are the same. Its backward pass belongs
+        within, too, for parts of the forward may run again there (under the same masks). The global generators are left
+        as they were.
+        """
+        if not self._dropouts:
+            yield
+            return
+        with seeded_random(seed, next(self._model.parameters()).device):
+            self._drops_out = True
+            try:
+                yield
+            finally:
+                self._drops_out = False
+                switch(self._dropouts, on=False)
+
     def _score_flat(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """[A, D] and [A] -> logprobs and entropy, both [A]."""
         if len(targets) <= self._chunk_tokens:  # one chunk: keeping its logits is no more than recomputing would hold
             return self._score_chunk(hidden, targets)
         size = self._chunk_tokens
         pieces = [
-            checkpoint(self._score_chunk, h, t, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._score_chunk, h, t, use_reentrant=False, preserve_rng_state=self._drops_out)
             for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
         ]
         return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
@@ -115,9 +156,11 @@ class Scorer:
         logits = self._parts.finish_logits(self._parts.head(hidden))
         if self.temperature != 1.0:
             logits = logits / self.temperature
+        if self._truncation is not None:
+            logits = self._truncation.apply(logits, targets)
         log_softmax = torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit
-        with torch.no_grad():
-            entropy = torch.special.entr(log_softmax.exp()).sum(-1)
+        with torch.set_grad_enabled(self._entropy_has_gradient and torch.is_grad_enabled()):
+            entropy = _entropy(log_softmax)
         return log_softmax.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
@@ -133,6 +176,11 @@ def score_logprobs(
     """[B, T] logprobs of the sampled tokens, for a single use; who scores more than once keeps a `Scorer`."""
     scorer = Scorer(model, temperature=temperature, chunk_tokens=chunk_tokens)
     return scorer.score(token_ids, attention_mask, action_mask).logprobs
+
+
+def _entropy(log_softmax: Tensor) -> Tensor:
+    """[A] entropies of [A, V]; a truncated token adds 0, where -inf * 0 would make NaN of value and gradient."""
+    return -(log_softmax.exp() * log_softmax.masked_fill(log_softmax.isneginf(), 0.0)).sum(-1)
 
 
 def _eval_mode(model: nn.Module) -> None:

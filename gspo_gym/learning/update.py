@@ -5,19 +5,17 @@ Called by the trainer once per batch. Which weights sample meanwhile, and when t
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gspo_gym import seeding
-from gspo_gym.errors import CheckpointError
+from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.batching import (
     ScoredBatch,
     TrainBatch,
@@ -26,11 +24,24 @@ from gspo_gym.learning.batching import (
     split_minibatches,
     to_device,
 )
-from gspo_gym.learning.losses import LossOutput, LossStats, policy_loss
-from gspo_gym.learning.metrics import loss_metrics, rollout_metrics
-from gspo_gym.learning.optimizer import PolicyOptimizer, StepReport
+from gspo_gym.learning.correction import correct
+from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
+from gspo_gym.learning.losses import Denominators, count_denominators, policy_loss
+from gspo_gym.learning.optimizer import PolicyOptimizer
+from gspo_gym.learning.reference import Reference, check_same_reference
+from gspo_gym.learning.routers import RouterLoad, find_routers
 from gspo_gym.learning.scoring import Scorer
-from gspo_gym.learning.settings import LossSettings, OptimizerSettings, UpdateSettings
+from gspo_gym.learning.settings import (
+    AdvantageSettings,
+    CorrectionSettings,
+    LossSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    RewardSettings,
+    UpdateSettings,
+)
+from gspo_gym.learning.shaping import AdvantageShaper
+from gspo_gym.learning.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,55 +54,37 @@ class UpdateReport:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """A micro-batch, on the learner's device, and the seed of the dropout masks it is computed under every time."""
+
+    batch: TrainBatch
+    dropout_seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Minibatch:
-    """What one optimizer step rests on: N trajectories, those of them that carry a gradient in micro-batches."""
+    """What one optimizer step rests on: all its trajectories in the denominators, those with a gradient in parts."""
 
-    num_trajectories: int
-    parts: tuple[TrainBatch, ...]
-
-
-class _Tally:
-    """What the steps of one update amount to; filled while it runs, read once at its end."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[LossStats]] = []
-        self.reports: list[StepReport] = []
-        self.rollout_pairs: list[tuple[Tensor, Tensor]] = []
-        self.entropy_sum = 0.0
-        self.num_empty_steps = 0
-        self.noise_floor = 0.0
-
-    def metrics(self) -> dict[str, float]:
-        taken = [report for report in self.reports if not report.is_skipped]
-        num_tokens = sum(part.num_tokens for step in self.steps for part in step)
-        metrics = loss_metrics(self.steps)
-        if self.rollout_pairs:
-            metrics |= rollout_metrics(self.rollout_pairs)
-        if num_tokens:
-            metrics |= {"policy/entropy": self.entropy_sum / num_tokens, "ratio/noise_floor": self.noise_floor}
-        if self.reports:
-            metrics["optim/learning_rate"] = self.reports[-1].learning_rate
-        if taken:
-            norms = [report.grad_norm for report in taken]
-            metrics |= {"optim/grad_norm": sum(norms) / len(norms), "optim/grad_norm_max": max(norms)}
-        metrics["batch/trained_tokens"] = float(num_tokens)
-        metrics["optim/num_steps"] = float(len(taken))
-        metrics["optim/num_nonfinite_steps"] = float(len(self.reports) - len(taken))
-        metrics["optim/num_empty_steps"] = float(self.num_empty_steps)
-        return metrics
+    denominators: Denominators
+    parts: tuple[_Part, ...]
 
 
 class Learner:
-    """Improves a policy with GSPO (`losses`), holding its optimizer and, if the loss asks for one, its reference.
+    """Improves a policy with GSPO (`losses`), holding its optimizer and, if a KL term asks for one, its reference.
 
-    The model object is the caller's and is trained in place: a full model, or one that peft has wrapped. With
-    kl_coef > 0 the reference is: for a peft model the same model with its adapters disabled; otherwise `reference`, or
-    by default a frozen copy of the model as it is now, which then is part of `tensors()`.
+    The model object is the caller's and is trained in place: a full model, or one that peft has wrapped.
 
     Args:
+        optimizer, loss, update, advantages, rewards, correction, reference: the settings; None: their defaults. Of the
+            advantages' and rewards', those are used that need logprobs or the whole batch (`shaping`).
         temperature: that the rollouts were sampled with; logprobs are of that distribution.
-        total_steps: optimizer steps of the whole run, for the cosine schedule; None: not known.
-        seed: of the division into minibatches. clock: seconds, monotonic.
+        truncation: that they were sampled with; used if update.score_truncated says so, and then needed.
+        total_steps: optimizer steps of the whole run, for schedules that decay; None: not known.
+        seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
+        reference_model: a frozen model to use as the reference; None: what reference.source says.
+
+    Raises:
+        ConfigError: settings that contradict each other or the model.
     """
 
     def __init__(
@@ -101,60 +94,93 @@ class Learner:
         optimizer: OptimizerSettings,
         loss: LossSettings,
         update: UpdateSettings,
+        advantages: AdvantageSettings | None = None,
+        rewards: RewardSettings | None = None,
+        correction: CorrectionSettings | None = None,
+        reference: ReferenceSettings | None = None,
         temperature: float = 1.0,
+        truncation: Truncation | None = None,
         total_steps: int | None = None,
         seed: int = 0,
-        reference: nn.Module | None = None,
+        reference_model: nn.Module | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._model: Any = model  # Any: peft's disable_adapter is not part of nn.Module
+        if update.score_truncated and truncation is None:
+            raise ConfigError("update.score_truncated: expected the truncation of the rollouts, got none")
+        self._model = model
         self._loss = loss
         self._settings = update
+        self._correction = correction or CorrectionSettings()
+        self._reference_settings = reference or ReferenceSettings()
+        self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
         self._seed = seed
         self._clock = clock
         self._num_updates = 0
         self._device = next(model.parameters()).device
+        self._routers = find_routers(model)
         self._optimizer = PolicyOptimizer(
             model, optimizer, total_steps=total_steps, max_nonfinite_steps=update.max_nonfinite_steps
         )
-        self._scorer = Scorer(model, temperature=temperature, chunk_tokens=update.scoring_chunk_tokens)
-        self._reference_copy: nn.Module | None = None
-        self._reference_scorer: Scorer | None = None
-        if loss.kl_coef > 0:
-            self._hold_reference(reference)
+        make_scorer = partial(
+            Scorer,
+            temperature=temperature,
+            chunk_tokens=update.scoring_chunk_tokens,
+            truncation=truncation if update.score_truncated else None,
+            entropy_has_gradient=loss.entropy_coef > 0,
+        )
+        self._scorer = make_scorer(model)
+        self._reference: Reference | None = None
+        if loss.kl_coef > 0 or self._shaper.uses_reference:
+            self._reference = Reference(
+                model, self._reference_settings, scorer=self._scorer, make_scorer=make_scorer, given=reference_model
+            )
+        elif reference_model is not None or self._reference_settings != ReferenceSettings():
+            raise ConfigError(
+                "reference: nothing compares with it, because loss.kl_coef, rewards.kl_coef and "
+                "advantages.kl_shaping_coef are 0; set one, or remove the reference"
+            )
 
     def update(self, batch: TrainBatch) -> UpdateReport:
         """Train on a batch: `num_epochs` passes of one optimizer step per minibatch.
 
         Old and reference logprobs are scored first, on the very micro-batches that are trained on, and stay fixed. With
         one minibatch and one epoch the old logprobs are those of the only training pass, detached: the weights are the
-        same. Trajectories whose advantages are all 0 are not computed while there is no KL term; they count in N. A
-        minibatch of only such trajectories takes no step (momentum alone would move the weights).
+        same (unless advantages depend on them). Trajectories that are masked, and those whose advantages are all 0
+        while nothing else gives them a gradient, are not computed; they count in all denominators. A minibatch of only
+        such trajectories takes no step (momentum alone would move the weights).
 
         Raises:
             NonFiniteError: too many steps in a row had a NaN or infinite loss or gradient; such a step is skipped.
         """
         started = self._clock()
-        tally = _Tally()
+        tally, router_load = Tally(self._loss), RouterLoad(self._routers)
         plan = self._plan(batch)
-        if len(plan) * self._settings.num_epochs > 1:
+        if len(plan) * self._settings.num_epochs > 1 or self._shaper.uses_reference:
             plan = [self._score(minibatch) for minibatch in plan]
+        plan, shaping_metrics = self._shape(plan)
         scored = self._clock()
         for epoch in range(self._settings.num_epochs):
             for number in self._order(len(plan), epoch):
-                self._step(plan[number], tally, is_first_epoch=epoch == 0)
+                self._step(plan[number], tally, router_load, is_first_epoch=epoch == 0)
         self._num_updates += 1
-        metrics = tally.metrics() | _batch_metrics(batch, plan)
+        every = self._reference_settings.update_every_n_iters
+        if self._reference is not None and every and self._num_updates % every == 0:
+            self._reference.refresh()
+        trained = [part.batch for minibatch in plan for part in minibatch.parts]
+        metrics = {**tally.metrics(), **batch_metrics(batch, trained), **shaping_metrics, **router_load.metrics()}
         metrics |= {"time/score_seconds": scored - started, "time/train_seconds": self._clock() - scored}
-        return UpdateReport(metrics, int(metrics["optim/num_steps"]), int(metrics["optim/num_nonfinite_steps"]))
+        return UpdateReport(metrics, tally.num_steps, tally.num_nonfinite_steps)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a restart needs besides the model's own parameters and `counters()`; live, so write them at once."""
-        reference = {} if self._reference_copy is None else dict(self._reference_copy.named_parameters())
-        return self._optimizer.tensors() | {f"reference.{name}": p.detach() for name, p in reference.items()}
+        return self._optimizer.tensors() | ({} if self._reference is None else self._reference.tensors())
 
-    def counters(self) -> dict[str, int]:
-        return self._optimizer.counters() | {"learner.num_updates": self._num_updates}
+    def counters(self) -> dict[str, int | float]:
+        return {
+            **self._optimizer.counters(),
+            **self._shaper.counters(),
+            "learner.num_updates": self._num_updates,
+        }
 
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
         """Go on bit for bit from `tensors()` and `counters()`, in a learner of the same settings and model.
@@ -166,50 +192,42 @@ class Learner:
         """
         if "learner.num_updates" not in counters:
             raise CheckpointError("the learner's counter 'learner.num_updates' is missing")
-        saved = {name for name in tensors if name.startswith("reference.")}
-        held = {} if self._reference_copy is None else dict(self._reference_copy.named_parameters())
-        if saved != {f"reference.{name}" for name in held}:
-            raise CheckpointError(
-                f"reference policy: {len(saved)} parameters were saved, {len(held)} are held; was kl_coef changed?"
-            )
+        check_same_reference(tensors, {} if self._reference is None else self._reference.tensors())
+        self._shaper.restore(counters)
         self._optimizer.restore(tensors, counters)
         self._num_updates = int(counters["learner.num_updates"])
-        with torch.no_grad():
-            for name, parameter in held.items():
-                parameter.copy_(tensors[f"reference.{name}"])
-
-    def _hold_reference(self, reference: nn.Module | None) -> None:
-        if reference is None and hasattr(self._model, "disable_adapter"):
-            return
-        if reference is None:
-            reference = self._reference_copy = copy.deepcopy(self._model).requires_grad_(False)
-        self._reference_scorer = Scorer(
-            reference, temperature=self._scorer.temperature, chunk_tokens=self._settings.scoring_chunk_tokens
-        )
-
-    @contextlib.contextmanager
-    def _reference_policy(self) -> Iterator[Scorer]:
-        """A scorer that is the reference's while inside."""
-        if self._reference_scorer is not None:
-            yield self._reference_scorer
-        else:
-            with self._model.disable_adapter():
-                yield self._scorer
+        if self._reference is not None:
+            self._reference.restore(tensors)
 
     def _plan(self, batch: TrainBatch) -> list[_Minibatch]:
         """The division of the batch, drawn once per update: every epoch trains on the micro-batches that were scored,
         so that a change of padding or kernel between two scorings cannot pass for a change of the policy."""
         generator = seeding.generator(self._seed, "minibatches", self._num_updates)
-        plan = []
+        with_advantage = not (self._has_other_terms or self._shaper.gives_advantages)
+        plan: list[_Minibatch] = []
         for minibatch in split_minibatches(batch, self._settings.minibatch_size, generator):
-            kept = range(minibatch.num_trajectories) if self._loss.kl_coef > 0 else _with_advantage(minibatch)
-            parts = []
-            if kept:
-                parts = split_microbatches(
-                    select_trajectories(minibatch, kept), self._settings.max_tokens_per_microbatch
-                )
-            plan.append(_Minibatch(minibatch.num_trajectories, tuple(to_device(part, self._device) for part in parts)))
+            counts = count_denominators(
+                minibatch.action_mask,
+                minibatch.turn_index,
+                minibatch.trajectory_index,
+                num_batch_tokens=batch.num_actions,
+            )
+            kept = _trainable(minibatch, with_advantage=with_advantage)
+            plan.append(
+                _Minibatch(counts, self._parts(select_trajectories(minibatch, kept), len(plan)) if kept else ())
+            )
         return plan
+
+    def _parts(self, batch: TrainBatch, minibatch: int) -> tuple[_Part, ...]:
+        """The micro-batches of a minibatch, given its number."""
+        parts = split_microbatches(batch, self._settings.max_tokens_per_microbatch)
+        seeds = [seeding.child_seed(self._seed, "dropout", self._num_updates, minibatch, k) for k in range(len(parts))]
+        return tuple(_Part(to_device(part, self._device), seed) for part, seed in zip(parts, seeds, strict=True))
+
+    @property
+    def _has_other_terms(self) -> bool:
+        """Whether a token without an advantage has a gradient."""
+        return self._loss.kl_coef > 0 or self._loss.entropy_coef > 0
 
     def _order(self, num_minibatches: int, epoch: int) -> list[int]:
         generator = seeding.generator(self._seed, "order", self._num_updates, epoch)
@@ -218,83 +236,84 @@ class Learner:
     def _score(self, minibatch: _Minibatch) -> _Minibatch:
         parts = []
         for part in minibatch.parts:
-            with torch.no_grad():
-                old = self._scorer.score(part.token_ids, part.attention_mask, part.action_mask).logprobs
-            parts.append(_scored(part, old, self._reference_logprobs(part)))
-        return dataclasses.replace(minibatch, parts=tuple(parts))
+            batch, old = part.batch, None
+            if self._recomputes_old:
+                with torch.no_grad(), self._scorer.adapter_dropout(part.dropout_seed):
+                    old = self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+            parts.append(_Part(_scored(batch, old, self._reference_logprobs(batch)), part.dropout_seed))
+        return _Minibatch(minibatch.denominators, tuple(parts))
 
-    @torch.no_grad()
-    def _reference_logprobs(self, part: TrainBatch) -> Tensor | None:
-        if self._loss.kl_coef == 0:
-            return None
-        with self._reference_policy() as scorer:
-            return scorer.score(part.token_ids, part.attention_mask, part.action_mask).logprobs
+    def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
+        return None if self._reference is None else self._reference.logprobs(batch)
 
-    def _step(self, minibatch: _Minibatch, tally: _Tally, *, is_first_epoch: bool) -> None:
-        if not minibatch.parts:
-            tally.num_empty_steps += 1
+    def _shape(self, plan: Sequence[_Minibatch]) -> tuple[list[_Minibatch], Mapping[str, float]]:
+        shaped = self._shaper.shape([part.batch for minibatch in plan for part in minibatch.parts])
+        batches = iter(shaped.parts)
+        return [
+            _Minibatch(m.denominators, tuple(_Part(next(batches), part.dropout_seed) for part in m.parts)) for m in plan
+        ], shaped.metrics
+
+    def _step(self, minibatch: _Minibatch, tally: Tally, router_load: RouterLoad, *, is_first_epoch: bool) -> None:
+        has_gradient = self._has_other_terms or any(bool(part.batch.advantages.any()) for part in minibatch.parts)
+        if not minibatch.parts or not has_gradient:
+            tally.add_empty_step()
             return
+        # The learner's logprobs before the update are the old ones; where the engine's stand for these, the present
+        # ones as long as no step was taken.
+        knows_gap = is_first_epoch if self._recomputes_old else tally.num_steps == 0
         self._optimizer.zero_grad()
-        stats, pairs, entropy, loss = [], [], 0.0, 0.0
+        facts = []
         for part in minibatch.parts:
-            ref = None if isinstance(part, ScoredBatch) else self._reference_logprobs(part)
-            scores = self._scorer.score(part.token_ids, part.attention_mask, part.action_mask)
-            scored = part if isinstance(part, ScoredBatch) else _scored(part, scores.logprobs.detach(), ref)
-            output = self._loss_of(scored, scores.logprobs, minibatch.num_trajectories)
+            facts.append(self._backward(part, minibatch.denominators, router_load, with_gap=knows_gap))
+        loss = sum(float(fact.loss.policy_loss + fact.loss.kl_loss + fact.loss.entropy_loss) for fact in facts)
+        tally.add_step(facts, self._optimizer.step(loss))
+
+    def _backward(
+        self, part: _Part, denominators: Denominators, router_load: RouterLoad, *, with_gap: bool
+    ) -> PartFacts:
+        """Add the gradients of a micro-batch, scored before or not."""
+        batch = part.batch
+        ref = None if isinstance(batch, ScoredBatch) else self._reference_logprobs(batch)
+        with self._scorer.adapter_dropout(part.dropout_seed):
+            with router_load.watching(batch.attention_mask[:, :-1]):
+                scores = self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask)
+            now = scores.logprobs.detach()
+            scored = (
+                batch if isinstance(batch, ScoredBatch) else _scored(batch, now if self._recomputes_old else None, ref)
+            )
+            correction = correct(scored, now, self._correction)
+            output = policy_loss(
+                scores.logprobs,
+                scored.old_logprobs,
+                action_mask=scored.action_mask,
+                turn_index=scored.turn_index,
+                trajectory_index=scored.trajectory_index,
+                advantages=scored.advantages,
+                settings=self._loss,
+                denominators=denominators,
+                ref_logprobs=scored.ref_logprobs,
+                entropy=scores.entropy,
+                correction=None if correction is None else correction.weights,
+            )
             torch.autograd.backward(output.loss)
-            stats.append(output.stats)
-            pairs.append((scored.old_logprobs[part.action_mask], part.rollout_logprobs[part.action_mask]))
-            entropy += float(scores.entropy.sum())
-            loss += float(output.loss.detach())
-        report = self._optimizer.step(loss)
-        tally.reports.append(report)
-        if report.is_skipped:
-            return
-        if not tally.steps:
-            tally.noise_floor = max(float((part.unit_ratios - 1).abs().max()) for part in stats)
-        if is_first_epoch:
-            tally.rollout_pairs += pairs
-        tally.steps.append(stats)
-        tally.entropy_sum += entropy
+        own = scored.old_logprobs if self._recomputes_old else now
+        return PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
 
-    def _loss_of(self, scored: ScoredBatch, logprobs: Tensor, num_trajectories: int) -> LossOutput:
-        return policy_loss(
-            logprobs,
-            scored.old_logprobs,
-            action_mask=scored.action_mask,
-            turn_index=scored.turn_index,
-            trajectory_index=scored.trajectory_index,
-            advantages=scored.advantages,
-            unit=self._loss.unit,
-            clip_low=self._loss.clip_low,
-            clip_high=self._loss.clip_high,
-            num_trajectories=num_trajectories,
-            ref_logprobs=scored.ref_logprobs,
-            kl_coef=self._loss.kl_coef,
-        )
+    @property
+    def _recomputes_old(self) -> bool:
+        return self._correction.old_logprobs == "recompute"
 
 
-def _scored(part: TrainBatch, old_logprobs: Tensor, ref_logprobs: Tensor | None) -> ScoredBatch:
+def _scored(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> ScoredBatch:
+    """old_logprobs None: the engine's stand for them."""
+    old_logprobs = part.rollout_logprobs if old_logprobs is None else old_logprobs
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(TrainBatch)}
     return ScoredBatch(**fields, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
-def _with_advantage(batch: TrainBatch) -> list[int]:
-    """The trajectories with an advantage other than exactly 0 somewhere: without a KL term, those with a gradient."""
-    rows = batch.advantages.ne(0).any(1)
+def _trainable(batch: TrainBatch, *, with_advantage: bool) -> list[int]:
+    """The trajectories that are not masked; with_advantage: of these, those with one other than exactly 0 somewhere."""
+    rows = ~batch.is_masked
+    if with_advantage:
+        rows &= batch.advantages.ne(0).any(1)
     return [int(trajectory) for trajectory in torch.unique(batch.trajectory_index[rows])]
-
-
-def _batch_metrics(batch: TrainBatch, plan: Sequence[_Minibatch]) -> dict[str, float]:
-    advantages = batch.advantages[batch.action_mask].double()
-    parts = [part for minibatch in plan for part in minibatch.parts]
-    num_slots = sum(part.token_ids.numel() for part in parts)
-    num_filled = sum(int(part.attention_mask.sum()) for part in parts)
-    return {
-        "batch/num_trajectories": float(batch.num_trajectories),
-        "batch/num_actions": float(batch.num_actions),
-        "batch/zero_advantage_fraction": 1 - len(_with_advantage(batch)) / batch.num_trajectories,
-        "batch/padding_fraction": 1 - num_filled / num_slots if num_slots else 0.0,
-        "advantage/mean": float(advantages.mean()),
-        "advantage/std": float(advantages.std(correction=0)),
-    }

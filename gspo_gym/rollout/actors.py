@@ -7,7 +7,7 @@ them down and `episode.py` asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,25 +63,42 @@ class EngineActor:
 
     Args:
         engine: any `engine.base.Engine`.
-        temperature, top_p, top_k: as in `SamplingParams`.
+        temperature, top_p, top_k, min_p, repetition_penalty: as in `SamplingParams`.
+        min_tokens: as there; a turn that may have fewer tokens (the context ends) may end with any of them.
     """
 
-    def __init__(self, engine: Engine, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
-        # A template that is only ever copied: its construction checks the ranges before the first episode starts.
-        SamplingParams(max_tokens=1, stop_token_ids=(), seed=0, temperature=temperature, top_p=top_p, top_k=top_k)
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        min_tokens: int = 0,
+    ) -> None:
         self._engine = engine
-        self._temperature = temperature
-        self._top_p = top_p
-        self._top_k = top_k
+        # A template that is only ever copied: its construction checks the ranges before the first episode starts.
+        self._sampling = SamplingParams(
+            max_tokens=max(1, min_tokens),
+            stop_token_ids=(),
+            seed=0,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            min_tokens=min_tokens,
+        )
 
     async def __call__(self, request: ActRequest) -> Completion:
-        sampling = SamplingParams(
+        sampling = replace(
+            self._sampling,
             max_tokens=request.max_tokens,
+            min_tokens=min(self._sampling.min_tokens, request.max_tokens),
             stop_token_ids=request.renderer.stop_token_ids,
             seed=child_seed(request.sampling_seed, "turn", request.turn_index),
-            temperature=self._temperature,
-            top_p=self._top_p,
-            top_k=self._top_k,
         )
         prompt = request.prompt_token_ids.tolist()
         return await self._engine.generate(prompt, sampling, session_id=request.session_id)

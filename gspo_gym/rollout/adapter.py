@@ -48,6 +48,7 @@ class TokenObservationWrapper:
         max_output_tokens: sampled tokens per turn, the stop token included.
         env_id: the environment's name in errors; its class name if None.
         renderer: the chat template's renderer for this environment's tools; made from the tokenizer if None.
+        system_prompt: put before the environment's first messages, or before its own system message's text.
         step_timeout_seconds: for each reset, step and close of the environment; None waits for ever.
         clock: seconds, monotonic; measures `env_seconds`.
 
@@ -72,6 +73,7 @@ class TokenObservationWrapper:
         *,
         env_id: str | None = None,
         renderer: Renderer | None = None,
+        system_prompt: str | None = None,
         step_timeout_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,6 +95,7 @@ class TokenObservationWrapper:
         self._max_model_len = max_model_len
         self._max_output_tokens = max_output_tokens
         self._pad_id = pad_id
+        self._system_prompt = system_prompt
         self._clock = clock
         self._runner: asyncio.Runner | None = None
         self._open = OpenEpisode()
@@ -162,18 +165,19 @@ class TokenObservationWrapper:
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
         result = await self._timed(self.session.reset(seed, options))
-        self._open.messages.extend(result.messages)
-        is_hopeless = _is_hopeless(result.messages, self._tokenizer, self._max_model_len)
+        messages = _with_system_prompt(result.messages, self._system_prompt)
+        self._open.messages.extend(messages)
+        is_hopeless = _is_hopeless(messages, self._tokenizer, self._max_model_len)
         prompt = None if is_hopeless else self.renderer.start(self._open.messages)
         if prompt is None or len(prompt) >= self._max_model_len:
             self._open.outcome = Outcome.CONTEXT_OVERFLOW
             raise ContextOverflowError(
-                f"{self.session.env_id}: the first prompt has {_size(prompt, result.messages)}, which leaves no room "
+                f"{self.session.env_id}: the first prompt has {_size(prompt, messages)}, which leaves no room "
                 f"for an answer in max_model_len = {self._max_model_len}; raise it or shorten the first observation"
             )
         self._open.open_turn(prompt, is_new_segment=True)
         self._is_turn_open = True
-        return self.prompt, {**result.info, "seed": seed, "new_messages": result.messages}
+        return self.prompt, {**result.info, "seed": seed, "new_messages": messages}
 
     async def step_async(
         self,
@@ -305,6 +309,15 @@ class TokenObservationWrapper:
             return await call
         finally:
             self.env_seconds += self._clock() - started
+
+
+def _with_system_prompt(messages: tuple[Message, ...], prompt: str | None) -> tuple[Message, ...]:
+    """The first messages with the prompt before them; templates take one system message, so two become one."""
+    if prompt is None:
+        return messages
+    if messages and messages[0].role == "system":
+        return (Message("system", f"{prompt}\n\n{messages[0].content}"), *messages[1:])
+    return (Message("system", prompt), *messages)
 
 
 def _require_range(name: str, value: int, low: int, high: int | None = None) -> None:

@@ -51,12 +51,16 @@ class RendererCache:
     Args:
         tokenizer: a transformers tokenizer with a chat template (Any: transformers is untyped).
         template_kwargs: passed to the chat template, for example {"enable_thinking": False}.
+        system_prompt: what every conversation begins with, before the environment speaks; None: nothing.
     """
 
     _MAX_KEPT = 64  # environments whose tools differ from task to task must not grow this without end
 
-    def __init__(self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, system_prompt: str | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
         self._template_kwargs = dict(template_kwargs or {})
         self._renderers: dict[str, Renderer] = {}
 
@@ -190,6 +194,7 @@ class _Episode:
             limits.max_model_len,
             limits.max_output_tokens,
             renderer=renderers.for_tools(self.session.tool_schemas),
+            system_prompt=renderers.system_prompt,
             clock=self._clock,
         )
         await self.wrapper.reset_async(task.seed, task.options or None)

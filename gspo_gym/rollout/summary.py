@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from gspo_gym.types import Outcome, ParseStatus, TrajectoryGroup
+from gspo_gym.types import FinishReason, Outcome, ParseStatus, TrajectoryGroup
 
 METRICS: Mapping[str, str] = MappingProxyType(
     {
@@ -23,6 +23,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "rollout/max_turns_fraction": "share of kept episodes that ended at the limit on turns",
         "rollout/context_overflow_fraction": "share of kept episodes whose next observation did not fit the model",
         "rollout/parse_failure_fraction": "share of turns whose text could not be parsed as an action",
+        "rollout/max_output_tokens_fraction": "share of turns that ran out of output tokens",
+        "rollout/events_mean": "mean over kept episodes of how many different events (achievements) each reached",
     }
 )
 # Reward terms are named by the environments: "reward/<term>" is the mean over kept episodes of the term's sum.
@@ -50,6 +52,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dic
         "rollout/context_overflow_fraction": sum(e.outcome is Outcome.CONTEXT_OVERFLOW for e in episodes)
         / len(episodes),
         "rollout/parse_failure_fraction": sum(turn.parse is not ParseStatus.OK for turn in turns) / len(turns),
+        "rollout/max_output_tokens_fraction": sum(t.finish_reason is FinishReason.LENGTH for t in turns) / len(turns),
+        "rollout/events_mean": sum(len({name for turn in e.turns for name in turn.events}) for e in episodes)
+        / len(episodes),
     }
     if any(episode.success is not None for episode in episodes):
         metrics["rollout/success_rate"] = sum(episode.success is True for episode in episodes) / len(episodes)

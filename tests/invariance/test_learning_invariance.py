@@ -7,18 +7,26 @@ runs, so the differences stay those of float64.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 
 from gspo_gym.learning.batching import TrainBatch, select_trajectories, split_microbatches
-from gspo_gym.learning.losses import policy_loss
+from gspo_gym.learning.losses import Denominators, policy_loss
 from gspo_gym.learning.scoring import Scorer
-from gspo_gym.learning.settings import LossSettings, OptimizerSettings, UpdateSettings
+from gspo_gym.learning.settings import (
+    AdvantageSettings,
+    CorrectionSettings,
+    LossSettings,
+    OptimizerSettings,
+    RewardSettings,
+    UpdateSettings,
+)
 from gspo_gym.learning.update import Learner
 
-UNITS = ["trajectory", "turn", "token"]
+UNITS = ["trajectory", "segment", "turn", "token"]
 SUMMATION = 1e-9  # relative to the largest entry: some thousand float64 roundings, times what attention magnifies
 
 
@@ -56,6 +64,7 @@ def batch():
         trajectory_index=trajectory_index,
         rollout_logprobs=torch.where(action_mask, -torch.rand(B, T, generator=generator), 0.0),
         advantages=advantages,
+        is_masked=torch.zeros(B, dtype=torch.bool),
     )
 
 
@@ -66,8 +75,17 @@ def drifted(logprobs, batch):
     return logprobs.detach() - 0.3 * torch.sin(7.0 * batch.token_ids + 3.0 * places)
 
 
-def gradients(model, parts, *, unit, num_trajectories):
+def denominators_of(batch):
+    """Counted one token at a time."""
+    tokens = [
+        (int(batch.trajectory_index[b]), int(batch.turn_index[b, t])) for b, t in batch.action_mask.nonzero().tolist()
+    ]
+    return Denominators(len({i for i, _ in tokens}), len(set(tokens)), len(tokens), len(tokens))
+
+
+def gradients(model, parts, *, unit, denominators):
     """The loss and the gradients accumulated over these micro-batches."""
+    settings = LossSettings(unit=unit, clip_low=0.1, clip_high=0.1, kl_coef=0.1)
     model.zero_grad()
     scorer = Scorer(model)
     total = 0.0
@@ -80,12 +98,9 @@ def gradients(model, parts, *, unit, num_trajectories):
             turn_index=part.turn_index,
             trajectory_index=part.trajectory_index,
             advantages=part.advantages,
-            unit=unit,
-            clip_low=0.1,
-            clip_high=0.1,
-            num_trajectories=num_trajectories,
+            settings=settings,
+            denominators=denominators,
             ref_logprobs=drifted(logprobs, part),
-            kl_coef=0.1,
         )
         output.loss.backward()
         total += output.loss.item()
@@ -105,11 +120,11 @@ def rearranged(batch, **changes):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_division_into_microbatches_changes_no_gradient(model, batch, unit):
-    whole = gradients(model, [batch], unit=unit, num_trajectories=7)
+    whole = gradients(model, [batch], unit=unit, denominators=denominators_of(batch))
     for max_tokens in (1, 45, 90):
         parts = split_microbatches(batch, max_tokens)
         assert len(parts) > 1
-        assert_same(gradients(model, parts, unit=unit, num_trajectories=7), whole)
+        assert_same(gradients(model, parts, unit=unit, denominators=denominators_of(batch)), whole)
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -123,8 +138,8 @@ def test_padding_of_any_width_and_content_changes_no_gradient(model, batch, unit
     wide["token_ids"] = torch.where(wide["attention_mask"], wide["token_ids"], 49)
     padded = rearranged(batch, **wide)
     assert padded.token_ids.shape == (rows, width + 13)
-    whole = gradients(model, [batch], unit=unit, num_trajectories=7)
-    assert_same(gradients(model, [padded], unit=unit, num_trajectories=7), whole)
+    whole = gradients(model, [batch], unit=unit, denominators=denominators_of(batch))
+    assert_same(gradients(model, [padded], unit=unit, denominators=denominators_of(batch)), whole)
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -133,9 +148,9 @@ def test_the_order_of_rows_and_trajectories_changes_no_gradient(model, batch, un
     names = [field.name for field in dataclasses.fields(batch)]
     shuffled = rearranged(batch, **{name: getattr(batch, name)[order] for name in names})
     renumbered = select_trajectories(batch, [4, 2, 6, 0, 5, 1, 3])
-    whole = gradients(model, [batch], unit=unit, num_trajectories=7)
-    assert_same(gradients(model, [shuffled], unit=unit, num_trajectories=7), whole)
-    assert_same(gradients(model, [renumbered], unit=unit, num_trajectories=7), whole)
+    whole = gradients(model, [batch], unit=unit, denominators=denominators_of(batch))
+    assert_same(gradients(model, [shuffled], unit=unit, denominators=denominators_of(batch)), whole)
+    assert_same(gradients(model, [renumbered], unit=unit, denominators=denominators_of(batch)), whole)
 
 
 def cut_into_segments(batch, logprobs, old, pieces):
@@ -154,7 +169,7 @@ def cut_into_segments(batch, logprobs, old, pieces):
     }
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit != "segment"])
 @pytest.mark.parametrize("pieces", [2, 3, 20])
 def test_cutting_an_episode_into_segments_changes_neither_loss_nor_gradient(batch, unit, pieces):
     generator = torch.Generator().manual_seed(5)
@@ -167,35 +182,90 @@ def test_cutting_an_episode_into_segments_changes_neither_loss_nor_gradient(batc
         tensors = cut_into_segments(batch, logprobs, old, k)
         now = tensors.pop("logprobs")
         output = policy_loss(
-            now, tensors.pop("old_logprobs"), **tensors, unit=unit, clip_low=0.1, clip_high=0.1, num_trajectories=7
+            now,
+            tensors.pop("old_logprobs"),
+            **tensors,
+            settings=LossSettings(unit=unit, clip_low=0.1, clip_high=0.1),
+            denominators=denominators_of(batch),
         )
         output.loss.backward()
         results.append((output.loss.item(), {"logprobs": logprobs.grad}))
     assert_same(results[1], results[0])
 
 
+def learn(model, batch, *, max_tokens, chunk, minibatch_size=3, num_epochs=2, loss=None, **options):
+    """The weights and metrics after an update that starts from the model's weights, which are put back."""
+    start = {name: p.clone() for name, p in model.state_dict().items()}
+    learner = Learner(
+        model,
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        loss=loss or LossSettings(clip_low=0.2, clip_high=0.2),
+        update=UpdateSettings(
+            minibatch_size=minibatch_size,
+            num_epochs=num_epochs,
+            max_tokens_per_microbatch=max_tokens,
+            scoring_chunk_tokens=chunk,
+        ),
+        **options,
+    )
+    report = learner.update(batch)
+    weights = {name: p.clone() for name, p in model.state_dict().items()}
+    model.load_state_dict(start)
+    return weights, report.metrics
+
+
+def assert_same_update(actual, expected):
+    for name, value in expected[0].items():
+        # AdamW divides a gradient by its own size plus 1e-8, which magnifies the rounding of the smallest ones
+        torch.testing.assert_close(actual[0][name], value, rtol=0, atol=1e-3 * 1e-3, msg=name)
+    of_memory = {"batch/padding_fraction", "ratio/noise_floor", "time/score_seconds", "time/train_seconds"}
+    for name in expected[1].keys() - of_memory:
+        assert actual[1][name] == pytest.approx(expected[1][name], rel=1e-5, abs=1e-9), name
+
+
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("minibatch_size", [None, 3])
 def test_the_memory_budget_of_an_update_changes_its_weights_by_rounding_only(model, batch, unit, minibatch_size):
-    start = {name: p.clone() for name, p in model.state_dict().items()}
-    results = []
-    for max_tokens, chunk in ((100_000, 100_000), (1, 3)):
-        model.load_state_dict(start)
-        learner = Learner(
-            model,
-            optimizer=OptimizerSettings(learning_rate=1e-3),
-            loss=LossSettings(unit=unit, clip_low=0.2, clip_high=0.2),
-            update=UpdateSettings(
-                minibatch_size=minibatch_size,
-                num_epochs=2,
-                max_tokens_per_microbatch=max_tokens,
-                scoring_chunk_tokens=chunk,
-            ),
-        )
-        report = learner.update(batch)
-        results.append(({name: p.clone() for name, p in model.state_dict().items()}, report.metrics))
-    for name, value in results[0][0].items():
-        # AdamW divides a gradient by its own size plus 1e-8, which magnifies the rounding of the smallest ones
-        torch.testing.assert_close(results[1][0][name], value, rtol=0, atol=1e-3 * 1e-3, msg=name)
-    for name in ("loss/total", "ratio/min", "ratio/q50", "ratio/max", "clip/low_fraction", "optim/grad_norm"):
-        assert results[1][1][name] == pytest.approx(results[0][1][name], rel=1e-5), name
+    options = {"minibatch_size": minibatch_size, "loss": LossSettings(unit=unit, clip_low=0.2, clip_high=0.2)}
+    whole = learn(model, batch, max_tokens=100_000, chunk=100_000, **options)
+    assert_same_update(learn(model, batch, max_tokens=1, chunk=3, **options), whole)
+
+
+VARIANTS = {
+    "kl in the reward, whitening over tokens": {
+        "rewards": RewardSettings(kl_coef=0.1, kl_target=0.1),
+        "advantages": AdvantageSettings(whiten="tokens", clip=1.0),
+    },
+    "kl shaping, whitening over trajectories": {
+        "advantages": AdvantageSettings(kl_shaping_coef=0.1, whiten="trajectories"),
+    },
+    "correction": {"correction": CorrectionSettings(level="turn", mode="mask", low=0.1, high=3.0)},
+    "rollout logprobs": {"correction": CorrectionSettings(old_logprobs="rollout", off_policy_threshold=0.5)},
+    "kl and entropy, a mean over the batch's tokens": {
+        "loss": LossSettings(entropy_coef=0.1, kl_coef=0.1, aggregation="dapo"),
+    },
+    "a mean over turns": {"loss": LossSettings(aggregation="turn-mean-token-mean", unit="segment")},
+}
+
+
+@pytest.fixture
+def reference_model(model):
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return other
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("is_single_step", [True, False])
+def test_no_variant_of_an_update_depends_on_the_memory_budget(model, reference_model, batch, variant, is_single_step):
+    # the trajectories' numbers 2 and 5 are left out of the loss, and counted
+    batch.is_masked[[3, 8]] = True
+    steps = {"minibatch_size": None, "num_epochs": 1} if is_single_step else {}
+    options = {**VARIANTS[variant], **steps}
+    if "kl" in variant:
+        options["reference_model"] = reference_model
+    whole = learn(model, batch, max_tokens=100_000, chunk=100_000, **options)
+    assert_same_update(learn(model, batch, max_tokens=1, chunk=3, **options), whole)

@@ -7,7 +7,7 @@ letters, and the right one is told in the prompt.
 import gymnasium
 import pytest
 
-from gspo_gym.config import RunConfig
+from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import Reward

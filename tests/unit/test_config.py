@@ -1,76 +1,41 @@
-"""The configuration file: what it takes, what follows from it, and what its errors say."""
+"""The configuration: its defaults, what follows from it, the command line, and that no slip goes unnoticed."""
 
 from __future__ import annotations
 
-import copy
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from gspo_gym.config import RunConfig, load_config
-from gspo_gym.config_problems import sections_of
+from gspo_gym.config.reference import leaf_keys
+from gspo_gym.config.run_config import RunConfig, load_config, load_sections
+from gspo_gym.config.words import sections_of
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.settings import LoraSettings, OptimizerSettings, SupervisedSettings, UpdateSettings
+from gspo_gym.learning.settings import (
+    AdvantageSettings,
+    CorrectionSettings,
+    LoraSettings,
+    LossSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    RewardSettings,
+    StepRewardSettings,
+    SupervisedSettings,
+    UpdateSettings,
+)
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 
-# Nothing but what has no default.
-MINIMAL: dict[str, Any] = {
-    "model": {"base": "tiny:qwen3-64", "label": "quickstart"},
-    "rollout": {
-        "env_name": "GuessNumber",
-        "max_turns": 8,
-        "max_output_tokens": 8,
-        "max_model_len": 512,
-        "episodes_per_batch": 64,
-    },
-    "training": {"iterations_per_epoch": 10, "group_size": 8, "batch_size": 16, "learning_rate": 1e-3},
-    "evaluation": {"instances": 100},
-}
 WARMUP = {"num_episodes": 10, "learning_rate": 1e-2}
 
 
-def changed(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """MINIMAL with these dotted keys set; a value of ... removes the key."""
-    values = copy.deepcopy(MINIMAL)
-    for key, value in changes.items():
-        *above, name = key.split(".")
-        table = values
-        for part in above:
-            table = table.setdefault(part, {})
-        if value is ...:
-            del table[name]
-        else:
-            table[name] = value
-    return values
-
-
-def config(**changes: Any) -> RunConfig:
-    """The configuration of MINIMAL with changes; `training__group_size` is training.group_size."""
-    return RunConfig.from_dict(changed({key.replace("__", "."): value for key, value in changes.items()}))
-
-
-def problems(changes: Mapping[str, Any]) -> list[str]:
-    """The lines of the error about MINIMAL with these changes, without "test: "."""
-    with pytest.raises(ConfigError) as caught:
-        RunConfig.from_dict(changed(changes), source="test")
-    lines = str(caught.value).splitlines()
-    if len(lines) > 1:
-        head, *lines = lines
-        assert head == f"{len(lines)} problems in the configuration:"
-        lines = [line.removeprefix("  ") for line in lines]
-    assert all(line.startswith("test: ") for line in lines)
-    return [line.removeprefix("test: ") for line in lines]
-
-
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, changed: Callable[..., Any]) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(tomli_w.dumps(MINIMAL), encoding="utf-8")
+    path.write_text(tomli_w.dumps(changed({})), encoding="utf-8")
     return path
 
 
@@ -79,24 +44,44 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_minimal_file_has_these_defaults(file: Path) -> None:
     assert tomllib.loads(load_config(file).to_toml()) == {
-        "run": {"seed": 0, "folder": "runs"},
-        "algorithm": {"type": "online", "method": "policy_gradient", "variety": "gspo"},
+        "run": {"seed": 0, "folder": "runs", "log_episodes_every_n_iters": 1},
+        "algorithm": {"type": "online", "method": "policy_gradient", "variety": "gspo", "acknowledge": []},
+        "reference": {
+            "placement": "none",
+            "source": "auto",
+            "update_every_n_iters": 0,
+            "port": 8002,
+            "tp": 1,
+            "health_max_wait_s": 180.0,
+            "health_interval_ms": 300,
+        },
         "model": {
             "base": "tiny:qwen3-64",
             "trainer_mode": "full",
             "label": "quickstart",
             "dtype": "float32",
             "device": "auto",
+            "gradient_checkpointing": False,
+            "torch_compile": False,
+            "liger_kernels": False,
         },
         "rollout": {
             "env_name": "GuessNumber",
             "env_config": {},
+            "policy_name": "policy",
             "engine": "local",
             "max_turns": 8,
+            "ops": ["agent", "env"],
             "max_output_tokens": 8,
+            "min_output_tokens": 0,
             "max_model_len": 512,
             "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "episodes_per_batch": 64,
+            "batches_per_step": 1,
             "max_concurrent_rollouts": 64,
         },
         "limits": {
@@ -114,13 +99,39 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "learning_rate": 0.001,
             "max_tokens_per_microbatch": 16384,
             "scoring_chunk_tokens": 1024,
+            "score_truncated": False,
             "max_nonfinite_steps": 5,
             "log_interval": 1,
             "checkpoint_every_n_iters": 50,
+            "constant_groups": "keep",
+            "max_refill_rounds": 10,
+            "weight_sync_interval": 1,
+            "step_rewards_weights": {},
+            "step_rewards_k_limits": {},
         },
-        "loss": {"unit": "trajectory", "clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0},
-        "advantages": {"level": "trajectory", "normalize_std": True, "discount": 1.0},
+        "loss": {
+            "unit": "trajectory",
+            "aggregation": "seq-mean-token-mean",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "kl_coef": 0.0,
+            "kl_estimator": "k3",
+            "kl_clamp": 10.0,
+            "kl_importance_weighted": False,
+            "entropy_coef": 0.0,
+        },
+        "advantages": {
+            "level": "trajectory",
+            "baseline": "group",
+            "scale": "group",
+            "discount": 1.0,
+            "whiten": "none",
+            "kl_shaping_coef": 0.0,
+        },
+        "rewards": {"overlong": "keep", "overlong_penalty": 1.0, "kl_coef": 0.0, "kl_horizon": 10000},
+        "correction": {"old_logprobs": "recompute", "level": "none", "mode": "truncate", "low": 0.5, "high": 2.0},
         "optimizer": {
+            "kind": OptimizerSettings.model_fields["kind"].default,
             "betas": [0.9, 0.95],
             "eps": 1e-8,
             "weight_decay": 0.0,
@@ -130,6 +141,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "min_lr_fraction": 0.1,
         },
         "evaluation": {"instances": 100, "every_n_iters": 10, "temperature": 1.0},
+        "tracking": {"report_to": [], "wandb_tags": []},
     }
 
 
@@ -148,50 +160,129 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
         {"evaluation.seeds": [3, 5], "evaluation.instances": ..., "algorithm.variety": "grpo"},
         {"rollout.env_config": {"pair": (1, 2)}},
         {"training.learning_rate": 1 / 3, "optimizer.eps": 1e-300, "run.seed": 2**62},
+        {"algorithm.variety": "gspo_token", "advantages": {"baseline": "running"}},
+        {"loss.kl_coef": 0.1, "rewards.kl_coef": 0.2, "rewards.kl_target": 0.1, "optimizer.warmup_fraction": 0.1},
+        {"vllm": {}, "rollout.max_model_len": ..., "rollout.max_output_tokens": ...},
+        {
+            "rollout.policy_config": {"temperature": 0.5, "max_tokens": 7, "chat_template_kwargs": {"a": True}},
+            "rollout.max_output_tokens": ...,
+        },
+        {
+            "training.step_rewards_mode": "decision_stepwise",
+            "training.step_rewards_strategy": "per_achievement",
+            "training.step_rewards_weights": {"collect wood": 0.5},
+        },
+        {"judge": {"enabled": False, "reward_blend": {}, "options": {"event": True, "weights": {"a.b": 0.5}}}},
+        {"services": {}, "compute": {"gpu_count": 0}, "tracking": {"report_to": ["wandb"], "wandb_tags": ["a"]}},
     ],
 )
-def test_the_resolved_file_reads_back_to_an_equal_configuration(changes: dict[str, Any], tmp_path: Path) -> None:
-    original = RunConfig.from_dict(changed(changes))
+def test_the_resolved_file_reads_back_to_an_equal_configuration(
+    changes: dict[str, Any], tmp_path: Path, make: Callable[..., RunConfig]
+) -> None:
+    original = make(changes)
     path = tmp_path / "config.toml"
     path.write_text(original.to_toml(), encoding="utf-8")
     assert load_config(path) == original
 
 
 @pytest.mark.parametrize(
-    ("variety", "unit", "level", "clips"),
+    ("variety", "unit", "level", "baseline", "clips"),
     [
-        ("gspo", "trajectory", "trajectory", (3e-4, 4e-4)),  # arXiv 2507.18071, section 5.1
-        ("gspo_token", "trajectory", "turn", (3e-4, 4e-4)),
-        ("grpo", "token", "trajectory", (0.2, 0.27)),  # the same section, for its comparison
+        ("gspo", "trajectory", "trajectory", "group", (3e-4, 4e-4)),  # arXiv 2507.18071, section 5.1
+        ("gspo_token", "trajectory", "turn", "leave_one_out", (3e-4, 4e-4)),
+        ("grpo", "token", "trajectory", "group", (0.2, 0.27)),  # the same section, for its comparison
     ],
 )
 def test_the_variety_supplies_ratio_unit_advantage_level_and_clip_range(
-    variety: str, unit: str, level: str, clips: tuple[float, float]
+    variety: str, unit: str, level: str, baseline: str, clips: tuple[float, float], make: Callable[..., RunConfig]
 ) -> None:
-    resolved = config(algorithm__variety=variety)
-    assert (resolved.loss.unit, resolved.advantages.level) == (unit, level)
+    resolved = make({"algorithm.variety": variety})
+    assert (resolved.loss.unit, resolved.advantages.level, resolved.advantages.baseline) == (unit, level, baseline)
     assert (resolved.loss.clip_low, resolved.loss.clip_high) == clips
 
 
-def test_what_a_variety_leaves_open_can_be_chosen() -> None:
-    chosen = config(algorithm__variety="gspo_token", loss__unit="turn", loss__clip_low=0.01, advantages__discount=0.9)
+def test_what_a_variety_leaves_open_can_be_chosen(make: Callable[..., RunConfig]) -> None:
+    choice = {"loss.unit": "turn", "loss.clip_low": 0.01, "advantages.discount": 0.9}
+    chosen = make({"algorithm.variety": "gspo_token", **choice})
     assert (chosen.loss.unit, chosen.loss.clip_low, chosen.advantages.level) == ("turn", 0.01, "turn")
-    assert config(algorithm__variety="grpo", loss__clip_high=0.3).loss.clip_low == 0.2
+    assert make({"algorithm.variety": "grpo", "loss.clip_high": 0.3}).loss.clip_low == 0.2
 
 
-def test_the_numbers_that_follow() -> None:
-    follows = config(training__num_epochs=3, training__update_epochs=2)
+def test_the_numbers_that_follow(make: Callable[..., RunConfig]) -> None:
+    follows = make({"training.num_epochs": 3, "training.update_epochs": 2})
     assert follows.num_iterations == 3 * 10
     assert follows.groups_per_batch == 64 // 8
     assert follows.num_optimizer_steps == 3 * 10 * (64 // 16) * 2
     assert follows.run_folder == Path("runs/quickstart")
     assert follows.evaluation_seeds == tuple(range(100))
-    assert config(evaluation__seeds="5:8,20", evaluation__instances=4).evaluation_seeds == (5, 6, 7, 20)
-    assert config(evaluation__seeds=[9, 2], evaluation__instances=2).evaluation_seeds == (9, 2)
+    assert make({"evaluation.seeds": "5:8,20", "evaluation.instances": 4}).evaluation_seeds == (5, 6, 7, 20)
+    assert make({"evaluation.seeds": [9, 2], "evaluation.instances": 2}).evaluation_seeds == (9, 2)
 
 
-def test_sections_become_the_settings_of_the_parts_that_they_govern() -> None:
-    values = changed(
+@pytest.mark.parametrize(
+    ("changes", "minibatch", "steps"),
+    [
+        ({}, 16, 4),  # 64 episodes / 16
+        ({"rollout.batches_per_step": 3}, 16, 12),  # 192 / 16
+        ({"training.gradient_accumulation_steps": 2}, 32, 2),
+        ({"training.gradient_accumulation_steps": 4, "training.max_accumulated_minibatch": 4}, 64, 1),
+        ({"training.max_accumulated_minibatch": 3}, 48, 2),  # 64 / 48, rounded up: two steps of 32
+        ({"training.max_accumulated_minibatch": 100}, 64, 1),  # there are 4 batches and no more
+        ({"training.update_epochs": 3}, 16, 12),
+    ],
+)
+def test_batches_accumulate_to_optimizer_steps(
+    changes: dict[str, Any], minibatch: int, steps: int, make: Callable[..., RunConfig]
+) -> None:
+    config = make(changes)
+    assert config.update_settings.minibatch_size == minibatch
+    assert config.plan.steps_per_iteration == steps
+    assert config.num_optimizer_steps == 10 * steps
+    assert config.groups_per_batch == 8 * changes.get("rollout.batches_per_step", 1)
+
+
+def test_training_episodes_may_be_shorter_than_evaluations(make: Callable[..., RunConfig]) -> None:
+    shorter = make({"training.max_turns": 3})
+    assert (shorter.training_limits.max_turns, shorter.episode_limits.max_turns) == (3, 8)
+    assert make({}).training_limits == make({}).episode_limits
+    bounded = make({"rollout.ops": ["agent", "env"] * 5})
+    assert (bounded.training_limits.max_turns, bounded.episode_limits.max_turns) == (5, 5)
+    both = make({"rollout.ops": ["agent", "env"] * 5, "training.max_turns": 6})
+    assert both.training_limits.max_turns == 5
+
+
+def test_a_fraction_of_warm_up_becomes_steps_rounded_up(make: Callable[..., RunConfig]) -> None:
+    settings = make({"optimizer.warmup_fraction": 0.06}).optimizer_settings
+    assert (settings.num_warmup_steps, settings.warmup_fraction) == (3, None)  # 0.06 x 40 steps = 2.4
+
+
+def test_step_rewards_keep_their_own_defaults_where_nothing_is_said(make: Callable[..., RunConfig]) -> None:
+    assert make({}).step_reward_settings == StepRewardSettings()
+    assert make({"training.step_rewards_enabled": False}).step_reward_settings == StepRewardSettings(mode="off")
+    said = {
+        "enabled": True,
+        "mode": "decision_stepwise",
+        "beta": 0.1,
+        "indicator_lambda": 0.2,
+        "strategy": "per_achievement",
+        "weights": {"a": 2.0},
+        "k_limits": {"a": 3},
+    }
+    settings = make({f"training.step_rewards_{name}": value for name, value in said.items()}).step_reward_settings
+    assert (settings.mode, settings.beta, settings.indicator_lambda) == ("decision_stepwise", 0.1, 0.2)
+    assert (settings.strategy, settings.weights, settings.k_limits) == ("per_achievement", {"a": 2.0}, {"a": 3})
+    absolute = make({"training.step_rewards_mode": "decision_stepwise", "training.event_rewards_kind": "absolute"})
+    assert absolute.step_reward_settings == StepRewardSettings(mode="decision_stepwise", kind="absolute")
+
+
+def test_a_kl_term_asks_for_a_reference(make: Callable[..., RunConfig]) -> None:
+    assert make({}).reference.placement == "none"
+    for key in ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef"):
+        assert make({key: 0.1}).reference.placement == "shared"
+
+
+def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callable[..., RunConfig]) -> None:
+    built = make(
         {
             "rollout.max_concurrent_rollouts": 7,
             "limits": {
@@ -205,6 +296,7 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern() -> None:
             "training.scoring_chunk_tokens": 12,
             "training.max_nonfinite_steps": 13,
             "optimizer": {
+                "kind": "adamw",
                 "betas": [0.1, 0.2],
                 "eps": 1e-3,
                 "weight_decay": 0.3,
@@ -214,9 +306,11 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern() -> None:
                 "min_lr_fraction": 0.6,
             },
             "warmup": {"num_episodes": 3, "num_epochs": 4, "learning_rate": 0.5, "batch_size": 6},
+            "model.trainer_mode": "lora",
+            "loss.kl_coef": 0.1,
+            "reference": {"source": "adapter", "update_every_n_iters": 4},
         }
     )
-    built = RunConfig.from_dict(values)
     assert built.episode_limits.model_dump() == {
         "max_turns": 8,
         "max_output_tokens": 8,
@@ -230,22 +324,41 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern() -> None:
         "min_group_fraction": 0.5,
     }
     memory = {"max_tokens_per_microbatch": 11, "scoring_chunk_tokens": 12, "max_nonfinite_steps": 13}
-    assert built.update_settings.model_dump() == {"minibatch_size": 16, "num_epochs": 2, **memory}
-    adamw = {"betas": (0.1, 0.2), "eps": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.4}
-    schedule = {"num_warmup_steps": 5, "schedule": "cosine", "min_lr_fraction": 0.6}
+    once = {"minibatch_size": 16, "num_epochs": 2, "score_truncated": False}
+    assert built.update_settings.model_dump() == {**once, **memory}
+    adamw = {"kind": "adamw", "betas": (0.1, 0.2), "eps": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.4}
+    schedule = {"num_warmup_steps": 5, "warmup_fraction": None, "schedule": "cosine", "min_lr_fraction": 0.6}
     assert built.optimizer_settings.model_dump() == {"learning_rate": 1e-3, **adamw, **schedule}
     assert built.warmup_settings is not None
     assert built.warmup_settings.model_dump() == {"num_epochs": 4, "batch_size": 6, **memory}
     assert built.warmup_optimizer_settings == OptimizerSettings(learning_rate=0.5, **adamw)
-    assert config().warmup_settings is None
-    assert config().warmup_optimizer_settings is None
+    assert built.reference_settings == ReferenceSettings(source="adapter", update_every_n_iters=4)
+    assert make({}).warmup_settings is None
+    assert make({}).warmup_optimizer_settings is None
 
 
 def test_no_knob_of_the_parts_is_out_of_reach() -> None:
     keys = {key for _, section in sections_of(RunConfig) for key in section.model_fields}
-    renamed = {"minibatch_size": "batch_size", "num_epochs": "update_epochs"}
-    for settings in (EpisodeLimits, PoolLimits, UpdateSettings, OptimizerSettings, SupervisedSettings, LoraSettings):
-        assert {renamed.get(name, name) for name in settings.model_fields} <= keys
+    renamed = {"minibatch_size": "batch_size"} | {
+        name: "event_rewards_kind" if name == "kind" else f"step_rewards_{name}"
+        for name in StepRewardSettings.model_fields
+    }
+    for settings in (
+        EpisodeLimits,
+        PoolLimits,
+        UpdateSettings,
+        OptimizerSettings,
+        SupervisedSettings,
+        LoraSettings,
+        LossSettings,
+        AdvantageSettings,
+        RewardSettings,
+        CorrectionSettings,
+        ReferenceSettings,
+    ):
+        names = {renamed.get(name, name) if settings is UpdateSettings else name for name in settings.model_fields}
+        assert names <= keys | {"update_epochs"}, settings
+    assert {renamed[name] for name in StepRewardSettings.model_fields} <= keys
 
 
 def test_every_key_says_what_it_means() -> None:
@@ -293,9 +406,11 @@ def test_a_value_cannot_smuggle_in_a_second_key(file: Path) -> None:
     assert smuggled.model.label == "quickstart"
 
 
-def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(file: Path) -> None:
+def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(
+    file: Path, changed: Callable[..., Any]
+) -> None:
     file.write_text(tomli_w.dumps(changed({"training.group_sise": 8, "rollout.max_turns": 0})), encoding="utf-8")
-    overrides = ["training.lr=1", "run.seed=x", "seed=3", "model.base.x=1", "loss.clip_low=2", "nowhere.x=1"]
+    overrides = ["training.lorra=1", "run.seed=x", "seed=3", "model.base.x=1", "loss.clip_low=2", "nowhere.x=1"]
     with pytest.raises(ConfigError) as caught:
         load_config(file, overrides)
     assert str(caught.value).splitlines() == [
@@ -305,242 +420,49 @@ def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(file: P
         '  command line: run.seed: expected an integer >= 0, got "x"',
         f"  {file}: rollout.max_turns: expected an integer > 0, got 0",
         f"  {file}: training.group_sise: unknown key; did you mean 'group_size'?",
-        "  command line: training.lr: unknown key; did you mean 'lora'?",
+        "  command line: training.lorra: unknown key; did you mean 'lora'?",
         "  command line: loss.clip_low: expected a number > 0 and < 1, got 2",
-        "  command line: nowhere: unknown section; known: advantages, algorithm, evaluation, limits, loss, model, "
-        "optimizer, rollout, run, training, warmup",
+        "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, evaluation, "
+        "judge, limits, loss, model, optimizer, reference, rewards, rollout, run, services, topology, tracking, "
+        "training, vllm, warmup",
     ]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "problem"),
-    [
-        ("run.seed", -1, "expected an integer >= 0, got -1"),
-        ("run.seed", True, "expected an integer >= 0, got true"),
-        ("run.seed", 1.0, "expected an integer >= 0, got 1.0"),
-        ("run.folder", "", 'expected a non-empty string, got ""'),
-        ("algorithm.type", "offline", 'expected "online", got "offline"'),
-        ("algorithm.method", "ppo", 'expected "policy_gradient", got "ppo"'),
-        ("algorithm.variety", "gsp", 'expected "gspo", "gspo_token" or "grpo", got "gsp"'),
-        ("model.base", ..., "required, but not given: expected a non-empty string (hub id, folder, or tiny:NAME for a "
-                            "small model with random weights)"),
-        ("model.base", 7, "expected a non-empty string, got 7"),
-        ("model.label", "a/b", "expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first (it names a "
-                               "folder), got 'a/b'"),
-        ("model.label", "..", "expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first (it names a "
-                              "folder), got '..'"),
-        ("model.dtype", "float16", 'expected "float32" or "bfloat16", got "float16"'),
-        ("model.device", "tpu", 'expected "auto", "cpu" or "cuda", got "tpu"'),
-        ("model.source", "ft:x", "unknown key; known: base, device, dtype, label, trainer_mode"),
-        ("rollout.max_turns", "8", 'expected an integer > 0, got "8"'),
-        ("rollout.max_model_len", 1, "expected an integer > 1, got 1"),
-        ("rollout.temperature", 0, "expected a number > 0, got 0"),
-        ("rollout.temperature", float("nan"), "expected a number > 0, got NaN"),
-        ("rollout.env_config", 3, "expected a table, got 3"),
-        ("rollout.engine", "vllm", 'expected "local", got "vllm"'),
-        ("training.max_turn", 1, "unknown key; did you mean 'rollout.max_turns'?"),
-        ("rollout.learning_rate", 1, "unknown key; did you mean 'training.learning_rate' or 'warmup.learning_rate'?"),
-        ("limits.min_group_fraction", 1.5, "expected a number > 0 and <= 1, got 1.5"),
-        ("training.group_size", 1, "expected an integer > 1, got 1"),
-        ("training.learning_rate", 0.0, "expected a number > 0, got 0.0"),
-        ("training.stop_at_success_rate", 1.01, "expected a number > 0 and <= 1, got 1.01"),
-        ("training.lora", 5, "expected a table, got 5"),
-        ("loss.kl_coef", float("inf"), "expected a number >= 0, got Infinity"),
-        ("loss.unit", "sequence", 'expected "trajectory", "turn" or "token", got "sequence"'),
-        ("advantages.normalize_std", 1, "expected true or false, got 1"),
-        ("optimizer.betas", [0.9], "expected a list of 2 numbers, got [0.9]"),
-        ("optimizer.betas", [0.9, "x"], 'expected a list of 2 numbers, got [0.9, "x"]'),
-        ("evaluation.seeds", [1.5], "expected a list of integers or a string, got [1.5]"),
-        ("evaluation.seeds", "0:x", "expected \"start:stop\", \"start:stop:step\" or a number, got '0:x'"),
-        ("evaluation.seeds", [1, 1], "1 occurs more than once in [1, 1]"),
-        ("evaluation.seeds", [], "[] names no seed"),
-        ("evaluation.seeds", [2**31], "expected seeds below 2**31 (from there up they are trained on), got 2147483648"),
-        ("evaluation.seeds", "0:9999999999", "expected at most 1000000 at once, got 9999999999 in '0:9999999999'"),
-        ("training", 5, "expected a table, got 5"),
-        ("trainig", {}, "unknown section; did you mean 'training'?"),
-        ("group_size", 8, "unknown key; did you mean 'training.group_size'?"),
-    ],
-)  # fmt: skip
-def test_a_wrong_value_is_named_with_what_was_expected(key: str, value: Any, problem: str) -> None:
-    assert problems({key: value}) == [f"{key}: {problem}"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (
-            {"loss.unit": "token"},
-            'loss.unit: algorithm.variety "gspo" takes "trajectory", got "token", which belongs to variety "grpo"',
-        ),
-        (
-            {"loss.unit": "turn"},
-            'loss.unit: algorithm.variety "gspo" takes "trajectory", got "turn", which belongs to variety "gspo_token"',
-        ),
-        (
-            {"algorithm.variety": "grpo", "loss.unit": "trajectory"},
-            'loss.unit: algorithm.variety "grpo" takes "token", got "trajectory", which belongs to variety "gspo" or '
-            '"gspo_token"',
-        ),
-        (
-            {"advantages.level": "turn"},
-            'advantages.level: algorithm.variety "gspo" takes "trajectory", got "turn", which belongs to variety '
-            '"gspo_token" or "grpo"',
-        ),
-        (
-            {"advantages.discount": 0.5},
-            "advantages: discount is used at level 'turn' only (an episode's return is undiscounted), got 0.5 at level "
-            "'trajectory'",
-        ),
-        (
-            {"training.group_size": 6, "training.batch_size": 16},
-            "rollout.episodes_per_batch: expected a multiple of training.group_size = 6, got 64",
-        ),
-        (
-            {"training.batch_size": 24},
-            "training.batch_size: expected a divisor of rollout.episodes_per_batch = 64, got 24",
-        ),
-        (
-            {"training.batch_size": 128},
-            "training.batch_size: expected a divisor of rollout.episodes_per_batch = 64, got 128",
-        ),
-        (
-            {"rollout.max_output_tokens": 512},
-            "rollout.max_output_tokens: expected less than rollout.max_model_len = 512 (a prompt needs room), got 512",
-        ),
-        (
-            {"training.lora": {"r": 8}},
-            'training.lora: has no effect with model.trainer_mode "full": set that to "lora", or remove this',
-        ),
-        (
-            {"model.dtype": "bfloat16"},
-            'model.dtype: "bfloat16" weights cannot be trained (steps smaller than 1/256 of a weight round away): '
-            'set "float32", or model.trainer_mode = "lora", whose own weights are float32',
-        ),
-        (
-            {"evaluation.instances": ...},
-            'evaluation.instances: required, but not given: a number of evaluation tasks (or evaluation.seeds, such as '
-            '"0:100")',
-        ),
-        (
-            {"evaluation.seeds": "0:10"},
-            "evaluation.instances: expected the number of evaluation.seeds, which are 10, got 100",
-        ),
-        (
-            {"optimizer.min_lr_fraction": 0.5},
-            'optimizer.min_lr_fraction: has no effect with optimizer.schedule "constant": set that to "cosine", or '
-            "remove this",
-        ),
-        (
-            {"optimizer.schedule": "cosine", "optimizer.num_warmup_steps": 40},
-            "optimizer.schedule: no step is left for the cosine: optimizer.num_warmup_steps = 40, and the run has 40 "
-            "optimizer steps",
-        ),
-    ],
-)  # fmt: skip
-def test_a_contradiction_is_named_on_both_sides(changes: dict[str, Any], problem: str) -> None:
-    assert problems(changes) == [problem]
-
-
-def test_just_inside_every_contradiction_is_fine() -> None:
-    assert config(optimizer__schedule="cosine", optimizer__num_warmup_steps=39).num_optimizer_steps == 40
-    assert config(optimizer__schedule="cosine", optimizer__min_lr_fraction=0.5).optimizer.min_lr_fraction == 0.5
-    assert config(training__batch_size=64).num_optimizer_steps == 10
-    assert config(rollout__max_output_tokens=511).rollout.max_output_tokens == 511
-    assert config(evaluation__seeds=[2**31 - 1], evaluation__instances=1).evaluation_seeds == (2**31 - 1,)
-    assert config(model__trainer_mode="lora", model__dtype="bfloat16").training.lora == LoraSettings()
-
-
-def test_everything_that_is_wrong_is_reported_at_once_values_and_contradictions() -> None:
-    changes = {
-        "model.base": ...,
-        "model.label": "x y",
-        "rollout.max_turns": None,
-        "training.group_size": 7,
-        "training.batch_size": 60,
-        "training.lora": {"rank": 4},
-        "optimizer.eps": "small",
-        "optimizer.min_lr_fraction": 0.3,
-        "evaluation.seeds": "0:3",
-        "vllm": {"max_model_len": 10},
-    }
-    keys = [line.split(": ")[0] for line in problems(changes)]
-    assert keys == [
-        "model.base",
-        "model.label",
-        "rollout.max_turns",
-        "training.lora.rank",
-        "optimizer.eps",
-        "vllm",
-        "rollout.episodes_per_batch",
-        "training.batch_size",
-        "evaluation.instances",
-        "optimizer.min_lr_fraction",
-    ]
-
-
-def test_a_rule_is_silent_where_one_of_its_keys_is_wrong_itself() -> None:
-    assert problems({"training.group_size": "six"}) == ['training.group_size: expected an integer > 1, got "six"']
-
-
-@pytest.mark.parametrize("value", [None, object(), {"x": None}, [1, None], {1: 2}])
-def test_an_environment_is_given_only_what_the_recorded_configuration_can_hold(value: Any) -> None:
-    (line,) = problems({"rollout.env_config": {"argument": value}})
-    assert line.startswith("rollout.env_config: expected values that TOML can hold (config.toml will hold them)")
-
-
-def test_the_constructor_checks_contradictions_too() -> None:
-    with pytest.raises(ValidationError, match=r"training\.batch_size: expected a divisor"):
-        RunConfig(**changed({"training.batch_size": 24}))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[run\n", r"run\.toml: cannot be read as TOML: .*line 1"),
-        (b"[run]\nseed = 1\nseed = 2\n", r"run\.toml: cannot be read as TOML: Cannot overwrite a value"),
-        (b"\xff\xfe", r"run\.toml: cannot be read as TOML: 'utf-8' codec"),
-        (b"[run]\nseed = " + b"9" * 5000, r"run\.toml: cannot be read as TOML: Exceeds the limit"),
-    ],
-)
-def test_a_file_that_is_not_toml_is_an_error_that_says_where(file: Path, content: bytes, message: str) -> None:
-    file.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        load_config(file)
-
-
-def test_a_missing_file_offers_the_nearest_one(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rum\.toml: there is no such file; did you mean '.*run\.toml'"):
-        load_config(file.with_name("rum.toml"))
-    with pytest.raises(ConfigError, match="cannot be read as TOML"):
-        load_config(file.parent)
+def test_what_was_given_can_be_told_from_what_follows(file: Path) -> None:
+    sections = load_sections(file, ["run.seed=3", "policy.temperature=0.5"])
+    assert sections["run"] == {"seed": 3}
+    assert sections["rollout"]["temperature"] == 0.5
+    assert "loss" not in sections
 
 
 # --- no slip goes unnoticed -------------------------------------------------------------------------------------------
 
 
-def leaves(model: type[BaseModel]) -> list[str]:
-    """Every dotted key of the configuration."""
-    sections = dict(sections_of(model))
-    return [
-        f"{name}.{key}"
-        for name, section in sections.items()
-        for key in section.model_fields
-        if f"{name}.{key}" not in sections
-    ]
+def test_the_constructor_checks_contradictions_too(changed: Callable[..., Any]) -> None:
+    with pytest.raises(ValidationError, match=r"training\.batch_size: expected a divisor"):
+        RunConfig(**changed({"training.batch_size": 24}))
 
 
-@pytest.mark.parametrize("key", leaves(RunConfig))
-def test_a_slip_in_any_key_and_a_wrong_type_of_any_value_name_that_key(key: str) -> None:
+SPLIT = {"gpus_for_vllm": 1, "gpus_for_training": 1}
+
+
+@pytest.mark.parametrize("key", leaf_keys())
+def test_a_slip_in_any_key_and_a_wrong_type_of_any_value_name_that_key(key: str, problems: Callable[..., Any]) -> None:
     name = key.rsplit(".", 1)[1]
-    base: dict[str, Any] = {"warmup": dict(WARMUP), "model.trainer_mode": "lora"}
+    base: dict[str, Any] = {"warmup": dict(WARMUP), "model.trainer_mode": "lora", "compute": {"gpu_count": 2}}
+    base |= {"topology": dict(SPLIT), "vllm": {}, "judge": {}, "services": {}}
     slip = f"{key[: -len(name)]}{name[0]}q{name[1:]}"
     lines = problems({**base, slip: 1})
     assert lines[0].startswith(f"{slip}: unknown key; ")
     assert len(lines) == 1
-    wrong: Any = {"no": "such type"} if key != "rollout.env_config" else "no table"
+    tables = ("env_config", "chat_template_kwargs", "rubric_overrides")
+    wrong: Any = {"no": "such type"} if name not in tables else "no table"
     lines = problems({**base, key: wrong})
-    assert [line.split(":")[0] for line in lines if line.startswith(key)] == [key]
+    assert [line.split(":")[0] for line in lines if line.startswith(f"{key}:")] == [key]
     assert "got" in lines[0]
+
+
+def test_the_length_of_the_engine_is_the_rollouts_default(make: Callable[..., RunConfig]) -> None:
+    absent = {"rollout.max_model_len": ..., "rollout.max_output_tokens": ...}
+    assert make({**absent, "vllm.max_model_len": 700}).rollout.max_model_len == 700
+    assert make({**absent, "vllm.max_model_len": 700}).rollout.max_output_tokens == 699  # a prompt has a token at least

@@ -1,17 +1,27 @@
-"""No key is accepted and ignored: for every leaf key, another value changes what is built.
+"""No key is accepted and ignored: for every leaf key, another value changes what is built, or a named test shows what.
 
 What is built is looked at here as a whole: the plan, the limits, the settings that the learner, the warm-up and the
-engine's players are given, the policy's own weights, the environment. What each of those does is tested beside it.
+engine's players are given, the policy's own weights, the environment, where metrics go. A refusal is an answer, too:
+on a machine without a GPU, asking for one is an error. What each of those parts does is tested beside it.
 """
 
+import ast
 import asyncio
+import copy
+import functools
+import json
+from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from gspo_gym import build
-from gspo_gym.config import RunConfig
+from gspo_gym.config.reference import leaf_keys
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import missing_machinery
 from gspo_gym.env.registry import make
+from gspo_gym.errors import GymError
+
+ROOT = Path(__file__).parents[2]
 
 BASE = {
     "algorithm": {"variety": "gspo_token"},
@@ -28,24 +38,49 @@ BASE = {
     "evaluation": {"seeds": "0:4"},
     "warmup": {"num_episodes": 16, "learning_rate": 1e-3},
 }
+DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
+ACHIEVEMENTS = {**DECISIONS, "training.step_rewards_strategy": "per_achievement"}
+KL = {"loss.kl_coef": 0.1}
+MEANT = {"algorithm.acknowledge": ["truncated_sampling"], "rollout.top_k": 7}
+WANDB = {"tracking.report_to": ["wandb"]}
 
-# Every leaf key with another value, and what else has to change for that value to be valid.
+# Keys with another value, and what else must be said for it to be valid; the comparison is with that alone.
 OTHER = {
     "run.seed": (1, {}),
     "run.folder": ("elsewhere", {}),
+    "run.log_episodes_every_n_iters": (0, {}),
     "algorithm.variety": ("grpo", {}),
+    "compute.gpu_count": (1, {"compute.gpu_count": 0}),
     "model.base": ("tiny:qwen3-128", {}),
     "model.trainer_mode": ("full", {}),
     "model.label": ("other", {}),
     "model.dtype": ("bfloat16", {}),
     "model.device": ("cuda", {}),
-    "rollout.env_name": ("FrozenLake", {"warmup": {"policy": "reference"}}),
+    "model.gradient_checkpointing": (True, {}),
+    "model.torch_compile": (True, {}),
+    "model.liger_kernels": (True, {}),
+    "rollout.env_name": ("FrozenLake", {"warmup.policy": "reference"}),
     "rollout.env_config": ({"high": 5}, {}),
+    "rollout.policy_config.system_prompt": ("Be brief.", {}),
+    "rollout.policy_config.temperature": (0.7, {}),
+    "rollout.policy_config.top_p": (0.7, {"algorithm.acknowledge": ["truncated_sampling"], "rollout.min_p": 0.1}),
+    "rollout.policy_config.top_k": (5, {"algorithm.acknowledge": ["truncated_sampling"], "rollout.min_p": 0.1}),
+    "rollout.policy_config.max_tokens": (
+        2, {"rollout.max_output_tokens": None, "rollout.policy_config.max_tokens": 3}
+    ),
+    "rollout.policy_config.chat_template_kwargs": ({"enable_thinking": False}, {}),
     "rollout.max_turns": (3, {}),
+    "rollout.ops": (["agent", "env"] * 2, {}),
     "rollout.max_output_tokens": (2, {}),
+    "rollout.min_output_tokens": (1, {}),
     "rollout.max_model_len": (128, {}),
     "rollout.temperature": (0.7, {}),
+    "rollout.top_p": (0.7, MEANT),
+    "rollout.top_k": (5, MEANT),
+    "rollout.min_p": (0.2, MEANT),
+    "rollout.repetition_penalty": (1.2, MEANT),
     "rollout.episodes_per_batch": (32, {}),
+    "rollout.batches_per_step": (2, {}),
     "rollout.max_concurrent_rollouts": (5, {}),
     "limits.step_timeout_seconds": (1.0, {}),
     "limits.episode_timeout_seconds": (2.0, {}),
@@ -53,34 +88,79 @@ OTHER = {
     "limits.min_group_fraction": (0.5, {}),
     "training.num_epochs": (2, {}),
     "training.iterations_per_epoch": (5, {}),
+    "training.max_turns": (2, {}),
     "training.group_size": (8, {}),
     "training.batch_size": (4, {}),
+    "training.gradient_accumulation_steps": (2, {}),
+    "training.max_accumulated_minibatch": (2, {}),
     "training.update_epochs": (2, {}),
     "training.learning_rate": (2e-3, {}),
     "training.max_tokens_per_microbatch": (512, {}),
     "training.scoring_chunk_tokens": (64, {}),
+    "training.score_truncated": (True, {"rollout.repetition_penalty": 1.1, **MEANT}),
     "training.max_nonfinite_steps": (1, {}),
     "training.log_interval": (2, {}),
     "training.checkpoint_every_n_iters": (7, {}),
     "training.stop_at_success_rate": (0.5, {}),
+    "training.constant_groups": ("drop", {}),
+    "training.max_refill_rounds": (2, {"training.constant_groups": "refill"}),
+    "training.step_rewards_enabled": (False, {}),
+    "training.step_rewards_mode": ("off", {}),
+    "training.step_rewards_beta": (0.1, DECISIONS),
+    "training.step_rewards_indicator_lambda": (0.1, DECISIONS),
+    "training.step_rewards_strategy": ("consistent", DECISIONS),
+    "training.step_rewards_weights": ({"win": 2.0}, ACHIEVEMENTS),
+    "training.step_rewards_k_limits": ({"win": 2}, ACHIEVEMENTS),
+    "training.event_rewards_kind": ("absolute", DECISIONS),
     "training.lora.r": (8, {}),
     "training.lora.alpha": (16.0, {}),
+    "training.lora.dropout": (0.1, {}),
     "training.lora.target_modules": (["q_proj"], {}),
     "loss.unit": ("turn", {}),
+    "loss.aggregation": ("turn-mean-token-mean", {}),
+    "loss.norm_length": (
+        9, {"loss.aggregation": "dr_grpo", "loss.norm_length": 8, "algorithm.acknowledge": ["length_weighting"]}
+    ),
     "loss.clip_low": (1e-3, {}),
     "loss.clip_high": (1e-3, {}),
+    "loss.dual_clip": (2.0, {}),
     "loss.kl_coef": (0.1, {}),
+    "loss.kl_estimator": ("k2", KL),
+    "loss.kl_clamp": (5.0, KL),
+    "loss.kl_importance_weighted": (True, KL),
+    "loss.entropy_coef": (0.1, {}),
     "advantages.level": ("trajectory", {}),
-    "advantages.normalize_std": (False, {}),
+    "advantages.baseline": ("group", {}),
+    "advantages.scale": ("none", {}),
     "advantages.discount": (0.9, {}),
+    "advantages.whiten": ("tokens", {}),
+    "advantages.clip": (2.0, {}),
+    "advantages.filter_eps": (0.0, {}),
+    "advantages.kl_shaping_coef": (0.1, {}),
+    "rewards.clip": (1.0, {}),
+    "rewards.overlong": ("mask", {}),
+    "rewards.overlong_penalty": (0.5, {"rewards.overlong": "penalize"}),
+    "rewards.kl_coef": (0.1, {}),
+    "rewards.kl_target": (0.1, {"rewards.kl_coef": 0.1}),
+    "rewards.kl_horizon": (10, {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1}),
+    "correction.old_logprobs": ("rollout", {}),
+    "correction.level": ("token", {}),
+    "correction.mode": ("mask", {"correction.level": "token"}),
+    "correction.low": (0.1, {"correction.level": "token", "correction.mode": "mask"}),
+    "correction.high": (3.0, {"correction.level": "token"}),
+    "correction.off_policy_threshold": (0.1, {}),
+    "reference.source": ("copy", KL),
+    "reference.update_every_n_iters": (2, {**KL, "reference.source": "adapter"}),
+    "optimizer.kind": ("adamw", {}),
     "optimizer.betas": ([0.8, 0.9], {}),
     "optimizer.eps": (1e-6, {}),
     "optimizer.weight_decay": (0.1, {}),
     "optimizer.max_grad_norm": (0.5, {}),
     "optimizer.num_warmup_steps": (2, {}),
+    "optimizer.warmup_fraction": (0.3, {}),
     "optimizer.schedule": ("constant", {}),
     "optimizer.min_lr_fraction": (0.5, {}),
-    "evaluation.instances": (4, {"evaluation": {"seeds": None}}),
+    "evaluation.instances": (5, {"evaluation.seeds": None, "evaluation.instances": 4}),
     "evaluation.seeds": ("1:5", {}),
     "evaluation.every_n_iters": (3, {}),
     "evaluation.temperature": (0.5, {}),
@@ -89,86 +169,176 @@ OTHER = {
     "warmup.num_epochs": (2, {}),
     "warmup.learning_rate": (2e-3, {}),
     "warmup.batch_size": (16, {}),
+    "tracking.report_to": (["tensorboard"], {}),
+    "tracking.wandb_project": ("mine", WANDB),
+    "tracking.wandb_tags": (["a"], WANDB),
+    "tracking.run_name": ("first", WANDB),
+}  # fmt: skip
+
+GPUS = {"compute.gpu_count": 3, "topology.gpus_for_vllm": 2, "topology.gpus_for_training": 1, "vllm": {}}
+SERVED = {**GPUS, "compute.gpu_count": 4, "topology.gpus_for_ref": 1, "reference.placement": "dedicated", **KL}
+JUDGE = {
+    "judge.enabled": True,
+    "judge.options.provider": "groq",
+    "judge.options.model": "m",
+    "judge.options.event": True,
+    "judge.options.outcome": True,
+}
+# Keys of machinery that is not in this version: a run with them is refused, and says why.
+REFUSED = {
+    "services.task_url": ("https://x.org", {}),
+    "services.judge_url": ("https://x.org", {}),
+    "compute.nodes": (2, {"compute.gpu_count": 0}),
+    "topology.type": ("single_node_split", GPUS),
+    "topology.gpus_for_vllm": (2, GPUS),
+    "topology.gpus_for_training": (1, GPUS),
+    "topology.gpus_for_ref": (0, GPUS),
+    "topology.tensor_parallel": (2, {**GPUS, "vllm.tensor_parallel_size": 2}),
+    "vllm.tensor_parallel_size": (2, {}),
+    "vllm.max_model_len": (512, {}),
+    "rollout.engine": ("vllm", {}),
+    "reference.placement": ("dedicated", SERVED),
+    "reference.port": (9000, SERVED),
+    "reference.tp": (1, SERVED),
+    "reference.health_max_wait_s": (10, SERVED),
+    "reference.health_interval_ms": (10, SERVED),
+    "training.weight_sync_interval": (2, {"rollout.engine": "vllm"}),
+    "training.weight_sync.targets": ([], {"rollout.engine": "vllm"}),
+    "training.weight_sync.mode": ("full", {"rollout.engine": "vllm"}),
+    "training.weight_sync.direct": (False, {"rollout.engine": "vllm"}),
+    "training.weight_sync.verify_every_k": (2, {"rollout.engine": "vllm"}),
+    "judge.enabled": (True, JUDGE),
+    "judge.type": ("synth", JUDGE),
+    "judge.timeout_s": (10, JUDGE),
+    "judge.reward_blend.env": (0.5, JUDGE),
+    "judge.reward_blend.event": (0.5, JUDGE),
+    "judge.reward_blend.outcome": (0.5, JUDGE),
+    "judge.options.event": (True, JUDGE),
+    "judge.options.outcome": (True, JUDGE),
+    "judge.options.provider": ("local", JUDGE),
+    "judge.options.model": ("n", JUDGE),
+    "judge.options.rubric_id": ("r", JUDGE),
+    "judge.options.rubric_overrides": ({"event": {}}, JUDGE),
+    "judge.options.tracks": (["process"], JUDGE),
+    "judge.options.weights": ({"process": 0.5}, JUDGE),
+    "judge.options.max_concurrency": (4, JUDGE),
 }
 
-# Keys with a single legal value: they state what the run is, and any other value is refused (test_config.py).
-ONE_VALUE = {"algorithm.type", "algorithm.method", "rollout.engine"}
+# Keys whose effect another test shows, and why it cannot be seen here.
+RULES = "tests/unit/test_config_rules.py::"
+SHOWN_BY = {
+    # one legal value: any other is refused
+    "algorithm.type": "tests/unit/test_config_problems.py::test_a_wrong_value_is_named_with_what_was_expected",
+    "training.weight_sync.enable": RULES + "test_a_contradiction_is_named_on_both_sides",
+    # they decide what is refused
+    "algorithm.method": RULES + "test_a_contradiction_is_named_on_both_sides",
+    "algorithm.acknowledge": RULES + "test_a_contradiction_is_named_on_both_sides",
+    # they need a device, an earlier run, or a whole run
+    "compute.gpu_type": "tests/unit/test_config_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
+    "model.source": "tests/unit/test_config_services.py::"
+    "test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names",
+    "rollout.policy_name": "tests/unit/test_run_settings.py::test_a_run_records_who_played_and_what_it_was_told",
+    # it matters only where a base is an adapter of another shape
+    "training.lora.on_mismatch": "tests/unit/test_models_adapters.py::"
+    "test_merging_widens_every_expert_in_its_own_place",
+}
 
 
-def leaves(model, prefix=""):
-    for name, field in model.model_fields.items():
-        inner = next((t for t in (field.annotation, *getattr(field.annotation, "__args__", ())) if is_section(t)), None)
-        if inner is None:
-            yield prefix + name
+def changed(changes):
+    values = copy.deepcopy(BASE)
+    for key, value in changes.items():
+        *above, name = key.split(".")
+        table = values
+        for part in above:
+            table = table.setdefault(part, {})
+        if value is None:
+            table.pop(name, None)
         else:
-            yield from leaves(inner, f"{prefix}{name}.")
+            table[name] = copy.deepcopy(value)
+    return RunConfig.from_dict(values)
 
 
-def is_section(annotation):
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+@functools.cache
+def policy_of(text):
+    """The policy, which depends on these settings only: building it is most of the time."""
+    return build.build_policy(RunConfig.from_dict(json.loads(text)))
 
 
-def changed(key, value, more):
-    values = {section: dict(keys) for section, keys in BASE.items()}
-    *path, name = key.split(".")
-    section = values.setdefault(path[0], {})
-    if len(path) == 2:
-        section = section.setdefault(path[1], {})
-    section[name] = value
-    for other, keys in more.items():
-        values.setdefault(other, {}).update(keys)
-    return RunConfig.from_dict({s: {k: v for k, v in keys.items() if v is not None} for s, keys in values.items()})
+def what_is_built(config, monkeypatch):
+    try:
+        return _what_is_built(config, monkeypatch)
+    except GymError as error:
+        return str(error)
 
 
-def what_is_built(config):
-    if config.model.device == "cuda":
-        return "a policy on the GPU, or a refusal where there is none"
-    policy = build.build_policy(config)
+def _what_is_built(config, monkeypatch):
+    monkeypatch.setattr(build, "open_sinks", lambda *names, **settings: (names, settings))
+    # compiling takes half a minute, and Liger's kernels a GPU: here it is enough that they are asked for
+    monkeypatch.setattr(build, "check_options", lambda **_: None)
+    monkeypatch.setattr(build, "prepare_for_training", lambda model, **options: setattr(model, "_options", options))
+    relevant = changed(
+        {"run.seed": config.run.seed, "model": config.model.model_dump(exclude_none=True) | {"label": "x"}}
+        | ({"training.lora": config.training.lora.model_dump()} if config.training.lora else {})
+        | ({"compute": config.compute.model_dump(exclude_none=True)} if config.compute else {})
+    )
+    policy = policy_of(relevant.model_dump_json(exclude_none=True))
     player = build.build_player(config, policy)
     try:
         learner = build.build_learner(config, policy)
-        pool = build.build_pool(config, player.renderers, act=None, seed_name="rollout")
+        pool = build.build_training_pool(config, player)
+        evaluation_pool = build.build_pool(config, player.renderers, act=None, seed_name="evaluation")
         warmup_pool, warmup_plan = build.build_warmup(config, player)
-        policy_of_warmup = warmup_pool._act._make_policy
         evaluator = build.build_evaluation_actor(config, player)
     finally:
         asyncio.run(player.engine.close())
     env = make(config.rollout.env_name, **config.rollout.env_config)
-    weights = [(name, p.dtype, p.requires_grad, p.double().sum().item()) for name, p in policy.model.named_parameters()]
+    sinks, settings = build.build_sinks(config)
     adapter = getattr(policy.model, "peft_config", None)
     return (
         build.build_plan(config),
         (pool._episode_limits, pool._pool_limits, pool._run_seed, type(env), env.reset(seed=0)[0]),
-        (
-            learner._loss,
-            learner._settings,
-            learner._optimizer._settings,
-            learner._optimizer._total_steps,
-            learner._seed,
-        ),
-        (learner._scorer.temperature, evaluator._temperature, config.evaluation_seeds, config.run_folder),
-        (warmup_plan, policy_of_warmup, player.engine.capabilities),
-        (weights, adapter and [(c.r, c.lora_alpha, sorted(c.target_modules)) for c in adapter.values()]),
+        (evaluation_pool._episode_limits, player.renderers.system_prompt, player.renderers._template_kwargs),
+        (learner._loss, learner._settings, learner._correction, learner._reference_settings, learner._seed),
+        (learner._shaper._advantages, learner._shaper._rewards, learner._scorer.temperature),
+        (learner._optimizer._settings, learner._optimizer._total_steps),
+        (plain(pool._act), plain(evaluator), config.evaluation_seeds, config.run_folder),
+        (warmup_plan, warmup_pool._act._make_policy, player.engine.capabilities),
+        (sinks, {name: value for name, value in settings.items() if name != "config"}),
+        [(name, p.dtype, p.requires_grad, p.double().sum().item()) for name, p in policy.model.named_parameters()],
+        policy.model._options,
+        adapter and [(c.r, c.lora_alpha, c.lora_dropout, sorted(c.target_modules)) for c in adapter.values()],
     )
 
 
-@pytest.fixture(scope="module")
-def built():
-    return what_is_built(RunConfig.from_dict(BASE))
+def plain(actor):
+    """How an actor samples, without the engine."""
+    return {name: value for name, value in vars(actor).items() if name != "_engine"}
 
 
-def test_every_leaf_key_is_tried():
-    assert set(leaves(RunConfig)) == set(OTHER) | ONE_VALUE
+def test_every_leaf_key_is_tried_once():
+    assert sorted([*OTHER, *REFUSED, *SHOWN_BY]) == sorted(leaf_keys())
 
 
-def test_the_same_config_builds_the_same_things(built):
-    assert what_is_built(RunConfig.from_dict(BASE)) == built
+@pytest.mark.parametrize("key", OTHER)
+def test_another_value_builds_something_else(key, monkeypatch):
+    value, more = OTHER[key]
+    without = what_is_built(changed(more), monkeypatch)
+    assert not isinstance(without, str), without
+    assert what_is_built(changed({**more, key: value}), monkeypatch) != without
 
 
-@pytest.mark.parametrize("key", sorted(set(OTHER) - {"evaluation.instances"}))
-def test_another_value_builds_something_else(key, built):
-    assert what_is_built(changed(key, *OTHER[key])) != built
+def test_the_same_config_builds_the_same_things(monkeypatch):
+    assert what_is_built(changed({}), monkeypatch) == what_is_built(changed({}), monkeypatch)
 
 
-def test_instances_alone_count_from_seed_0():
-    assert changed("evaluation.instances", *OTHER["evaluation.instances"]).evaluation_seeds == (0, 1, 2, 3)
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_this_version_cannot_do_is_refused(key):
+    value, more = REFUSED[key]
+    assert missing_machinery(changed({**more, key: value}).sections)
+
+
+@pytest.mark.parametrize("key", SHOWN_BY)
+def test_the_test_that_shows_an_effect_exists(key):
+    path, name = SHOWN_BY[key].split("::")
+    functions = [node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(node, "name")]
+    assert name in functions

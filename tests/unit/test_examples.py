@@ -12,8 +12,21 @@ EXAMPLES = {
     "tools.py": ((), "passed"),
     # found 1.0 + speed 0.1 x (4 turns - 2 used)
     "custom_reward.py": ((), "6 -> 'correct', reward +1.20"),
+    "dataset_gym.py": (("2",), "training questions: mean reward"),
     "evaluate_model.py": ((), "scripted:reference against scripted:random"),
     "train_from_python.py": (("2",), "final_eval mean return"),
+    "credit_comparison.py": (
+        (
+            "--num-seeds=1",
+            "--plot=comparison.svg",
+            "training.iterations_per_epoch=1",
+            "rollout.episodes_per_batch=16",
+            "warmup.num_episodes=32",
+            "warmup.num_epochs=1",
+            "evaluation.seeds=0:4",
+        ),
+        "| GRPO (token ratio), pooled credit | not reached | not reached | 0.000 | 0.000 |",
+    ),
 }
 
 

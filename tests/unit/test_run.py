@@ -12,7 +12,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from gspo_gym.config import RunConfig
+from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, UnknownNameError
 from gspo_gym.recording import read_events, read_metrics
 from gspo_gym.recording_episodes import read_episodes

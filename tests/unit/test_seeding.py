@@ -55,9 +55,12 @@ def test_a_generator_depends_on_its_path_only_and_not_on_draws_before_it() -> No
 
 def test_training_tasks_are_never_evaluation_tasks_and_fit_32_bits() -> None:
     assert FIRST_TRAINING_SEED == 2**31
-    seeds = [training_seed(run, step, group) for run, step, group in itertools.product(range(5), range(40), range(8))]
+    seeds = [training_seed(run, number) for run, number in itertools.product(range(5), range(320))]
     assert all(2**31 <= seed < 2**32 for seed in seeds)
-    assert len(set(seeds)) == len(
-        seeds
-    )  # 1,600 of 2**31: the chance of a repeated task is 6e-4, and the seeds are fixed
-    assert training_seed(0, 1, 2) == 2**31 + derived_again("0\x1fstr:task\x1fint:1\x1fint:2") % 2**31
+    assert len(set(seeds)) == len(seeds)  # runs overlap with a chance of about 10 * 640 / 2**31, and these do not
+    assert training_seed(0, 2) == 2**31 + (derived_again("0\x1fstr:task") + 2) % 2**31
+
+
+def test_as_many_training_tasks_as_a_data_set_has_rows_are_all_its_rows() -> None:
+    assert {training_seed(3, 100 + number) % 97 for number in range(97)} == set(range(97))
+    assert training_seed(0, 2**31) == training_seed(0, 0), "after 2**31 tasks they come again"

@@ -210,7 +210,7 @@ def test_sessions_beyond_the_slots_lose_their_cache_and_nothing_else(model: Any)
 
 def test_the_cache_grows_with_use_and_not_before(model: Any) -> None:
     async def use(engine: LocalEngine) -> list[int]:
-        cache = engine._worker.batcher._cache
+        cache = engine._worker.batch._cache
         sizes = []
         for length in (10, 10, 900):
             await engine.generate([1] * length, _sampling(2))

@@ -1,4 +1,4 @@
-"""The local engine on other architectures than the tiny models': exact, or refused by name when it is built."""
+"""The local engine on other architectures than the tiny models', run packed; and when it is not, or not at all."""
 
 from __future__ import annotations
 
@@ -81,20 +81,20 @@ def test_logprobs_agree_with_a_plain_forward_over_turns_longer_than_any_window(n
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
 
 
-def test_models_whose_state_is_not_keys_and_values_are_refused_by_name() -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
-    mamba = _build(lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4)))
-    falcon = _build(lambda: transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, num_attention_heads=2)))
-    for model, name in ((mamba, "MambaForCausalLM"), (falcon, "FalconForCausalLM")):
-        with pytest.raises(ConfigError, match=f"{name} does not run through transformers' attention interface"):
-            LocalEngine(model, max_model_len=16)
+def test_a_model_that_cannot_be_run_packed_says_why_and_is_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    config = transformers.FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    engine = LocalEngine(_build(lambda: transformers.FalconForCausalLM(config)), max_model_len=16)
+    reason = "FalconForCausalLM does not run through transformers' attention interface"
+    assert (engine.path.name, engine.path.reason, engine.path.caching) == ("general", reason, "turns")
+    assert f"{reason}; it is run in the slower, general way (caching: turns)" in caplog.text
+    asyncio.run(engine.close())
 
 
-def test_layers_of_an_unsupported_kind_are_refused_by_name() -> None:
+def test_a_model_that_runs_in_no_way_is_refused_with_the_reasons_of_both() -> None:
     config = transformers.Qwen3Config(**SIZES, layer_types=["full_attention", "full_attention"])
     model = _build(lambda: transformers.Qwen3ForCausalLM(config))
     model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(ConfigError, match=r"layers of type \['chunked_attention'\]"):
+    with pytest.raises(ConfigError, match=r"KeyError\('chunked_attention'\).*layers of type \['chunked_attention'\]"):
         LocalEngine(model, max_model_len=16)
 
 
@@ -119,14 +119,6 @@ def test_a_model_that_disagrees_with_itself_through_the_cache_is_refused(monkeyp
         return original(self, hidden / self.num_calls)
 
     monkeypatch.setattr(mlp, "forward", forward_that_depends_on_its_history)
-    with pytest.raises(ConfigError, match="does not give the same logprobs through the engine's cache"):
-        LocalEngine(model, max_model_len=16)
-
-
-def test_attention_with_sinks_is_refused() -> None:
-    config = transformers.GptOssConfig(
-        **SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, rope_parameters=None
-    )
-    model = _build(lambda: transformers.GptOssForCausalLM(config))
-    with pytest.raises(ConfigError, match="adds sinks or a bias to its scores, which it does not support"):
+    both = r"depend .* on what it was run on before.*does not give the same logprobs through the engine's cache"
+    with pytest.raises(ConfigError, match=both):
         LocalEngine(model, max_model_len=16)

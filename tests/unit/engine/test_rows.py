@@ -23,9 +23,9 @@ def test_the_numbers_are_splitmix64s() -> None:
 
 def test_neighbouring_seeds_give_unrelated_uniform_numbers() -> None:
     num_seeds, num_tokens = 2000, 10
-    table = RowTable(num_seeds)
+    table, prompt = RowTable(num_seeds), np.zeros(1, np.int32)
     for seed in range(num_seeds):
-        table.start(seed, SamplingParams(max_tokens=num_tokens, stop_token_ids=(), seed=seed), num_tokens)
+        table.start(seed, SamplingParams(max_tokens=num_tokens, stop_token_ids=(), seed=seed), num_tokens, prompt)
     numbers = np.stack([uniform_numbers(table._streams, np.full(num_seeds, t)) for t in range(num_tokens)], axis=1)
     assert numbers.min() >= 0
     assert numbers.max() < 1
@@ -44,5 +44,5 @@ def test_neighbouring_seeds_give_unrelated_uniform_numbers() -> None:
 def test_seeds_beyond_sixty_four_bits_and_below_zero_are_taken_modulo() -> None:
     table = RowTable(2)
     for slot, seed in enumerate((-1, 2**64 - 1)):
-        table.start(slot, SamplingParams(max_tokens=1, stop_token_ids=(), seed=seed), 1)
+        table.start(slot, SamplingParams(max_tokens=1, stop_token_ids=(), seed=seed), 1, np.zeros(1, np.int32))
     assert table._streams[0] == table._streams[1]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from gspo_gym.engine.sampling import RowSampling, sample, sampling_logprobs
+from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling, sample, sampling_logprobs
+from gspo_gym.errors import ConfigError
 
 LOGITS = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
 
 
-def _rows(num: int = 1, uniform: float = 0.5, **fields: torch.Tensor) -> RowSampling:
+def _rows(num: int = 1, uniform: float = 0.5, **fields: Any) -> RowSampling:
     return RowSampling(uniforms=torch.full((num,), uniform, dtype=torch.float64), **fields)
 
 
-def _probs(**fields: torch.Tensor) -> list[float]:
+def _probs(**fields: Any) -> list[float]:
     return [round(p, 6) for p in sampling_logprobs(LOGITS, _rows(**fields)).exp()[0].tolist()]
 
 
@@ -45,6 +50,79 @@ def test_top_p_applies_to_what_top_k_left() -> None:
 
 def test_a_tiny_top_p_still_keeps_the_likeliest_token() -> None:
     assert _probs(top_p=torch.tensor([1e-9])) == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_min_p_keeps_what_has_that_share_of_the_likeliest_renormalised() -> None:
+    # Of 0.4, a share of 0.6 is 0.24, which 0.3 has; a share of 0.49 is 0.196, which 0.2 has too.
+    assert _probs(min_p=torch.tensor([0.6])) == [0.0, round(4 / 7, 6), 0.0, round(3 / 7, 6)]
+    assert _probs(min_p=torch.tensor([0.49])) == [0.0, round(4 / 9, 6), round(2 / 9, 6), round(3 / 9, 6)]
+    assert _probs(min_p=torch.tensor([1.0])) == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_min_p_applies_to_what_the_temperature_made() -> None:
+    # Temperature 1/2 squares: 0.01, 0.16, 0.04, 0.09. A share of 0.49 of 0.16 is 0.078, which only 0.09 has.
+    both = _probs(min_p=torch.tensor([0.49]), temperature=torch.tensor([0.5]))
+    assert both == pytest.approx([0.0, 16 / 25, 0.0, 9 / 25], abs=2e-6)  # rounded to 6 digits
+
+
+def test_top_p_applies_to_what_min_p_left() -> None:
+    # Of the three that min-p leaves (sum 0.9), 4/9 + 3/9 = 0.78 reaches 0.75; of all four, 0.7 would not.
+    both = _probs(min_p=torch.tensor([0.49]), top_p=torch.tensor([0.75]))
+    assert both == [0.0, round(4 / 7, 6), 0.0, round(3 / 7, 6)]
+
+
+def test_repetition_divides_positive_logits_and_multiplies_negative_ones_once_however_often_a_token_came() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, 0.0], [2.0, -1.0, 0.5, 0.0]])
+    repetition = RepetitionPenalty(history=torch.tensor([[0, 1, 0], [0, 1, 0]]), penalty=torch.tensor([2.0, 1.0]))
+    logprobs = sampling_logprobs(logits, _rows(2, repetition=repetition))
+    # 2 / 2 = 1 and -1 * 2 = -2; the second row's penalty of 1 changes nothing.
+    torch.testing.assert_close(logprobs[0], torch.tensor([1.0, -2.0, 0.5, 0.0]).log_softmax(-1))
+    torch.testing.assert_close(logprobs[1], logits[1].log_softmax(-1))
+
+
+def test_penalty_and_min_p_are_those_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 40, generator=generator) * 3
+    history = torch.randint(0, 40, (5, 12), generator=generator)
+    expected = MinPLogitsWarper(0.1)(history, RepetitionPenaltyLogitsProcessor(1.3)(history, logits.clone()))
+    repetition = RepetitionPenalty(history=history, penalty=torch.full((5,), 1.3))
+    logprobs = sampling_logprobs(logits, _rows(5, repetition=repetition, min_p=torch.full((5,), 0.1)))
+    torch.testing.assert_close(logprobs, expected.log_softmax(-1))
+
+
+def test_forbidden_tokens_have_no_probability_and_the_others_share_it() -> None:
+    # Without tokens 1 and 3, 0.1 and 0.2 share 0.3. The model has no logit for token 9.
+    forbidden = ForbiddenTokens(rows=torch.tensor([0, 0, 0]), token_ids=torch.tensor([3, 1, 9]))
+    assert _probs(forbidden=forbidden) == [round(1 / 3, 6), 0.0, round(2 / 3, 6), 0.0]
+
+
+def test_greedy_rows_obey_penalties_and_forbidden_tokens() -> None:
+    greedy = torch.tensor([True])
+    forbidden = ForbiddenTokens(rows=torch.tensor([0]), token_ids=torch.tensor([1]))
+    sampled = sample(LOGITS, _rows(is_greedy=greedy, forbidden=forbidden))
+    assert sampled.token_ids.tolist() == [3]
+    assert sampled.logprobs.exp().tolist() == pytest.approx([0.3 / 0.6], abs=1e-6)  # float32 rounding
+    # ln 0.4 is negative: twice it is ln 0.16, so that token 3 is the likeliest, with 0.3 of 0.1 + 0.16 + 0.2 + 0.3.
+    repetition = RepetitionPenalty(history=torch.tensor([[1]]), penalty=torch.tensor([2.0]))
+    sampled = sample(LOGITS, _rows(is_greedy=greedy, repetition=repetition))
+    assert sampled.token_ids.tolist() == [3]
+    assert sampled.logprobs.exp().tolist() == pytest.approx([0.3 / 0.76], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"min_tokens": -1},
+        {"min_tokens": 9},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"SamplingParams.{next(iter(wrong))}: expected"):
+        SamplingParams(max_tokens=8, stop_token_ids=(), seed=0, **wrong)
 
 
 def test_equal_logits_are_ranked_by_token_id() -> None:

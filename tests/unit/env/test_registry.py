@@ -89,8 +89,8 @@ def test_a_name_in_two_namespaces_is_ambiguous() -> None:
         ("GuesNumber", "did you mean 'GuessNumber'?"),
         ("GuessNumber-v7", "did you mean 'GuessNumber-v0'?"),
         ("gspogym/GuessNumber-v0", "did you mean 'gspo_gym/GuessNumber-v0'?"),
-        ("xyzzy", "known: FrozenLake, GuessNumber, SqlAnalyst"),
-        ("not an id!", "known: FrozenLake, GuessNumber, SqlAnalyst"),
+        ("xyzzy", "known: Dataset, FrozenLake, GuessNumber, SqlAnalyst"),
+        ("not an id!", "known: Dataset, FrozenLake, GuessNumber, SqlAnalyst"),
     ],
 )
 def test_an_unknown_name_gets_the_nearest(name: str, hint: str) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_gym.learning.batching import TrainBatch, build_batch
+from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, TrajectoryGroup, Turn
 
 TrajectoryFactory = Callable[..., Trajectory]
@@ -91,5 +93,30 @@ def make_model() -> Callable[..., Any]:
         }
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(config | overrides))).to(dtype)
+
+    return make
+
+
+@pytest.fixture
+def make_batch(make_trajectory: TrajectoryFactory, make_group: GroupFactory) -> Callable[..., TrainBatch]:
+    """`make(seed)`: three groups of four episodes, ragged, some in two segments; the middle group is constant."""
+
+    def make(seed: int = 0) -> TrainBatch:
+        groups = []
+        for g, returns in enumerate([(0.0, 1.0, 1.0, 3.0), (1.0, 1.0, 1.0, 1.0), (-1.0, 0.0, 0.5, 0.0)]):
+            members = [
+                make_trajectory(
+                    [None] * (i % 3) + [reward],
+                    observation=2 + (g + i) % 3,
+                    action=1 + (i + seed) % 3,
+                    num_segments=1 + (i % 3 == 2),
+                    seed=100 * seed + 10 * g + i,
+                )
+                for i, reward in enumerate(returns)
+            ]
+            groups.append(make_group(*members))
+        batch = build_batch(groups, AdvantageSettings()).batch
+        assert batch is not None
+        return batch
 
     return make

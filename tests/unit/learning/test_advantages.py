@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gspo_gym.errors import UnscoredError
-from gspo_gym.learning.advantages import group_advantages
+from gspo_gym.learning.advantages import BatchAdvantages, batch_advantages
+from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.types import FinishReason, Outcome, Task, Trajectory, Turn
 
 TRAJECTORY = AdvantageSettings()
 TURN = AdvantageSettings(level="turn")
+TURN_UNSCALED = AdvantageSettings(level="turn", scale="none")
 ROUNDING = 1e-6  # float32 results of order 1
 
 
@@ -27,8 +29,15 @@ def episode(rewards, outcome=Outcome.TERMINATED):
     return trajectory
 
 
+def compare(*groups, settings) -> BatchAdvantages:
+    """Each group is a list of episodes, each of these a list of rewards."""
+    returns = [[returns_of(episode(r), discount=settings.discount) for r in group] for group in groups]
+    return batch_advantages(returns, settings)
+
+
 def advantages(rewards, settings):
-    return [value.tolist() for value in group_advantages([episode(r) for r in rewards], settings).values]
+    """Of one group."""
+    return [value.tolist() for value in compare(rewards, settings=settings).values]
 
 
 def test_three_returns_by_hand_with_bessels_correction():
@@ -50,11 +59,11 @@ def test_every_turn_of_an_episode_gets_the_episodes_advantage():
 
 
 def test_without_the_standard_deviation_only_the_mean_is_removed():
-    settings = AdvantageSettings(normalize_std=False)
+    settings = AdvantageSettings(scale="none")
     assert advantages([[1.0], [2.0], [6.0]], settings) == [[-2.0], [-1.0], [3.0]]
 
 
-@pytest.mark.parametrize("settings", [TRAJECTORY, TURN, AdvantageSettings(normalize_std=False)])
+@pytest.mark.parametrize("settings", [TRAJECTORY, TURN, AdvantageSettings(scale="none")])
 @pytest.mark.parametrize(
     "returns",
     [
@@ -65,15 +74,24 @@ def test_without_the_standard_deviation_only_the_mean_is_removed():
     ],
 )
 def test_a_group_that_differs_by_rounding_only_has_exactly_no_advantage(returns, settings):
-    result = group_advantages([episode([r]) for r in returns], settings)
-    assert result.is_constant
+    result = compare([[r] for r in returns], settings=settings)
+    assert result.constant_groups == (True,)
     assert all(value.tolist() == [0.0] for value in result.values)
+
+
+def test_what_an_epsilon_does_to_a_constant_group_does_not_happen_here():
+    # rewards 1 and 1 + 2^-23: std 2^-23.5 = 8.4e-8. With an epsilon added to it, as elsewhere, the advantage would be
+    # 2^-24 / (2^-23.5 + eps) = 0.632 at 1e-8, 0.055 at 1e-6 and 0.0006 at 1e-4: a function of eps and of nothing else.
+    gap = 2.0**-23
+    for eps, expected in ((1e-8, 0.632), (1e-6, 0.0550), (1e-4, 0.000596)):
+        assert gap / 2 / (gap / math.sqrt(2) + eps) == pytest.approx(expected, rel=1e-2)
+    assert advantages([[1.0], [1.0 + gap]], TRAJECTORY) == [[0.0], [0.0]]
 
 
 def test_rewards_that_cancel_leave_rounding_of_their_own_size():
     # the returns are 0.25 and 0, but they were summed from millions
-    result = group_advantages([episode([1e6, -1e6 + 0.25]), episode([1e6, -1e6])], TRAJECTORY)
-    assert result.is_constant
+    result = compare([[1e6, -1e6 + 0.25], [1e6, -1e6]], settings=TRAJECTORY)
+    assert result.constant_groups == (True,)
 
 
 def test_a_difference_far_above_rounding_is_a_difference():
@@ -85,8 +103,8 @@ def test_a_difference_far_above_rounding_is_a_difference():
 
 @pytest.mark.parametrize("settings", [TRAJECTORY, TURN])
 def test_a_group_of_one_has_nothing_to_be_compared_with(settings):
-    result = group_advantages([episode([5.0, 1.0])], settings)
-    assert result.is_constant
+    result = compare([[5.0, 1.0]], settings=settings)
+    assert result.constant_groups == (True,)
     assert result.values[0].tolist() == [0.0, 0.0]
 
 
@@ -95,8 +113,7 @@ THREE = [[1.0], [0.0, 1.0], [0.0, 0.0, 2.0]]  # returns-to-go: (1), (1, 1), (2, 
 
 def test_turn_level_compares_with_the_siblings_and_a_finished_one_counts_as_zero():
     # turn 0: others' means 3/2, 3/2, 1; turn 1: (0 + 2)/2 = 1 and (0 + 1)/2; turn 2: (0 + 0)/2
-    settings = AdvantageSettings(level="turn", normalize_std=False)
-    assert advantages(THREE, settings) == [[-0.5], [-0.5, 0.0], [1.0, 1.5, 2.0]]
+    assert advantages(THREE, TURN_UNSCALED) == [[-0.5], [-0.5, 0.0], [1.0, 1.5, 2.0]]
 
 
 def test_turn_level_divides_by_the_largest_standard_deviation_of_a_turn():
@@ -111,13 +128,13 @@ def test_turn_level_divides_by_the_largest_standard_deviation_of_a_turn():
 
 def test_turn_level_discounts_what_is_to_come():
     # discount 1/2: returns-to-go (1/2, 1) and (0, 0)
-    settings = AdvantageSettings(level="turn", normalize_std=False, discount=0.5)
+    settings = AdvantageSettings(level="turn", scale="none", discount=0.5)
     assert advantages([[0.0, 1.0], [0.0, 0.0]], settings) == [[0.5, 1.0], [-0.5, -1.0]]
 
 
 def test_who_succeeds_later_is_not_punished_for_the_turns_before():
     # both earn 1; comparing immediate rewards instead would give the first turn of the later one -1/2
-    early, late = advantages([[1.0], [0.0, 1.0]], AdvantageSettings(level="turn", normalize_std=False))
+    early, late = advantages([[1.0], [0.0, 1.0]], TURN_UNSCALED)
     assert (early, late[0]) == ([0.0], 0.0)
 
 
@@ -129,7 +146,7 @@ def test_one_reward_at_the_end_of_equal_episodes_gives_every_turn_the_leave_one_
 
 
 def test_a_turn_in_which_all_are_equal_has_no_advantage_while_others_have():
-    values = advantages([[1.0, 0.0], [0.0, 1.0]], AdvantageSettings(level="turn", normalize_std=False))
+    values = advantages([[1.0, 0.0], [0.0, 1.0]], TURN_UNSCALED)
     assert values == [[0.0, -1.0], [0.0, 1.0]]
 
 
@@ -149,7 +166,7 @@ def test_no_normalised_turn_advantage_exceeds_the_root_of_the_group_size(rewards
 def test_turn_level_equals_a_loop_over_siblings(rewards):
     num_turns = max(len(r) for r in rewards)
     to_go = [[sum(r[k:]) for k in range(num_turns)] for r in rewards]
-    values = advantages(rewards, AdvantageSettings(level="turn", normalize_std=False))
+    values = advantages(rewards, TURN_UNSCALED)
     for i, r in enumerate(rewards):
         for k in range(len(r)):
             siblings = [to_go[j][k] for j in range(len(rewards)) if j != i]
@@ -159,18 +176,18 @@ def test_turn_level_equals_a_loop_over_siblings(rewards):
 
 @given(rewards_of_a_group)
 def test_trajectory_advantages_have_mean_zero_and_bessel_variance_one_or_are_zero(rewards):
-    result = group_advantages([episode(r) for r in rewards], TRAJECTORY)
+    result = compare(rewards, settings=TRAJECTORY)
     A = np.array([value[0] for value in result.values], dtype=np.float64)
     assert A.sum() == pytest.approx(0, abs=1e-5)  # float32 rounding of up to six values of up to 2.3
-    assert A.var(ddof=1) == pytest.approx(0.0 if result.is_constant else 1.0, abs=1e-5)
+    assert A.var(ddof=1) == pytest.approx(0.0 if result.constant_groups[0] else 1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("settings", [TRAJECTORY, TURN])
 def test_an_unscored_episode_is_refused_and_not_taken_for_zero(settings):
     with pytest.raises(UnscoredError):
-        group_advantages([episode([1.0]), episode([None])], settings)
+        advantages([[1.0], [None]], settings)
     with pytest.raises(UnscoredError):
-        group_advantages([episode([1.0]), episode([1.0], Outcome.ENGINE_ERROR)], settings)
+        returns_of(episode([1.0], Outcome.ENGINE_ERROR), discount=settings.discount)
 
 
 def test_a_discount_that_would_be_ignored_is_refused():

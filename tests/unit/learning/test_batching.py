@@ -16,11 +16,12 @@ from gspo_gym.learning.batching import (
     split_microbatches,
     split_minibatches,
 )
-from gspo_gym.learning.settings import AdvantageSettings
+from gspo_gym.learning.running import RunningReturns
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome
 
-TURN = AdvantageSettings(level="turn", normalize_std=False)
+TURN = AdvantageSettings(level="turn", scale="none")
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_trajectory_without_a_sampled_token_takes_part_in_nothing(make_traject
 
 def test_groups_are_compared_within_themselves_and_constant_ones_are_counted(make_trajectory, make_group):
     groups = [make_group(*[make_trajectory([r]) for r in returns]) for returns in ([5.0, 5.0], [0.0, 2.0])]
-    built = build_batch(groups, AdvantageSettings(normalize_std=False))
+    built = build_batch(groups, AdvantageSettings(scale="none"))
     assert built.batch.advantages[:, -1].tolist() == [0, 0, -1, 1]
     assert (built.counts.num_groups, built.counts.num_constant_groups) == (2, 1)
 
@@ -91,6 +92,82 @@ def test_an_unscored_trajectory_is_refused(make_trajectory, make_group):
         build_batch([make_group(make_trajectory([None]), make_trajectory([1.0]))], AdvantageSettings())
 
 
+def test_filtered_trajectories_count_in_the_statistics_and_are_not_in_the_batch(make_trajectory, make_group):
+    # returns 0, 1, 5: mean 2, so -2, -1, 3; and a constant group
+    groups = [
+        make_group(*[make_trajectory([r], seed=i) for i, r in enumerate([0.0, 1.0, 5.0])]),
+        make_group(make_trajectory([1.0], seed=3), make_trajectory([1.0], seed=4)),
+    ]
+    built = build_batch(groups, AdvantageSettings(scale="none", filter_eps=1.0))
+    assert built.batch is not None
+    assert built.batch.advantages[:, -1].tolist() == [-2, 3]
+    assert built.batch.trajectory_index.tolist() == [0, 1]
+    assert (built.counts.num_trajectories, built.counts.num_filtered) == (2, 3)
+    assert built.mean_return == pytest.approx(8 / 5)
+
+
+def test_a_filter_of_zero_leaves_out_exactly_those_without_an_advantage(make_trajectory, make_group):
+    groups = [make_group(*[make_trajectory([r]) for r in returns]) for returns in ([5.0, 5.0], [0.0, 2.0])]
+    built = build_batch(groups, AdvantageSettings(scale="none", filter_eps=0.0))
+    assert built.batch is not None
+    assert built.batch.advantages[:, -1].tolist() == [-1, 1]
+
+
+def test_a_trajectory_with_one_turn_beyond_the_filter_stays_whole(make_trajectory, make_group):
+    # to go (1, 0) and (1, 1): the first turns are alike, the second ones differ by 1
+    group = make_group(make_trajectory([1.0, 0.0]), make_trajectory([0.0, 1.0]))
+    built = build_batch([group], AdvantageSettings(level="turn", scale="none", filter_eps=0.5))
+    assert built.batch is not None
+    assert built.batch.num_trajectories == 2
+
+
+def test_a_batch_of_which_nothing_is_left_is_none_and_is_counted(make_trajectory, make_group):
+    built = build_batch([make_group(make_trajectory([1.0]), make_trajectory([1.0]))], AdvantageSettings(filter_eps=0.0))
+    assert built.batch is None
+    assert (built.counts.num_constant_groups, built.counts.num_filtered) == (1, 2)
+    assert built.running.count == 2
+    assert build_batch([], AdvantageSettings(), running=built.running).running == built.running
+
+
+def test_masked_episodes_are_compared_and_marked_in_all_their_rows(make_trajectory, make_group):
+    overlong = make_trajectory([1.0, 2.0], num_segments=2, outcome=Outcome.MAX_TURNS)
+    group = make_group(make_trajectory([1.0]), overlong)
+    built = build_batch([group], AdvantageSettings(scale="none"), rewards=RewardSettings(overlong="mask"))
+    assert built.batch is not None
+    assert built.batch.is_masked.tolist() == [False, True, True]
+    # returns 1 and 3, mean 2: as if it were not marked, and it still counts in N
+    assert [row[row != 0].unique().tolist() for row in built.batch.advantages] == [[-1], [1], [1]]
+    assert (built.batch.num_trajectories, built.counts.num_overlong) == (2, 1)
+    kept = build_batch([group], AdvantageSettings(scale="none"))
+    assert kept.batch is not None
+    assert not kept.batch.is_masked.any()
+    assert kept.counts.num_overlong == 1
+
+
+def test_selecting_and_splitting_carry_the_mark(make_trajectory, make_group):
+    group = make_group(make_trajectory([1.0]), make_trajectory([2.0, 0.0], num_segments=2, outcome=Outcome.MAX_TURNS))
+    batch = build_batch([group], AdvantageSettings(), rewards=RewardSettings(overlong="mask")).batch
+    assert batch is not None
+    assert select_trajectories(batch, [1, 0]).is_masked.tolist() == [False, True, True]
+    assert sorted(part.is_masked.tolist() for part in split_microbatches(batch, 1)) == [[False], [True, True]]
+
+
+def test_running_statistics_go_from_batch_to_batch(make_trajectory, make_group):
+    settings = AdvantageSettings(baseline="running", scale="none")
+    first = build_batch([make_group(make_trajectory([0.0]), make_trajectory([2.0]))], settings)
+    second = build_batch([make_group(make_trajectory([4.0]))], settings, running=first.running)
+    assert second.batch is not None
+    # all three: mean 2
+    assert second.batch.advantages[0, -1].item() == 2.0
+    assert second.running == RunningReturns(count=3, mean=2.0, squared_deviations=8.0, magnitude=4.0)
+
+
+def test_a_trajectory_whose_rows_disagree_about_the_mask_is_refused():
+    fields = valid() | {"trajectory_index": torch.tensor([0, 0])}
+    with pytest.raises(RecordError, match="all rows of a trajectory to agree"):
+        TrainBatch(**fields)
+
+
 def valid() -> dict[str, torch.Tensor]:
     """Two trajectories; the second row is one token shorter."""
     return {
@@ -101,6 +178,7 @@ def valid() -> dict[str, torch.Tensor]:
         "trajectory_index": torch.tensor([0, 1]),
         "rollout_logprobs": torch.zeros(2, 3),
         "advantages": torch.tensor([[0.0, 1.0, 1.0], [0.0, -1.0, 0.0]]),
+        "is_masked": torch.tensor([False, True]),
     }
 
 
@@ -118,6 +196,8 @@ def valid() -> dict[str, torch.Tensor]:
         ("advantages", [[0.0, 1.0, float("nan")], [0.0, -1.0, 0.0]], "finite"),
         ("advantages", [[0.5, 1.0, 1.0], [0.0, -1.0, 0.0]], "0 where action_mask is False"),
         ("advantages", [[0, 1, 1], [0, 1, 0]], "float"),
+        ("is_masked", [[False], [True]], "expected"),
+        ("is_masked", [0, 1], "bool"),
     ],
 )
 def test_a_batch_that_contradicts_itself_cannot_be_built(field, value, message):

@@ -1,11 +1,4 @@
-"""The loss against a reference written as loops over tokens in plain Python floats, and against plain GSPO.
-
-What is differentiated: at logprobs l0 the surrogate is, as a function of the logprobs l near l0,
-
-    f(l) = - 1/N sum_i 1/|y_i| sum_t min(r_t A_t, clip(r_t) A_t),   r_t = s_U(l0) * exp(l_t - l0_t),
-
-with the unit's ratio s_U frozen at l0. The gradient of the loss at l0 must be that of f, given by central differences.
-"""
+"""Facts about the loss that need no reference implementation: what equals what, and what each option is for."""
 
 from __future__ import annotations
 
@@ -15,189 +8,196 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_gym.learning.losses import k3, policy_loss
+from gspo_gym.errors import RecordError
+from gspo_gym.learning.losses import Denominators, count_denominators, estimate_kl, k3, policy_loss
+from gspo_gym.learning.settings import LossSettings
 
 CLIP_LOW, CLIP_HIGH = 0.08, 0.12
-STEP = 1e-6  # of the differences; in float64 their error is about STEP ** 2 + 1e-16 / STEP = 1e-10
+UNITS = ["trajectory", "segment", "turn", "token"]
+STEP = 1e-6  # of central differences; in float64 their error is about STEP ** 2 + 1e-16 / STEP = 1e-10
 
 
-def episodes(seed):
-    """Five trajectories over eight rows of 14: rows in mixed order, ragged turns, masked tokens inside of turns, turn
-    numbers that skip and repeat in other trajectories, advantages of both signs by turn."""
-    rng = np.random.default_rng(seed)
-    trajectory_index = np.array([3, 0, 1, 0, 4, 1, 2, 0])
-    B, T = len(trajectory_index), 14
-    mask = rng.random((B, T)) < 0.6
-    mask[:, 0] = False
-    mask[2, 5:] = False  # a short row
-    mask[:, 3] = True  # no row without a sampled token
-    turn = np.where(mask, 2 * (np.arange(T) // 4)[None, :] + 8 * (np.arange(B) % 2)[:, None], -1)
-    old = -rng.random((B, T)) * 3
-    # drifts by trajectory and turn move units out of the clip range, noise within a unit makes its tokens differ
-    drift = np.array([0.3, -0.3, 0.0, 0.25, -0.2])[trajectory_index][:, None] + rng.normal(0, 0.15, (B, 20))
-    now = old + np.take_along_axis(drift, np.maximum(turn, 0), 1) + rng.normal(0, 0.1, (B, T))
-    reference = now + rng.normal(0, 0.5, (B, T))
-    by_turn = rng.normal(0, 1, (5, 20))
-    advantages = np.where(mask, by_turn[trajectory_index[:, None], np.maximum(turn, 0)], 0.0)
-    episode = {"mask": mask, "turn": turn, "row_of": trajectory_index, "A": advantages}
-    return episode | {"old": old, "now": now, "ref": reference}
+class Batch:
+    """Rows of sampled tokens: trajectory and turns of each row are given, everything else is drawn.
+
+    `turns` has one entry per row: the turn of each of its tokens, or -1 for a token that was not sampled. Logprobs are
+    NaN where nothing was sampled.
+    """
+
+    def __init__(self, turns, trajectories, *, seed=0, drift=0.15):
+        generator = torch.Generator().manual_seed(seed)
+        width = 1 + max(len(row) for row in turns)
+        self.turn = torch.tensor([[-1, *row, *[-1] * (width - 1 - len(row))] for row in turns])
+        self.mask = self.turn >= 0
+        self.trajectory = torch.tensor(trajectories)
+        shape = self.turn.shape
+
+        def draw(scale):
+            values = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+            return torch.where(self.mask, values, float("nan"))
+
+        self.old, self.advantages = draw(1.0) - 3, draw(1.0)
+        self.now = self.old + draw(drift)
+        self.reference = self.now + draw(0.5)
+        self.entropy = draw(1.0).abs()
+        self.correction = draw(1.0).exp()
+
+    def run(self, *, denominators=None, everything=False, correction=None, **settings):
+        """The loss and its gradient [B, T]; `everything`: with KL, entropy bonus and correction on."""
+        now = self.now.clone().requires_grad_(True)
+        if everything:
+            settings |= {"kl_coef": 0.3, "kl_importance_weighted": True, "entropy_coef": 0.1}
+            correction = self.correction
+        output = policy_loss(
+            now,
+            self.old,
+            action_mask=self.mask,
+            turn_index=self.turn,
+            trajectory_index=self.trajectory,
+            advantages=self.advantages,
+            settings=LossSettings(**{"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} | settings),
+            denominators=denominators or count_denominators(self.mask, self.turn, self.trajectory),
+            ref_logprobs=self.reference,
+            entropy=self.entropy,
+            correction=correction,
+        )
+        output.loss.backward()
+        return output.loss.item(), now.grad, output.stats
 
 
-def unit_of(e, b, t, unit):
-    trajectory, turn = int(e["row_of"][b]), int(e["turn"][b, t])
-    return {"trajectory": (trajectory,), "turn": (trajectory, turn), "token": (b, t)}[unit]
+def assert_same(first, second):
+    """Loss and gradient up to the rounding of sums in another order."""
+    assert first[0] == pytest.approx(second[0], abs=1e-14)
+    torch.testing.assert_close(first[1], second[1], rtol=0, atol=1e-14)
 
 
-def reference_ratios(e, unit):
-    """s of each unit, by collecting the log-ratios of its tokens."""
-    collected = {}
-    for b, t in zip(*np.nonzero(e["mask"]), strict=True):
-        collected.setdefault(unit_of(e, b, t, unit), []).append(e["now"][b, t] - e["old"][b, t])
-    return {key: math.exp(sum(values) / len(values)) for key, values in collected.items()}
+@pytest.fixture
+def ragged():
+    """Three trajectories in five rows, with masked tokens inside of turns, and a row without sampled tokens."""
+    turns = [[0, 0, -1, 0, 1], [0, -1, -1], [2, 2, 3, -1, 3, 3], [-1, -1], [0, 1, 1]]
+    return Batch(turns, [0, 1, 0, 1, 2])
 
 
-def reference_loss(e, unit, *, at, num_trajectories, kl_coef):
-    """f(at), one token at a time."""
-    ratios = reference_ratios(e, unit)
-    total = 0.0
-    for i in sorted(set(e["row_of"].tolist())):
-        tokens = [(b, t) for b, t in zip(*np.nonzero(e["mask"]), strict=True) if e["row_of"][b] == i]
-        episode = 0.0
-        for b, t in tokens:
-            A = e["A"][b, t]
-            ratio = ratios[unit_of(e, b, t, unit)] * math.exp(at[b, t] - e["now"][b, t])
-            clipped = min(max(ratio, 1 - CLIP_LOW), 1 + CLIP_HIGH)
-            x = e["ref"][b, t] - at[b, t]
-            episode += -min(ratio * A, clipped * A) + kl_coef * (math.exp(x) - 1 - x)
-        total += episode / len(tokens)
-    return total / num_trajectories
+# What equals what
 
 
-def by_differences(function, at, places):
-    gradient = np.zeros_like(at)
-    for place in places:
-        up, down = at.copy(), at.copy()
-        up[place] += STEP
-        down[place] -= STEP
-        gradient[place] = (function(up) - function(down)) / (2 * STEP)
-    return gradient
+def plain_gspo(batch, at, advantage_of):
+    """Equations 5 and 7 of arXiv 2507.18071: one differentiable ratio and one term per trajectory, no stop-gradient."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i, A in enumerate(advantage_of):
+        tokens = batch.mask & (batch.trajectory == i)[:, None]
+        s = (at - batch.old)[tokens].mean().exp()
+        total = total - torch.minimum(s * A, s.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * A)
+    return total / len(advantage_of)
 
 
-def run(e, unit, *, num_trajectories=7, kl_coef=0.0, advantages=None, garbage=None):
-    tensors = {key: torch.tensor(value) for key, value in e.items()}
-    now, old, ref = tensors["now"], tensors["old"], tensors["ref"]
-    if garbage is not None:
-        now, old, ref = (torch.where(tensors["mask"], x, garbage) for x in (now, old, ref))
-    now.requires_grad_(True)
-    output = policy_loss(
-        now,
-        old,
-        action_mask=tensors["mask"],
-        turn_index=tensors["turn"],
-        trajectory_index=tensors["row_of"],
-        advantages=tensors["A"] if advantages is None else torch.tensor(advantages),
-        unit=unit,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        num_trajectories=num_trajectories,
-        ref_logprobs=ref if kl_coef else None,
-        kl_coef=kl_coef,
-    )
-    output.loss.backward()
-    return output, now.grad.numpy()
-
-
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-@pytest.mark.parametrize("unit", ["trajectory", "turn", "token"])
-@pytest.mark.parametrize("seed", range(4))
-def test_value_and_gradient_equal_the_loops_over_tokens(seed, unit, kl_coef):
-    e = episodes(seed)
-    output, gradient = run(e, unit, kl_coef=kl_coef)
-
-    def f(at):
-        return reference_loss(e, unit, at=at, num_trajectories=7, kl_coef=kl_coef)
-
-    assert output.loss.item() == pytest.approx(f(e["now"]), abs=1e-12)
-    places = [(int(b), int(t)) for b, t in np.argwhere(e["mask"])]
-    np.testing.assert_allclose(gradient, by_differences(f, e["now"], places), rtol=0, atol=1e-8)
-    assert not gradient[~e["mask"]].any()
-
-
-@pytest.mark.parametrize("unit", ["trajectory", "turn", "token"])
-def test_the_loops_exercise_both_clips_and_every_free_side(unit):
-    """The comparison above means something only if tokens of all kinds occur in it."""
-    kinds = set()
-    for seed in range(4):
-        e = episodes(seed)
-        ratios = reference_ratios(e, unit)
-        for b, t in zip(*np.nonzero(e["mask"]), strict=True):
-            s = ratios[unit_of(e, b, t, unit)]
-            side = "low" if s < 1 - CLIP_LOW else "high" if s > 1 + CLIP_HIGH else "inside"
-            assert min(abs(s - 1 + CLIP_LOW), abs(s - 1 - CLIP_HIGH)) > 2 * STEP, "differences would straddle a kink"
-            kinds.add((side, e["A"][b, t] > 0))
-    assert kinds == {(side, sign) for side in ("low", "inside", "high") for sign in (True, False)}
-
-
-@pytest.mark.parametrize("unit", ["trajectory", "turn", "token"])
-def test_statistics_equal_the_loops_over_tokens(unit):
-    e = episodes(0)
-    stats = run(e, unit, kl_coef=0.3)[0].stats
-    ratios = reference_ratios(e, unit)
-    tokens = list(zip(*np.nonzero(e["mask"]), strict=True))
-    low = sum(ratios[unit_of(e, b, t, unit)] < 1 - CLIP_LOW and e["A"][b, t] < 0 for b, t in tokens)
-    high = sum(ratios[unit_of(e, b, t, unit)] > 1 + CLIP_HIGH and e["A"][b, t] > 0 for b, t in tokens)
-    assert (int(stats.tokens_clipped_low), int(stats.tokens_clipped_high)) == (low, high)
-    assert (stats.num_tokens, stats.num_trajectories) == (len(tokens), 5)
-    assert sorted(stats.unit_ratios.tolist()) == pytest.approx(sorted(ratios.values()), abs=1e-12)
-    d = [e["now"][b, t] - e["old"][b, t] for b, t in tokens]
-    x = [e["ref"][b, t] - e["now"][b, t] for b, t in tokens]
-    assert stats.old_k1.item() == pytest.approx(-sum(d), abs=1e-10)
-    assert stats.old_k3.item() == pytest.approx(sum(math.exp(v) - 1 - v for v in d), abs=1e-10)
-    assert stats.ref_k1.item() == pytest.approx(-sum(x), abs=1e-10)
-    assert stats.ref_k3.item() == pytest.approx(sum(math.exp(v) - 1 - v for v in x), abs=1e-10)
-    assert stats.policy_loss.item() + stats.kl_loss.item() == pytest.approx(run(e, unit, kl_coef=0.3)[0].loss.item())
-
-
-def plain_gspo(e, at, A_of, num_trajectories):
-    """Equations 5 and 7 of the paper: one differentiable ratio and one term per trajectory, no stop-gradient."""
-    total = 0.0
-    for i, A in A_of.items():
-        tokens = [(b, t) for b, t in zip(*np.nonzero(e["mask"]), strict=True) if e["row_of"][b] == i]
-        s = math.exp(sum(at[b, t] - e["old"][b, t] for b, t in tokens) / len(tokens))
-        total += min(s * A, min(max(s, 1 - CLIP_LOW), 1 + CLIP_HIGH) * A)
-    return -total / num_trajectories
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_with_one_advantage_per_trajectory_the_token_form_is_plain_gspo(seed):
-    e = episodes(seed)
-    A_of = dict(enumerate(np.random.default_rng(seed + 100).normal(0, 1, 5)))
-    advantages = np.where(e["mask"], np.array([A_of[i] for i in e["row_of"].tolist()])[:, None], 0.0)
-    output, gradient = run(e, "trajectory", advantages=advantages)
-    assert output.loss.item() == pytest.approx(plain_gspo(e, e["now"], A_of, 7), abs=1e-12)
-    places = [(int(b), int(t)) for b, t in np.argwhere(e["mask"])]
-    expected = by_differences(lambda at: plain_gspo(e, at, A_of, 7), e["now"], places)
-    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-8)
+    turns = [[0, 0, -1, 0, 1], [0, -1, 0], [2, 2, 3, -1, 3, 3], [0, 1, 1], [0, 0]]
+    batch = Batch(turns, [0, 1, 0, 2, 3], seed=seed, drift=0.25)
+    advantage_of = torch.tensor(np.random.default_rng(seed).normal(0, 1, 4))
+    batch.advantages = advantage_of[batch.trajectory][:, None].expand_as(batch.old)
+    at = batch.now.clone().requires_grad_(True)
+    expected = plain_gspo(batch, at, advantage_of)
+    expected.backward()
+    assert_same(batch.run(), (expected.item(), torch.where(batch.mask, at.grad, 0.0)))
 
 
-def single(log_ratios, advantages, unit="trajectory", turns=None):
-    """Gradient of the *objective* (minus the loss) for one trajectory, with clips that do not act."""
-    now = torch.tensor([[0.0, *log_ratios]], dtype=torch.float64, requires_grad=True)
-    mask = torch.tensor([[False] + [True] * len(log_ratios)])
-    output = policy_loss(
-        now,
-        torch.zeros_like(now),
-        action_mask=mask,
-        turn_index=torch.tensor([[-1, *(turns or [0] * len(log_ratios))]]),
-        trajectory_index=torch.tensor([0]),
-        advantages=torch.tensor([[0.0, *advantages]], dtype=torch.float64),
-        unit=unit,
-        clip_low=0.9,
-        clip_high=9.0,
-        num_trajectories=1,
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(
+    ("name", "alias"),
+    [("grpo", "seq-mean-token-mean"), ("bnpo", "token-mean"), ("dr_grpo", "seq-mean-token-sum-norm")],
+)
+def test_the_names_of_trl_are_aliases(ragged, unit, name, alias):
+    options = {"norm_length": 7} if name == "dr_grpo" else {}
+    first = ragged.run(unit=unit, aggregation=name, everything=True, **options)
+    second = ragged.run(unit=unit, aggregation=alias, everything=True, **options)
+    assert first[0] == second[0]
+    assert torch.equal(first[1], second[1])
+
+
+def test_dapo_over_one_step_is_the_token_mean(ragged):
+    first, second = (ragged.run(aggregation=name, everything=True) for name in ("dapo", "token-mean"))
+    assert first[0] == second[0]
+    assert torch.equal(first[1], second[1])
+
+
+def test_dapo_over_the_steps_of_a_batch_sums_to_the_token_mean_of_the_batch():
+    steps = [Batch([[0] * n for n in lengths], range(len(lengths)), seed=n) for n, lengths in enumerate([(5, 2), (3,)])]
+    num_tokens = 10
+    of_steps = [
+        step.run(
+            aggregation="dapo",
+            denominators=count_denominators(step.mask, step.turn, step.trajectory, num_batch_tokens=num_tokens),
+        )[0]
+        for step in steps
+    ]
+    means = [step.run(aggregation="token-mean")[0] for step in steps]
+    assert sum(of_steps) == pytest.approx((7 * means[0] + 3 * means[1]) / num_tokens, abs=1e-14)
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "turn-mean-token-mean", "token-mean"])
+def test_with_one_turn_in_each_episode_a_turn_is_a_trajectory(aggregation):
+    batch = Batch([[3, 3, -1, 3], [0, -1, 0, 0, 0], [3]], [0, 1, 0])
+    by_turn = batch.run(unit="turn", aggregation=aggregation, everything=True)
+    assert_same(by_turn, batch.run(unit="trajectory", aggregation=aggregation, everything=True))
+    over_turns = batch.run(unit="trajectory", aggregation="turn-mean-token-mean", everything=True)
+    assert_same(over_turns, batch.run(unit="trajectory", aggregation="seq-mean-token-mean", everything=True))
+
+
+def test_with_one_row_in_each_episode_a_segment_is_a_trajectory():
+    batch = Batch([[0, 0, -1, 1], [0, -1, 1, 1, 2], [3]], [1, 2, 0])
+    assert_same(batch.run(unit="segment", everything=True), batch.run(unit="trajectory", everything=True))
+
+
+def test_with_one_turn_in_each_row_a_segment_is_a_turn():
+    batch = Batch([[0, 0, -1, 0], [1, -1, 1], [2], [0, 0, 0]], [0, 0, 0, 1])
+    assert_same(batch.run(unit="segment", everything=True), batch.run(unit="turn", everything=True))
+
+
+def test_with_one_token_in_each_turn_a_turn_is_a_token():
+    batch = Batch([[0, 1, -1, 2], [3, -1, 4], [0, 1]], [0, 0, 1])
+    assert_same(batch.run(unit="turn", everything=True), batch.run(unit="token", everything=True))
+
+
+def test_episodes_of_equal_length_weigh_the_same_under_every_mean():
+    """Four tokens each: 1 / (N * 4) = 1 / tokens = 1 / (N * norm_length) with norm_length 4; turns have two each."""
+    batch = Batch([[0, 0, 1, 1], [0, -1, 0, 1, -1, 1], [0, 0], [1, 1]], [0, 1, 2, 2])
+    means = ["grpo", "bnpo", "dapo", "turn-mean-token-mean"]
+    results = [batch.run(aggregation=name, everything=True) for name in means]
+    results.append(batch.run(aggregation="dr_grpo", norm_length=4, everything=True))
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_options_that_are_off_are_those_that_cannot_act(ragged, unit):
+    plain = ragged.run(unit=unit)
+    assert_same(ragged.run(unit=unit, correction=torch.ones_like(ragged.old)), plain)
+    assert_same(ragged.run(unit=unit, dual_clip=1e6), plain)
+    assert_same(ragged.run(unit=unit, kl_coef=1e-30, entropy_coef=1e-30), plain)
+
+
+def test_one_correction_for_all_tokens_scales_the_policy_term_alone(ragged):
+    plain, corrected = (
+        ragged.run(kl_coef=0.3)[2],
+        ragged.run(kl_coef=0.3, correction=torch.full_like(ragged.old, 0.25))[2],
     )
-    output.loss.backward()
-    return (-now.grad[0, 1:]).tolist()
+    assert corrected.policy_loss.item() == pytest.approx(0.25 * plain.policy_loss.item(), abs=1e-15)
+    assert corrected.kl_loss.item() == plain.kl_loss.item()
+
+
+# Who gets which gradient
+
+
+def single(log_ratios, advantages, unit="trajectory", turns=None, **settings):
+    """Gradient of the *objective* (minus the loss) for one trajectory, with clips that do not act."""
+    batch = Batch([turns or [0] * len(log_ratios)], [0])
+    batch.old = torch.zeros_like(batch.old)
+    batch.now = torch.tensor([[0.0, *log_ratios]], dtype=torch.float64)
+    batch.advantages = torch.tensor([[0.0, *advantages]], dtype=torch.float64)
+    gradient = batch.run(unit=unit, **{"clip_low": 0.9, "clip_high": 9.0} | settings)[1]
+    return (-gradient[0, 1:]).tolist()
 
 
 def test_turn_advantages_steer_their_own_turn_only():
@@ -219,7 +219,7 @@ def test_a_turn_without_an_advantage_has_no_gradient_beside_one_that_has():
 
 def test_at_equal_policies_every_unit_gives_the_policy_gradient():
     """s = 1: advantage over token count, whatever the unit."""
-    for unit in ("trajectory", "turn", "token"):
+    for unit in UNITS:
         assert single([0.0] * 4, [1, 1, -1, -1], unit, [0, 0, 1, 1]) == pytest.approx([0.25, 0.25, -0.25, -0.25])
 
 
@@ -229,34 +229,22 @@ def test_every_episode_weighs_one_however_long_it_is():
         assert sum(single([0.0] * num_tokens, [2.0] * num_tokens)) == pytest.approx(2.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -1e30])
-@pytest.mark.parametrize("unit", ["trajectory", "turn", "token"])
-def test_what_stands_outside_the_mask_changes_nothing(unit, garbage):
-    e = episodes(1)
-    clean, clean_gradient = run(e, unit, kl_coef=0.3)
-    dirty, dirty_gradient = run(e, unit, kl_coef=0.3, garbage=garbage)
-    assert dirty.loss.item() == clean.loss.item()
-    assert np.array_equal(dirty_gradient, clean_gradient)
+@pytest.mark.parametrize("unit", UNITS)
+def test_beyond_its_clip_a_token_has_no_gradient(unit):
+    """Log-ratios of +-0.5 with the advantage of the side that clips, and of -1 with a dual clip at 2 for e > 2."""
+    options = {"clip_low": 0.2, "clip_high": 0.2}
+    assert single([0.5] * 3, [1.0] * 3, unit, **options) == [0, 0, 0]
+    assert single([-0.5] * 3, [-1.0] * 3, unit, **options) == [0, 0, 0]
+    assert single([1.0] * 3, [-1.0] * 3, unit, dual_clip=2.0, **options) == [0, 0, 0]
+    assert all(g < 0 for g in single([1.0] * 3, [-1.0] * 3, unit, **options))
 
 
-def test_a_nan_inside_the_mask_is_not_hidden():
-    e = episodes(1)
-    e["now"][0, 3] = float("nan")
-    assert math.isnan(run(e, "trajectory")[0].loss.item())
+def test_log_ratios_of_a_thousand_leave_loss_and_gradient_finite():
+    for log_ratio, advantage in ((1e3, 1.0), (1e3, -1.0), (-1e3, 1.0), (-1e3, -1.0), (1e3, 0.0)):
+        assert np.isfinite(single([log_ratio], [advantage])).all()
 
 
-@pytest.mark.parametrize("unit", ["trajectory", "turn", "token"])
-def test_float32_agrees_with_float64(unit):
-    e = episodes(2)
-    exact, exact_gradient = run(e, unit, kl_coef=0.3)
-    single_precision = {
-        key: value.astype(np.float32) if value.dtype == np.float64 else value for key, value in e.items()
-    }
-    output, gradient = run(single_precision, unit, kl_coef=0.3)
-    assert output.loss.dtype == torch.float32
-    # inputs of order 3 rounded at 6e-8, summed over some hundred tokens
-    assert output.loss.item() == pytest.approx(exact.loss.item(), abs=2e-6)
-    np.testing.assert_allclose(gradient, exact_gradient, rtol=0, atol=2e-6)
+# The estimates of KL
 
 
 def test_k3_is_accurate_where_one_minus_one_cancels():
@@ -264,9 +252,89 @@ def test_k3_is_accurate_where_one_minus_one_cancels():
     assert k3(torch.tensor(1e-4)).item() == pytest.approx(1e-8 / 2 + 1e-12 / 6, rel=2e-3)
 
 
-def test_k3_estimates_the_divergence_in_the_right_direction():
-    """The expectation of k3 over p is KL(p || q) itself, for these two 0.635; reversed it would be 0.968."""
+def test_k1_and_k3_estimate_the_divergence_in_the_right_direction():
+    """The expectation over p is KL(p || q) itself, for these two 0.635; reversed, k3 would give 0.968."""
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.7, 0.2, 0.1], [0.2, 0.3, 0.5]))
-    estimate = (p * k3(q.log() - p.log())).sum().item()
-    assert estimate == pytest.approx(sum(p * (p / q).log()).item(), abs=1e-12)
-    assert round(estimate, 3) == 0.635
+    divergence = sum(p * (p / q).log()).item()
+    assert round(divergence, 3) == 0.635
+    for estimator in ("k1", "k3"):
+        estimate = (p * estimate_kl(q.log() - p.log(), estimator, max_nats=10.0)).sum().item()
+        assert estimate == pytest.approx(divergence, abs=1e-12)
+    reversed_k3 = (p * estimate_kl(p.log() - q.log(), "k3", max_nats=10.0)).sum().item()
+    assert round(reversed_k3, 3) == 0.968
+
+
+def gradient_of_expectation(logits, p_old, q, **settings):
+    """Gradient by the logits of the KL term's expectation over samples of p_old, by the loss with one token per
+    outcome, its term scaled by the outcome's probability."""
+    logprobs = torch.log_softmax(logits, 0)
+    total = torch.zeros((), dtype=torch.float64)
+    for outcome in range(len(p_old)):
+        term = policy_loss(
+            logprobs[outcome].reshape(1, 1),
+            p_old.log()[outcome].reshape(1, 1),
+            action_mask=torch.ones(1, 1, dtype=torch.bool),
+            turn_index=torch.zeros(1, 1, dtype=torch.int64),
+            trajectory_index=torch.zeros(1, dtype=torch.int64),
+            advantages=torch.zeros(1, 1),
+            settings=LossSettings(unit="token", kl_coef=1.0, kl_clamp=100.0, **settings),
+            denominators=Denominators(1, 1, 1, 1),
+            ref_logprobs=q.log()[outcome].reshape(1, 1),
+        ).loss
+        total = total + p_old[outcome] * term
+    return torch.autograd.grad(total, logits)[0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_importance_weighted_kl_has_the_gradient_of_the_divergence(estimator):
+    """Samples of an older policy: weighted, the expected gradient is that of KL(p || q), where p is the present one. At
+    p_old = p, k1 without the weight has none at all, and k2 has the right one (p = old)."""
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    p = torch.softmax(logits, 0)
+    (expected,) = torch.autograd.grad((p * (p / q).log()).sum(), logits)
+    p_old = torch.tensor([0.6, 0.25, 0.15], dtype=torch.float64)
+    actual = gradient_of_expectation(logits, p_old, q, kl_estimator=estimator, kl_importance_weighted=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    on_policy = gradient_of_expectation(logits, p.detach(), q, kl_estimator="k1")
+    torch.testing.assert_close(on_policy, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-12)
+    on_policy = gradient_of_expectation(logits, p.detach(), q, kl_estimator="k2")
+    torch.testing.assert_close(on_policy, expected, rtol=0, atol=1e-12)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 1, 1), (2, 1, 3, 3), (1, 3, 2, 3), (1, 1, 3, 2)])
+def test_denominators_that_contradict_each_other_are_refused(counts):
+    with pytest.raises(RecordError, match=r"num_turns <= num_tokens.*got " + ", ".join(map(str, counts))):
+        Denominators(*counts)
+
+
+def test_denominators_of_nothing_are_refused():
+    with pytest.raises(RecordError, match="got 0, 0, 0, 0"):
+        count_denominators(
+            torch.zeros(2, 3, dtype=torch.bool), torch.full((2, 3), -1), torch.zeros(2, dtype=torch.int64)
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dual_clip": 1.1, "clip_high": 0.2}, r"dual_clip: expected at least 1 \+ clip_high = 1.2, got 1.1"),
+        ({"kl_estimator": "k2"}, "kl_estimator: has no effect, because kl_coef is 0"),
+        ({"kl_clamp": 5.0}, "kl_clamp: has no effect"),
+        ({"kl_importance_weighted": True}, "kl_importance_weighted: has no effect"),
+        ({"aggregation": "dr_grpo"}, "norm_length: aggregation 'dr_grpo' divides by it, got none"),
+        ({"norm_length": 5}, "norm_length: has no effect with aggregation 'seq-mean-token-mean'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LossSettings(**settings)
+
+
+def test_the_dual_clips_of_roll_are_accepted():
+    """1 + 2 * pg_clip: 1.4 at its default range, 1.0006 at 3e-4."""
+    assert LossSettings(clip_low=0.2, clip_high=0.2, dual_clip=1 + 2 * 0.2).dual_clip == 1.4
+    assert LossSettings(clip_low=3e-4, clip_high=4e-4, dual_clip=1 + 2 * 3e-4).dual_clip == 1.0006

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.schedule import learning_rate
+from gspo_gym.learning.schedule import learning_rate, warmup_steps
 from gspo_gym.learning.settings import OptimizerSettings
 
 
@@ -33,3 +33,49 @@ def test_cosine_of_a_single_step_is_the_peak():
 def test_cosine_without_an_end_or_room_is_refused(total_steps):
     with pytest.raises(ConfigError, match="total_steps"):
         rates(1, total_steps, num_warmup_steps=3, schedule="cosine")
+
+
+def test_linear_falls_by_equal_steps_from_the_peak_to_its_floor_and_stays():
+    # one step of warm-up, then 4 steps from progress 0 to 1: floor + (1 - floor) (1 - p), floor 0.25
+    expected = [2.0 * (0.25 + 0.75 * (1 - p)) for p in (0, 1 / 3, 2 / 3, 1)]
+    actual = rates(7, 5, num_warmup_steps=1, schedule="linear", min_lr_fraction=0.25)
+    assert actual == pytest.approx([2.0, *expected, 0.5, 0.5], abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_decay_to_the_peak_itself_is_constant(schedule):
+    assert rates(4, 4, schedule=schedule, min_lr_fraction=1.0) == [2.0] * 4
+
+
+@pytest.mark.parametrize(("fraction", "total", "expected"), [(0.1, 30, 3), (0.1, 31, 4), (0.03, 100, 3), (0.5, 1, 1)])
+def test_a_warmup_fraction_is_rounded_up_but_not_for_a_rounding_error(fraction, total, expected):
+    # 0.1 * 30 is 3.0000000000000004 in float64
+    settings = OptimizerSettings(learning_rate=1.0, warmup_fraction=fraction)
+    assert warmup_steps(settings, total) == expected
+
+
+def test_a_warmup_fraction_warms_up_for_that_part_of_the_steps():
+    # a quarter of 8 steps is 2
+    assert rates(4, 8, warmup_fraction=0.25) == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_warmup_fraction_of_an_unknown_number_of_steps_is_refused():
+    with pytest.raises(ConfigError, match="warmup_fraction needs total_steps"):
+        rates(1, None, warmup_fraction=0.1)
+
+
+@pytest.mark.parametrize("total_steps", [None, 1])
+def test_a_linear_decay_without_an_end_or_room_is_refused(total_steps):
+    with pytest.raises(ConfigError, match=r"schedule 'linear'.*total_steps"):
+        rates(1, total_steps, num_warmup_steps=1, schedule="linear")
+
+
+def test_warmup_is_given_once():
+    with pytest.raises(ValueError, match="warmup_fraction: contradicts num_warmup_steps = 3"):
+        OptimizerSettings(learning_rate=1.0, warmup_fraction=0.1, num_warmup_steps=3)
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1)])
+def test_a_moment_that_forgets_nothing_or_less_is_refused(betas):
+    with pytest.raises(ValueError, match="betas"):
+        OptimizerSettings(learning_rate=1.0, betas=betas)

@@ -167,7 +167,8 @@ def test_dropout_is_off_with_and_without_gradients(make_model, tokens):
 
 
 def test_dropout_stays_off_where_the_backward_pass_applies_the_head_again(make_model, tokens):
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False, lora_dropout=0.5)
     model = peft.get_peft_model(make_model(), config).train()
     gradients = []
@@ -207,7 +208,8 @@ def test_checkpointed_layers_that_would_drop_out_are_refused(make_model):
 
 
 def test_a_lora_model_is_scored_as_peft_computes_it(make_model, tokens):
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(make_model(), config)
     expected, _ = from_all_logits(model.eval(), *tokens)

@@ -122,7 +122,9 @@ def test_policies_are_looked_up_by_name() -> None:
         policy_of(object(), "random")
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 2.0}, {"min_tokens": -1}]
+)
 def test_sampling_settings_out_of_range_are_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"SamplingParams.{next(iter(wrong))}"):
         EngineActor(ScriptedEngine([]), **wrong)
@@ -134,10 +136,28 @@ def test_an_engine_actor_passes_its_settings_on() -> None:
         run_episode(
             EpisodeRequest("e", Task("Parrot", 0), sampling_seed=0),
             make_env=lambda task: Parrot(),
-            act=EngineActor(engine, temperature=0.5, top_p=0.75, top_k=3),
+            act=EngineActor(
+                engine, temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, repetition_penalty=1.5, min_tokens=5
+            ),
             renderers=RendererCache(tiny_tokenizer()),
             limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),
         )
     )
     sampling = engine.calls[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.75, 3)
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.min_tokens, sampling.max_tokens) == (0.25, 1.5, 5, 16)
+
+
+def test_a_turn_with_less_room_than_the_least_tokens_may_end_with_any() -> None:
+    engine = ScriptedEngine([[*b"polly", END]])
+    asyncio.run(
+        run_episode(
+            EpisodeRequest("e", Task("Parrot", 0), sampling_seed=0),
+            make_env=lambda task: Parrot(),
+            act=EngineActor(engine, min_tokens=50),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),
+        )
+    )
+    sampling = engine.calls[0].sampling
+    assert (sampling.min_tokens, sampling.max_tokens) == (16, 16)

@@ -1,0 +1,1 @@
+"""A configuration file -> a checked `RunConfig`; imports no torch. Begin reading at `run_config.py`."""

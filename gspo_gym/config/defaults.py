@@ -1,0 +1,99 @@
+"""Defaults that follow from other keys. Nothing that a file says is changed here, and nothing is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# What `algorithm.variety` means. A key that is not here is free; the first value is the default.
+VARIETIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "gspo": {"loss.unit": ("trajectory", "segment"), "advantages.level": ("trajectory",)},
+    "gspo_token": {"loss.unit": ("trajectory", "segment", "turn"), "advantages.level": ("turn", "trajectory")},
+    "grpo": {"loss.unit": ("token",), "advantages.level": ("trajectory", "turn")},
+}
+# The clip ranges of GRPO are those that the GSPO paper compares with (section 5.1); GSPO's own are LossSettings'.
+_GRPO_CLIPS = {"clip_low": 0.2, "clip_high": 0.27}
+
+# The terms that ask for a frozen policy to compare with.
+KL_TERMS = ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef")
+
+# rollout.policy_config has the hosted trainer's names for these.
+POLICY_CONFIG = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_output_tokens"}
+
+
+def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:
+    """A copy of what was read (hence Any), with these sections present and the defaults that depend on other keys.
+
+    Values may be of any type: what is no table is left for others to complain about.
+    """
+    filled: dict[str, Any] = {name: {} for name in sections}
+    filled |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    _follow_variety(filled)
+    _follow_level(filled)
+    _follow_trainer_mode(filled)
+    _follow_policy_config(filled)
+    _follow_vllm(filled)
+    _follow_kl_terms(filled)
+    return filled
+
+
+def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
+    """Give a key a value (Any: of its type) if it has none and its section is a table."""
+    section, name = key.split(".")
+    table = values.get(section)
+    if isinstance(table, dict) and table.get(name) is None:
+        table[name] = value
+
+
+def _get(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a key (Any: as read), or None."""
+    section, name = key.split(".")
+    table = values.get(section)
+    return table.get(name) if isinstance(table, Mapping) else None
+
+
+def _follow_variety(values: dict[str, Any]) -> None:
+    variety = _get(values, "algorithm.variety") or "gspo"
+    for key, allowed in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
+        _set_default(values, key, allowed[0])
+    if variety == "grpo":
+        for name, clip in _GRPO_CLIPS.items():
+            _set_default(values, f"loss.{name}", clip)
+
+
+def _follow_level(values: dict[str, Any]) -> None:
+    """As `AdvantageSettings` says, but here, so that the rules see it, too."""
+    if _get(values, "advantages.level") == "turn":
+        _set_default(values, "advantages.baseline", "leave_one_out")
+    if (baseline := _get(values, "advantages.baseline")) in ("batch", "running", "none"):
+        _set_default(values, "advantages.scale", baseline)
+
+
+def _follow_trainer_mode(values: dict[str, Any]) -> None:
+    if _get(values, "model.trainer_mode") in ("lora", "qlora"):
+        _set_default(values, "training.lora", {})
+
+
+def _follow_policy_config(values: dict[str, Any]) -> None:
+    policy_config = _get(values, "rollout.policy_config")
+    for theirs, ours in POLICY_CONFIG.items() if isinstance(policy_config, Mapping) else ():
+        if policy_config.get(theirs) is not None:
+            _set_default(values, f"rollout.{ours}", policy_config[theirs])
+
+
+def _follow_vllm(values: dict[str, Any]) -> None:
+    """A [vllm] section chooses the engine and the context; a turn may then fill what is left of it, as in vLLM."""
+    vllm = values.get("vllm")
+    if vllm is not None or values.get("topology") is not None:
+        _set_default(values, "rollout.engine", "vllm")
+    if isinstance(vllm, Mapping):
+        length = vllm.get("max_model_len", 8192)
+        _set_default(values, "rollout.max_model_len", length)
+        if isinstance(length, int) and length > 1:
+            _set_default(values, "rollout.max_output_tokens", length - 1)
+
+
+def _follow_kl_terms(values: dict[str, Any]) -> None:
+    weights = [_get(values, key) for key in KL_TERMS]
+    if any(isinstance(weight, int | float) and weight > 0 for weight in weights):
+        _set_default(values, "reference.placement", "shared")

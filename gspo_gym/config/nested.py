@@ -1,0 +1,141 @@
+"""The nested form that the hosted trainer's files also have: [policy], [compute.topology], [training.rewards], [lora].
+
+`flatten` turns it into the flat form before anything is checked, and remembers how each key was written, so that errors
+can name it so. A file may mix the two forms; a key given in both is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_gym.config.sections import ModelSection, TrainingSection
+from gspo_gym.config.services import TopologySection
+from gspo_gym.config.words import Problem, show
+from gspo_gym.errors import nearest_name
+from gspo_gym.learning.settings import LoraSettings
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_STEP_REWARDS = [name for name in TrainingSection.model_fields if name.startswith(("step_rewards_", "event_rewards_"))]
+
+# Tables that only the nested form has: each of their keys, and where it is in the flat form.
+_TABLES: Mapping[str, Mapping[str, str]] = {
+    "policy": {
+        "model_name": "model.base",
+        **{name: f"model.{name}" for name in ModelSection.model_fields if name != "base"},
+        **{name: f"rollout.{name}" for name in _SAMPLING},
+        "max_tokens": "rollout.max_output_tokens",
+        "system_prompt": "rollout.policy_config.system_prompt",
+    },
+    "compute.topology": {
+        **{name: f"topology.{name}" for name in TopologySection.model_fields},
+        "reference_placement": "reference.placement",
+    },
+    "training.rewards": {name: f"training.{name}" for name in _STEP_REWARDS},
+    "lora": {name: f"training.lora.{name}" for name in LoraSettings.model_fields},
+}
+# Those that are a whole section of the flat form.
+_SECTIONS = {"compute.topology": "topology", "lora": "training.lora"}
+# Keys of the nested form in tables that both forms have.
+_KEYS: Mapping[str, str] = {
+    "topology.reference_placement": "reference.placement",
+    "judge.options.timeout_s": "judge.timeout_s",
+}
+
+
+@dataclass
+class Flat:
+    """A configuration in the flat form.
+
+    Attributes:
+        values: as read (hence Any), without the tables of the nested form.
+        written: for each key or section that was elsewhere, how it was written.
+        problems: what was wrong with the nested form itself.
+    """
+
+    values: dict[str, Any]
+    written: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def name(self, key: str) -> str:
+        """The key as the file has it."""
+        return self.written.get(key, key)
+
+
+def flatten(values: Mapping[str, Any]) -> Flat:
+    """The flat form of what was read (hence Any); the input stays as it is."""
+    flat = Flat(_copy(values))
+    for table, moves in _TABLES.items():
+        _move_table(flat, table, moves)
+    for key, target in _KEYS.items():
+        above, name = key.rsplit(".", 1)
+        holder = _look_up(flat.values, above)
+        if isinstance(holder, dict) and name in holder:
+            _put(flat, target, holder.pop(name), written=key)
+    return flat
+
+
+def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
+    above, _, name = table.rpartition(".")
+    holder = _look_up(flat.values, above) if above else flat.values
+    if not isinstance(holder, dict) or name not in holder:
+        return
+    entries = holder.pop(name)
+    if not isinstance(entries, dict):
+        flat.problems.append(Problem(table, f"expected a table, got {show(entries)}"))
+        return
+    _keep_section(flat, table)
+    for key, value in entries.items():
+        if key in moves:
+            _put(flat, moves[key], value, written=f"{table}.{key}")
+        else:
+            flat.problems.append(Problem(f"{table}.{key}", f"unknown key; {nearest_name(str(key), moves)}"))
+
+
+def _keep_section(flat: Flat, table: str) -> None:
+    """An empty table still says that the section is there, and missing keys are named as they would be written."""
+    section = _SECTIONS.get(table)
+    if section is None:
+        return
+    above, _, name = section.rpartition(".")
+    holder = flat.values.setdefault(above, {}) if above else flat.values
+    if isinstance(holder, dict) and name not in holder:
+        holder[name] = {}
+        flat.written[section] = table
+        flat.written |= {target: f"{table}.{key}" for key, target in _TABLES[table].items()}
+
+
+def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
+    """Give a key of the flat form its value (Any: as read), unless it has one."""
+    *above, name = key.split(".")
+    table = flat.values
+    for part in above:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            return  # the flat form's own table is none, which is reported there
+    if name in table and table[name] != value:
+        flat.problems.append(Problem(written, f"is {key} in the flat form, which is given, too: remove one of them"))
+        return
+    table[name] = value
+    flat.written[key] = written
+
+
+def _look_up(values: Any, key: str) -> Any:
+    """The value at a dotted key, or None (Any: as read)."""
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return None
+        values = values[part]
+    return values
+
+
+def _copy(value: Any) -> Any:
+    """Tables copied, all else shared (Any: as read)."""
+    return {key: _copy(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
+
+
+def nested_names() -> dict[str, str]:
+    """Every key that the nested form has elsewhere, and where it is in the flat form."""
+    tables = {f"{table}.{name}": flat for table, moves in _TABLES.items() for name, flat in moves.items()}
+    return tables | dict(_KEYS)

@@ -1,0 +1,216 @@
+"""Rules about machines, engines, trackers and judges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_gym.config.rule import Rule, no_effect
+from gspo_gym.config.sections import ReferenceSection, WeightSyncSection
+from gspo_gym.config.words import show
+
+
+def _gpus_add_up(
+    has_topology: bool, gpu_count: int | None, for_vllm: int | None, for_training: int | None, for_ref: int | None
+) -> str | None:
+    if not has_topology:
+        return None
+    if gpu_count is None:
+        return "splits GPUs, but there is no compute.gpu_count: give it"
+    total = (for_vllm or 0) + (for_training or 0) + (for_ref or 0)
+    if total == gpu_count:
+        return None
+    return (
+        f"expected a sum of compute.gpu_count = {gpu_count}, got gpus_for_vllm + gpus_for_training + gpus_for_ref = "
+        f"{for_vllm} + {for_training} + {for_ref or 0} = {total}"
+    )
+
+
+def _tensor_parallel_divides(tensor_parallel: int | None, for_vllm: int | None) -> str | None:
+    if tensor_parallel is None or for_vllm is None or for_vllm % tensor_parallel == 0:
+        return None
+    return f"expected a divisor of topology.gpus_for_vllm = {for_vllm}, got {tensor_parallel}"
+
+
+def _tensor_parallel_agrees(size: int | None, tensor_parallel: int | None) -> str | None:
+    if size is None or tensor_parallel is None or size == tensor_parallel:
+        return None
+    return f"expected topology.tensor_parallel = {tensor_parallel}, got {size}"
+
+
+def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
+    if kind is None or nodes is None or nodes == 1:
+        return None
+    return f"{show(kind)} splits one machine's GPUs, but compute.nodes = {nodes}"
+
+
+def _type_is_of_a_gpu(gpu_type: str | None, gpu_count: int | None) -> str | None:
+    if gpu_type is None or gpu_count != 0:
+        return None
+    return "has no effect with compute.gpu_count = 0: remove one of them"
+
+
+def _device_is_there(device: str, gpu_count: int | None) -> str | None:
+    if device == "cuda" and gpu_count == 0:
+        return 'expected "auto" or "cpu" with compute.gpu_count = 0, got "cuda"'
+    if device == "cpu" and gpu_count is not None and gpu_count > 0:
+        return f'expected "auto" or "cuda" with compute.gpu_count = {gpu_count}, got "cpu"'
+    return None
+
+
+def _needs_vllm(section: str) -> Rule:
+    def check(is_given: bool, engine: str) -> str | None:
+        if not is_given or engine == "vllm":
+            return None
+        return f'has no effect with rollout.engine {show(engine)}: set that to "vllm", or remove this section'
+
+    return Rule((section, "rollout.engine"), check)
+
+
+def _lengths_agree(max_model_len: int | None, rollout_len: int) -> str | None:
+    if max_model_len is None or rollout_len <= max_model_len:
+        return None
+    return f"expected at least rollout.max_model_len = {rollout_len}, which episodes may need, got {max_model_len}"
+
+
+def _reference_has_gpus(placement: str, for_ref: int | None, tp: int) -> str | None:
+    if for_ref is None:
+        return None
+    if placement == "dedicated" and (for_ref == 0 or for_ref % tp != 0):
+        return f'"dedicated" needs topology.gpus_for_ref, a multiple of reference.tp = {tp}, got {for_ref}'
+    if placement != "dedicated" and for_ref > 0:
+        return f'expected "dedicated" with topology.gpus_for_ref = {for_ref}, got {show(placement)}'
+    return None
+
+
+def _of_dedicated(name: str) -> Rule:
+    return no_effect(
+        f"reference.{name}",
+        ReferenceSection.model_fields[name].default,
+        "reference.placement",
+        lambda placement: placement == "dedicated",
+        'set that to "dedicated"',
+    )
+
+
+def _of_sent_weights(name: str) -> Rule:
+    default = WeightSyncSection.model_fields[name].default
+    return no_effect(
+        f"training.weight_sync.{name}",
+        default,
+        "rollout.engine",
+        lambda engine: engine != "local",
+        f"it shares the learner's weights; set {show(default)}",
+    )
+
+
+def _sync_is_not_off(enable: bool | None) -> str | None:
+    if enable is not False:
+        return None
+    return "false would train one policy on the episodes of another, which never learns: set true"
+
+
+def _sinks_are_different(report_to: tuple[str, ...] | None) -> str | None:
+    if report_to is None or len(set(report_to)) == len(report_to):
+        return None
+    return f"names a sink twice: {show(list(report_to))}"
+
+
+def _of_wandb(name: str, default: Any) -> Rule:
+    return no_effect(
+        f"tracking.{name}",
+        default,
+        "tracking.report_to",
+        lambda report_to: "wandb" in (report_to or ()),
+        'add "wandb" there',
+    )
+
+
+def _blend_is_not_zero(env: float | None, event: float | None, outcome: float | None) -> str | None:
+    if env is None or env > 0 or event or outcome:
+        return None
+    return "expected one weight > 0 at least, got env = event = outcome = 0"
+
+
+def _is_judged(part: str) -> Rule:
+    def check(weight: float | None, enabled: bool | None, is_judged: bool | None) -> str | None:
+        if not weight:
+            return None
+        if not enabled:
+            return f"expected 0 without a judge (judge.enabled), got {weight:g}"
+        if not is_judged:
+            return f"expected 0 while judge.options.{part} is not true, got {weight:g}"
+        return None
+
+    return Rule((f"judge.reward_blend.{part}", "judge.enabled", f"judge.options.{part}"), check)
+
+
+def _env_weight_has_a_judge(env: float | None, enabled: bool | None) -> str | None:
+    if env is None or env == 1 or enabled:
+        return None
+    return f"expected 1 without a judge (judge.enabled), got {env:g}"
+
+
+def _judge_is_complete(
+    enabled: bool | None, event: bool | None, outcome: bool | None, provider: str | None, model: str | None
+) -> str | None:
+    if not enabled:
+        return None
+    missing = [name for name, value in (("provider", provider), ("model", model)) if value is None]
+    if not event and not outcome:
+        missing.append("event or outcome = true")
+    if not missing:
+        return None
+    return f"true needs judge.options with {', '.join(missing)}"
+
+
+def _weights_are_of_tracks(weights: Mapping[str, float] | None, tracks: tuple[str, ...] | None) -> str | None:
+    others = sorted(set(weights or {}) - set(tracks or ()))
+    if not tracks or not others:
+        return None
+    return f"{show(others[0])} is not in judge.options.tracks = {show(list(tracks))}, so that its weight has no effect"
+
+
+_GPUS = ("compute.gpu_count", "topology.gpus_for_vllm", "topology.gpus_for_training", "topology.gpus_for_ref")
+
+SERVICE_RULES = (
+    Rule(("topology", *_GPUS), _gpus_add_up),
+    Rule(("topology.tensor_parallel", "topology.gpus_for_vllm"), _tensor_parallel_divides),
+    Rule(("vllm.tensor_parallel_size", "topology.tensor_parallel"), _tensor_parallel_agrees),
+    Rule(("topology.type", "compute.nodes"), _one_node_is_split),
+    Rule(("compute.gpu_type", "compute.gpu_count"), _type_is_of_a_gpu),
+    Rule(("model.device", "compute.gpu_count"), _device_is_there),
+    _needs_vllm("vllm"),
+    _needs_vllm("topology"),
+    Rule(("vllm.max_model_len", "rollout.max_model_len"), _lengths_agree),
+    Rule(("reference.placement", "topology.gpus_for_ref", "reference.tp"), _reference_has_gpus),
+    *(_of_dedicated(name) for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")),
+    no_effect(
+        "training.weight_sync_interval",
+        1,
+        "rollout.engine",
+        lambda engine: engine != "local",
+        "it shares the learner's weights; set 1",
+    ),
+    Rule(("training.weight_sync.enable",), _sync_is_not_off),
+    *(_of_sent_weights(name) for name in ("targets", "mode", "direct", "verify_every_k")),
+    Rule(("tracking.report_to",), _sinks_are_different),
+    _of_wandb("wandb_project", None),
+    _of_wandb("wandb_tags", ()),
+    _of_wandb("run_name", None),
+    Rule(("judge.reward_blend.env", "judge.reward_blend.event", "judge.reward_blend.outcome"), _blend_is_not_zero),
+    Rule(("judge.reward_blend.env", "judge.enabled"), _env_weight_has_a_judge),
+    _is_judged("event"),
+    _is_judged("outcome"),
+    Rule(
+        (
+            "judge.enabled",
+            "judge.options.event",
+            "judge.options.outcome",
+            "judge.options.provider",
+            "judge.options.model",
+        ),
+        _judge_is_complete,
+    ),
+    Rule(("judge.options.weights", "judge.options.tracks"), _weights_are_of_tracks),
+)

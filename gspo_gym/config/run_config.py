@@ -1,0 +1,343 @@
+"""RunConfig: the file that a user writes, read strictly.
+
+A file is TOML or YAML with the sections of `sections.py` and `services.py`, flat or in the hosted
+trainer's nested form; `section.key=value` on the command line goes over it. Every unknown or foreign key, wrong type,
+value out of range and contradiction is found before anything heavy loads, and all of them are reported at once. Nothing
+here imports torch; `build.py` turns a RunConfig into live objects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+from pydantic import BaseModel, ValidationError, model_validator
+
+from gspo_gym.config.defaults import with_derived_defaults
+from gspo_gym.config.files import apply_override, read_file
+from gspo_gym.config.nested import Flat, flatten
+from gspo_gym.config.plan import RunPlan
+from gspo_gym.config.problems import find_problems, find_secrets
+from gspo_gym.config.rules import find_contradictions
+from gspo_gym.config.sections import (
+    AlgorithmSection,
+    EvaluationSection,
+    LimitsSection,
+    ModelSection,
+    OptimizerSection,
+    ReferenceSection,
+    RolloutSection,
+    RunSection,
+    TrainingSection,
+    WarmupSection,
+)
+from gspo_gym.config.services import (
+    ComputeSection,
+    JudgeSection,
+    ServicesSection,
+    TopologySection,
+    TrackingSection,
+    VllmSection,
+)
+from gspo_gym.config.words import Problem, section_model
+from gspo_gym.errors import ConfigError
+from gspo_gym.learning.settings import (
+    AdvantageSettings,
+    CorrectionSettings,
+    LossSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    RewardSettings,
+    StepRewardSettings,
+    SupervisedSettings,
+    UpdateSettings,
+)
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.settings import Settings, parse_seeds
+
+__all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
+
+
+class RunConfig(Settings):
+    """A whole run: what a configuration file says, and what follows from it.
+
+    Build it with `load_config` or `from_dict`, whose errors name every problem; the constructor takes the same values
+    and raises pydantic's error.
+    """
+
+    run: RunSection
+    algorithm: AlgorithmSection
+    services: ServicesSection | None = None
+    compute: ComputeSection | None = None
+    topology: TopologySection | None = None
+    vllm: VllmSection | None = None
+    reference: ReferenceSection
+    model: ModelSection
+    rollout: RolloutSection
+    limits: LimitsSection
+    training: TrainingSection
+    loss: LossSettings
+    advantages: AdvantageSettings
+    rewards: RewardSettings
+    correction: CorrectionSettings
+    optimizer: OptimizerSection
+    evaluation: EvaluationSection
+    warmup: WarmupSection | None = None
+    tracking: TrackingSection
+    judge: JudgeSection | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, source: str = "configuration") -> RunConfig:
+        """The configuration that these sections give (Any: unchecked). `source` says in errors where they come from.
+
+        Raises:
+            ConfigError: lists everything that is wrong.
+        """
+        return _check(flatten(values), lambda _: source, ())
+
+    def to_toml(self) -> str:
+        """The resolved configuration: every key with the value that is used. Reading it gives an equal RunConfig."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The sections by name (Any: records of many types); None for one that is not there."""
+        return dict(self)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run writes."""
+        return Path(self.run.folder) / self.model.label
+
+    @property
+    def plan(self) -> RunPlan:
+        """How many iterations and optimizer steps the run has, and of how many trajectories."""
+        return RunPlan(
+            num_epochs=self.training.num_epochs,
+            iterations_per_epoch=self.training.iterations_per_epoch,
+            episodes_per_batch=self.rollout.episodes_per_batch,
+            batch_size=self.training.batch_size,
+            batches_per_step=self.rollout.batches_per_step,
+            update_epochs=self.training.update_epochs,
+            gradient_accumulation_steps=self.training.gradient_accumulation_steps,
+            max_accumulated_minibatch=self.training.max_accumulated_minibatch,
+        )
+
+    @property
+    def num_iterations(self) -> int:
+        """Batches of episodes in the whole run."""
+        return self.plan.num_iterations
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Tasks per iteration."""
+        return self.plan.episodes_per_iteration // self.training.group_size
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run, where a decay ends; fewer are taken if groups are dropped."""
+        return self.plan.num_optimizer_steps
+
+    @property
+    def evaluation_seeds(self) -> tuple[int, ...]:
+        """The seeds of the evaluation's tasks."""
+        seeds = self.evaluation.seeds
+        return tuple(range(self.evaluation.instances or 0)) if seeds is None else parse_seeds(seeds)
+
+    @property
+    def episode_limits(self) -> EpisodeLimits:
+        """Limits of an evaluation's episodes and of demonstrations."""
+        num_pairs = len(self.rollout.ops) // 2
+        return EpisodeLimits(
+            max_turns=self.rollout.max_turns if num_pairs == 1 else num_pairs,
+            max_output_tokens=self.rollout.max_output_tokens,
+            max_model_len=self.rollout.max_model_len,
+            step_timeout_seconds=self.limits.step_timeout_seconds,
+            episode_timeout_seconds=self.limits.episode_timeout_seconds,
+        )
+
+    @property
+    def training_limits(self) -> EpisodeLimits:
+        """Limits of the episodes that are learned from, which training.max_turns may shorten."""
+        limits = self.episode_limits
+        max_turns = min(limits.max_turns, self.training.max_turns or limits.max_turns)
+        return limits.model_copy(update={"max_turns": max_turns})
+
+    @property
+    def pool_limits(self) -> PoolLimits:
+        return PoolLimits(
+            max_concurrent_rollouts=self.rollout.max_concurrent_rollouts,
+            max_attempts=self.limits.max_attempts,
+            min_group_fraction=self.limits.min_group_fraction,
+        )
+
+    @property
+    def update_settings(self) -> UpdateSettings:
+        return UpdateSettings(
+            minibatch_size=self.plan.minibatch_size,
+            num_epochs=self.training.update_epochs,
+            max_tokens_per_microbatch=self.training.max_tokens_per_microbatch,
+            scoring_chunk_tokens=self.training.scoring_chunk_tokens,
+            max_nonfinite_steps=self.training.max_nonfinite_steps,
+            score_truncated=self.training.score_truncated,
+        )
+
+    @property
+    def step_reward_settings(self) -> StepRewardSettings:
+        """Which number each turn earns; what is absent keeps its default there."""
+        training = self.training
+        given: dict[str, Any] = {  # Any: of the settings' types
+            "mode": "off" if training.step_rewards_enabled is False else training.step_rewards_mode,
+            "kind": training.event_rewards_kind,
+            "strategy": training.step_rewards_strategy,
+            "indicator_lambda": training.step_rewards_indicator_lambda,
+            "beta": training.step_rewards_beta,
+            "weights": training.step_rewards_weights,
+            "k_limits": training.step_rewards_k_limits,
+        }
+        return StepRewardSettings(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def reference_settings(self) -> ReferenceSettings:
+        return ReferenceSettings(source=self.reference.source, update_every_n_iters=self.reference.update_every_n_iters)
+
+    @property
+    def optimizer_settings(self) -> OptimizerSettings:
+        """[optimizer] with the learning rate; a fraction of warm-up has become a number of steps, rounded up."""
+        values = self.optimizer.model_dump(exclude={"warmup_fraction"})
+        if self.optimizer.warmup_fraction is not None:
+            values["num_warmup_steps"] = math.ceil(self.optimizer.warmup_fraction * self.num_optimizer_steps)
+        return OptimizerSettings(learning_rate=self.training.learning_rate, **values)
+
+    @property
+    def warmup_settings(self) -> SupervisedSettings | None:
+        """How the demonstrations are learned; None: there is no warm-up."""
+        if self.warmup is None:
+            return None
+        return SupervisedSettings(
+            num_epochs=self.warmup.num_epochs,
+            batch_size=self.warmup.batch_size,
+            max_tokens_per_microbatch=self.training.max_tokens_per_microbatch,
+            scoring_chunk_tokens=self.training.scoring_chunk_tokens,
+            max_nonfinite_steps=self.training.max_nonfinite_steps,
+        )
+
+    @property
+    def warmup_optimizer_settings(self) -> OptimizerSettings | None:
+        """[optimizer] with the warm-up's own rate, held constant: its schedule is reinforcement's. None: no warm-up."""
+        if self.warmup is None:
+            return None
+        same = self.optimizer.model_dump(include={"kind", "betas", "eps", "weight_decay", "max_grad_norm"})
+        return OptimizerSettings(learning_rate=self.warmup.learning_rate, **same)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
+        return with_derived_defaults(values, _required_sections()) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        values = _valid_values(RunConfig, self.model_dump(), frozenset())
+        if problems := find_contradictions(values):
+            raise ValueError("; ".join(f"{problem.key}: {problem.text}" for problem in problems))
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML, YAML or JSON file, with `section.key=value` texts going over it in order.
+
+    A value is TOML (`7`, `true`, `[1, 2]`, `"text"`); what is not is taken as text: names and paths need no quotes.
+
+    Raises:
+        ConfigError: there is no such file, it is not of that format, or its content is wrong: then everything that is.
+    """
+    flat, overridden, problems = _read(Path(path), overrides)
+
+    def source_of(key: str) -> str:
+        on_command_line = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overridden)
+        return "command line" if on_command_line else str(path)
+
+    return _check(flat, source_of, problems)
+
+
+def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What file and command line say, in the flat form and unchecked (hence Any).
+
+    Raises:
+        ConfigError: there is no such file, or it is not of its format.
+    """
+    return _read(Path(path), overrides)[0].values
+
+
+def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[Problem]]:
+    """A file with texts over it; the keys that they gave, and what is wrong with them."""
+    flat = flatten(read_file(path))
+    overridden: list[str] = []
+    problems: list[Problem] = []
+    for text in overrides:
+        key, problem = apply_override(flat.values, text)
+        overridden.append(key)
+        problems += [] if problem is None else [problem]
+    return flat, overridden, problems
+
+
+def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]) -> RunConfig:
+    """The valid configuration, or an error with the `known` problems and all others."""
+    filled = {
+        name: _as_tuples(section) for name, section in with_derived_defaults(flat.values, _required_sections()).items()
+    }
+    problems = [*known, *flat.problems, *find_secrets(flat.values)]
+    config = None
+    try:
+        config = RunConfig.model_validate(filled)
+    except ValidationError as error:
+        secret = {problem.key for problem in problems}
+        problems += [p for p in find_problems(error, RunConfig, flat.values) if p.key not in secret]
+        wrong = frozenset(problem.key for problem in problems)
+        problems += find_contradictions(_valid_values(RunConfig, filled, wrong))
+    if config is None or problems:
+        raise ConfigError(_report([f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]))
+    return config
+
+
+def _report(lines: Sequence[str]) -> str:
+    if len(lines) == 1:
+        return lines[0]
+    return f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
+
+
+def _required_sections() -> list[str]:
+    """Sections that always exist, so that their missing keys are reported one by one."""
+    return [name for name, info in RunConfig.model_fields.items() if info.is_required()]
+
+
+def _valid_values(model: type[BaseModel], values: Any, wrong: frozenset[str], prefix: str = "") -> dict[str, Any]:
+    """What is valid by itself, given or by default, by dotted key (Any: as read).
+
+    A section that may be left out has its own name as a key, too: whether it is there. If not, its keys are None.
+    """
+    valid: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{name}"
+        is_given = isinstance(values, Mapping) and name in values
+        if key in wrong or (not is_given and info.is_required() and values is not None):
+            continue
+        value = values[name] if is_given else None if values is None else info.default
+        section = section_model(info.annotation)
+        if section is None:
+            valid[key] = value
+            continue
+        if not info.is_required():
+            valid[key] = value is not None
+        valid |= _valid_values(section, value, wrong, f"{key}.")
+    return valid
+
+
+def _as_tuples(value: Any) -> Any:
+    """Tables with tuples for lists: a strict tuple field takes no list, and TOML has nothing else (Any: as read)."""
+    if isinstance(value, dict):
+        return {key: _as_tuples(entry) for key, entry in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,393 @@
+"""The sections of a configuration file that govern the learning, one record each: every key with its type, range,
+default and meaning. Sections about machines and services are in `services.py`.
+
+Keys that govern one piece of code are defined beside that code (`learning/settings.py`, `rollout/limits.py`); `same`
+puts such a definition into a section here, so that there is one default and one range. What contradicts what is in
+`rules.py`, defaults that follow from other keys in `defaults.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, Field, field_validator
+
+from gspo_gym.learning.settings import (
+    LoraSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    StepRewardSettings,
+    SupervisedSettings,
+    UpdateSettings,
+)
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.seeding import FIRST_TRAINING_SEED
+from gspo_gym.settings import Settings, parse_seeds
+
+_SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SOURCE = re.compile(r"(?:(?:ft|rl|peft|fft|qft):)?(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?::(?P<step>step_\d+))?")
+
+
+def same(settings: type[BaseModel], name: str) -> Any:
+    """The definition of a field of other settings; Any, because it stands where a field's default stands."""
+    return copy.copy(settings.model_fields[name])
+
+
+def optional(settings: type[BaseModel], name: str) -> Any:
+    """As `same`, but may be left out: then the default there counts (Any for the same reason)."""
+    info = copy.copy(settings.model_fields[name])
+    info.default = None
+    info.description = f"{info.description}; absent: {show_default(settings, name)}"
+    return info
+
+
+def show_default(settings: type[BaseModel], name: str) -> str:
+    """The default of a field in words."""
+    default = settings.model_fields[name].default
+    return "none" if default in (None, {}) else str(default)
+
+
+class RunSection(Settings):
+    """[run]: what makes this run this one."""
+
+    seed: int = Field(default=0, ge=0, description="everything random in the run derives from it")
+    folder: str = Field(default="runs", min_length=1, description="runs are written into FOLDER/LABEL")
+    log_episodes_every_n_iters: int = Field(
+        default=1, ge=0, description="iterations between files of training episodes; 0: only evaluations' are written"
+    )
+
+
+class AlgorithmSection(Settings):
+    """[algorithm]: the method. `variety` also supplies defaults to [loss] and [advantages]."""
+
+    type: Literal["online"] = Field(default="online", description="the model learns from its own episodes")
+    method: Literal["policy_gradient", "ppo"] = Field(
+        default="policy_gradient",
+        description=(
+            "neither has a value function; ppo says that the clip is meant to act, and so demands more than one "
+            "optimizer step a batch"
+        ),
+    )
+    variety: Literal["gspo", "gspo_token", "grpo"] = Field(
+        default="gspo",
+        description=(
+            "gspo: one importance ratio and one advantage per trajectory (arXiv 2507.18071, eq. 5-7); gspo_token: its "
+            "token form (eq. 13-14), whose advantages may differ by turn; grpo: one ratio per token (arXiv 2402.03300)"
+        ),
+    )
+    acknowledge: tuple[Literal["length_weighting", "wide_clip", "truncated_sampling"], ...] = Field(
+        default=(),
+        description=(
+            "departures that are meant, and are errors otherwise: length_weighting (a sequence ratio, and a loss in "
+            "which long episodes weigh more), wide_clip (a sequence ratio and a clip of 0.05 or more, which never "
+            "acts), truncated_sampling (rollouts from another distribution than the one that is scored)"
+        ),
+    )
+
+
+class ModelSection(Settings):
+    """[model]: the policy."""
+
+    base: str | None = Field(
+        default=None,
+        min_length=1,
+        description="hub id, folder, or tiny:NAME for a small model with random weights; this or source",
+    )
+    source: str | None = Field(
+        default=None,
+        description=(
+            'instead of base: LABEL or "ft:LABEL", the last checkpoint of that run in run.folder, or '
+            '"ft:LABEL:step_000100", that one (rl:, peft:, fft: and qft: are the same)'
+        ),
+    )
+    trainer_mode: Literal["full", "lora", "qlora"] = Field(
+        default="full",
+        description="train all weights, or a low-rank adapter ([training.lora]) on frozen or on frozen 4-bit ones",
+    )
+    label: str = Field(description="names the run's folder: letters, digits, '.', '_' and '-', at most 64")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of the weights; trained ones stay float32, so bfloat16 needs lora or qlora"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: as compute.gpu_count says; without it, cuda if there is one, else cpu"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, about a third more time"
+    )
+    torch_compile: bool = Field(default=False, description="compile the model's forward for scoring")
+    liger_kernels: bool = Field(default=False, description="Liger's fused kernels (which must be installed)")
+
+    @field_validator("label")
+    @classmethod
+    def _is_safe_file_name(cls, label: str) -> str:
+        if not _SAFE_LABEL.fullmatch(label):
+            raise ValueError(
+                "expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first (it names a folder), got "
+                f"{label!r}"
+            )
+        return label
+
+    @field_validator("source")
+    @classmethod
+    def _names_a_checkpoint(cls, source: str | None) -> str | None:
+        if source is not None:
+            parse_source(source)
+        return source
+
+
+def parse_source(source: str) -> tuple[str, str | None]:
+    """The run's label and the checkpoint's name, None for its last, that a `model.source` means.
+
+    Raises:
+        ValueError: it is not of that form.
+
+    >>> parse_source("ft:quickstart:step_000100")
+    ('quickstart', 'step_000100')
+    """
+    match = _SOURCE.fullmatch(source)
+    if match is None:
+        raise ValueError(f'expected "LABEL", "ft:LABEL" or "ft:LABEL:step_000100", got {source!r}')
+    return match["label"], match["step"]
+
+
+def _as_toml_holds_it(table: dict[str, Any]) -> dict[str, Any]:
+    """The table (Any: free) as it reads back from a TOML file."""
+    try:
+        return tomllib.loads(tomli_w.dumps(table))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"expected values that TOML can hold (config.toml will hold them): {error}") from error
+
+
+class PolicyConfigSection(Settings):
+    """[rollout.policy_config]: how the policy is asked; the hosted trainer's names for some of [rollout]'s keys."""
+
+    system_prompt: str | None = Field(
+        default=None, min_length=1, description="a system message before the environment's first messages"
+    )
+    temperature: float | None = Field(default=None, gt=0, description="as rollout.temperature, which it sets")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="as rollout.top_p, which it sets")
+    top_k: int | None = Field(default=None, ge=0, description="as rollout.top_k, which it sets")
+    max_tokens: int | None = Field(default=None, gt=0, description="as rollout.max_output_tokens, which it sets")
+    chat_template_kwargs: dict[str, Any] = Field(  # Any: each chat template has its own
+        default={}, description="handed to the chat template, for example { enable_thinking = false }"
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _can_be_recorded(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return _as_toml_holds_it(kwargs)
+
+
+class RolloutSection(Settings):
+    """[rollout]: how episodes are played."""
+
+    env_name: str = Field(min_length=1, description="a registered environment, or MODULE:NAME")
+    env_config: dict[str, Any] = Field(  # Any: each environment has its own
+        default={}, description="keyword arguments of the environment's constructor"
+    )
+    policy_name: str = Field(default="policy", min_length=1, description="recorded with every episode")
+    policy_config: PolicyConfigSection | None = Field(default=None, description="[rollout.policy_config]")
+    engine: Literal["local", "vllm"] = Field(
+        default="local", description="what generates; local: transformers in this process, on the learner's own weights"
+    )
+    max_turns: int = same(EpisodeLimits, "max_turns")
+    ops: tuple[Literal["agent", "env"], ...] = Field(
+        default=("agent", "env"),
+        description=(
+            "who acts: agent and env in turns; one pair is repeated max_turns times, a longer list ends the episode "
+            "after its last pair"
+        ),
+    )
+    max_output_tokens: int = same(EpisodeLimits, "max_output_tokens")
+    min_output_tokens: int = Field(
+        default=0, ge=0, description="sampled tokens per turn before which no stop token is sampled"
+    )
+    max_model_len: int = same(EpisodeLimits, "max_model_len")
+    temperature: float = Field(
+        default=1.0, gt=0, description="divides the logits; the learner scores under the same (1: the model's own)"
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="sample from the fewest tokens that have this probability; 1: from all"
+    )
+    top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: from all")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="sample from tokens at least this times as likely as the likeliest; 0: all"
+    )
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, description="divides the logits of tokens seen before if positive, else multiplies; 1: off"
+    )
+    episodes_per_batch: int = Field(
+        gt=0, description="episodes per batch, a multiple of training.group_size; episodes that fail are replaced"
+    )
+    batches_per_step: int = Field(default=1, gt=0, description="batches that are merged into one iteration's")
+    max_concurrent_rollouts: int = same(PoolLimits, "max_concurrent_rollouts")
+
+    @field_validator("env_config")
+    @classmethod
+    def _can_be_recorded(cls, env_config: dict[str, Any]) -> dict[str, Any]:
+        return _as_toml_holds_it(env_config)
+
+    @field_validator("ops")
+    @classmethod
+    def _take_turns(cls, ops: tuple[str, ...]) -> tuple[str, ...]:
+        if not ops or ops != ("agent", "env") * (len(ops) // 2):
+            raise ValueError(f'expected "agent" and "env" in turns, "agent" first, got {list(ops)}')
+        return ops
+
+
+class LimitsSection(Settings):
+    """[limits]: when an episode or a group is given up; see `rollout/limits.py` for the order."""
+
+    step_timeout_seconds: float = same(EpisodeLimits, "step_timeout_seconds")
+    episode_timeout_seconds: float = same(EpisodeLimits, "episode_timeout_seconds")
+    max_attempts: int = same(PoolLimits, "max_attempts")
+    min_group_fraction: float = same(PoolLimits, "min_group_fraction")
+
+
+class WeightSyncSection(Settings):
+    """[training.weight_sync]: how new weights reach the engine. The local engine has the learner's own: no choice."""
+
+    enable: bool = Field(default=True, description="whether the engine gets new weights at all")
+    targets: tuple[Literal["policy"], ...] = Field(default=("policy",), description="whose weights are sent")
+    mode: Literal["direct", "full"] = Field(default="direct", description="how they are sent")
+    direct: bool = Field(default=True, description="to the engine, not by way of a file")
+    verify_every_k: int = Field(default=0, ge=0, description="transfers between checks of a checksum; 0: none")
+
+
+class TrainingSection(Settings):
+    """[training]: how much, and in which portions. An iteration is one batch of episodes and the updates on it."""
+
+    num_epochs: int = Field(default=1, gt=0, description="iterations in all = num_epochs x iterations_per_epoch")
+    iterations_per_epoch: int = Field(gt=0, description="batches of episodes per epoch")
+    max_turns: int | None = Field(
+        default=None,
+        gt=0,
+        description="actions per training episode, at most rollout.max_turns, which evaluations use; absent: that many",
+    )
+    group_size: int = Field(
+        gt=0,
+        description=(
+            "episodes of the same task, each other's baseline (the paper's G); 1 only with a baseline and a scale that "
+            "need no siblings"
+        ),
+    )
+    batch_size: int = Field(
+        gt=0,
+        description=(
+            "trajectories per optimizer step, a divisor of the iteration's episodes; if equal to them, with one of "
+            "update_epochs, the ratio is 1 everywhere and no clip acts (the paper takes 4 steps a batch)"
+        ),
+    )
+    gradient_accumulation_steps: int | None = Field(
+        default=None, gt=0, description="times batch_size trajectories per optimizer step; absent: 1"
+    )
+    max_accumulated_minibatch: int | None = Field(
+        default=None,
+        gt=0,
+        description="the most gradient_accumulation_steps; without those, this many if the iteration has so many",
+    )
+    update_epochs: int = same(UpdateSettings, "num_epochs")
+    learning_rate: float = same(OptimizerSettings, "learning_rate")
+    max_tokens_per_microbatch: int = same(UpdateSettings, "max_tokens_per_microbatch")
+    scoring_chunk_tokens: int = same(UpdateSettings, "scoring_chunk_tokens")
+    score_truncated: bool = same(UpdateSettings, "score_truncated")
+    max_nonfinite_steps: int = same(UpdateSettings, "max_nonfinite_steps")
+    log_interval: int = Field(default=1, gt=0, description="iterations between lines in metrics.jsonl")
+    checkpoint_every_n_iters: int = Field(
+        default=50, gt=0, description="iterations between checkpoints; the last one is saved in any case"
+    )
+    stop_at_success_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="an evaluation that reaches this success rate ends the run; absent: none does",
+    )
+    constant_groups: Literal["keep", "drop", "refill"] = Field(
+        default="keep",
+        description=(
+            "groups whose episodes all earned the same, and so teach nothing: they stay in the denominators, or leave "
+            "the batch, or are replaced by groups of fresh tasks (arXiv 2503.14476, section 3.2)"
+        ),
+    )
+    max_refill_rounds: int = Field(default=10, gt=0, description="with refill: rounds of fresh groups per iteration")
+    weight_sync_interval: int = Field(
+        default=1, gt=0, description="iterations between new weights for the engine; 1 with the local engine"
+    )
+    step_rewards_enabled: bool | None = Field(
+        default=None, description="false is step_rewards_mode off; true demands a mode; absent: as the mode says"
+    )
+    step_rewards_mode: Literal["off", "decision_stepwise", "env_sparse"] | None = optional(StepRewardSettings, "mode")
+    step_rewards_beta: float | None = optional(StepRewardSettings, "beta")
+    step_rewards_indicator_lambda: float | None = optional(StepRewardSettings, "indicator_lambda")
+    step_rewards_strategy: Literal["consistent", "per_achievement"] | None = optional(StepRewardSettings, "strategy")
+    step_rewards_weights: dict[str, float] = same(StepRewardSettings, "weights")
+    step_rewards_k_limits: dict[str, int] = same(StepRewardSettings, "k_limits")
+    event_rewards_kind: Literal["unique", "absolute"] | None = optional(StepRewardSettings, "kind")
+    weight_sync: WeightSyncSection | None = Field(default=None, description="[training.weight_sync]")
+    lora: LoraSettings | None = Field(default=None, description="[training.lora], with an adapter only")
+
+
+class OptimizerSection(Settings):
+    """[optimizer]: AdamW, but for the learning rate, which is training.learning_rate."""
+
+    kind: Literal["adamw", "adamw_fused", "adamw_8bit", "paged_adamw_8bit"] = same(OptimizerSettings, "kind")
+    betas: tuple[float, float] = same(OptimizerSettings, "betas")
+    eps: float = same(OptimizerSettings, "eps")
+    weight_decay: float = same(OptimizerSettings, "weight_decay")
+    max_grad_norm: float = same(OptimizerSettings, "max_grad_norm")
+    num_warmup_steps: int = same(OptimizerSettings, "num_warmup_steps")
+    warmup_fraction: float | None = same(OptimizerSettings, "warmup_fraction")
+    schedule: Literal["constant", "linear", "cosine"] = same(OptimizerSettings, "schedule")
+    min_lr_fraction: float = same(OptimizerSettings, "min_lr_fraction")
+
+
+class ReferenceSection(Settings):
+    """[reference]: the frozen policy that KL terms compare with."""
+
+    placement: Literal["none", "shared", "dedicated"] = Field(
+        default="none", description="shared: in this process; dedicated: a scoring server of its own"
+    )
+    source: Literal["auto", "base", "adapter", "copy"] = same(ReferenceSettings, "source")
+    update_every_n_iters: int = same(ReferenceSettings, "update_every_n_iters")
+    port: int = Field(default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server")
+    tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that share each of its layers")
+    health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
+    health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
+
+
+class EvaluationSection(Settings):
+    """[evaluation]: seeded episodes without learning: before the first iteration, regularly, and after the last."""
+
+    instances: int | None = Field(
+        default=None, gt=0, description="number of evaluation seeds; without `seeds`, they are 0, 1, ..., instances - 1"
+    )
+    seeds: tuple[int, ...] | str | None = Field(
+        default=None, description='a list of integers, or text like "0:100" (100 left out) or "1,5,20:25"'
+    )
+    every_n_iters: int = Field(default=10, gt=0, description="iterations between evaluations")
+    temperature: float = Field(
+        default=1.0, ge=0, description="divides the logits; 0 is greedy; all other sampling is as in [rollout]"
+    )
+
+    @field_validator("seeds")
+    @classmethod
+    def _are_held_out_seeds(cls, seeds: tuple[int, ...] | str | None) -> tuple[int, ...] | str | None:
+        if seeds is not None and max(parse_seeds(seeds)) >= FIRST_TRAINING_SEED:
+            raise ValueError(
+                f"expected seeds below 2**31 (from there up they are trained on), got {max(parse_seeds(seeds))}"
+            )
+        return seeds
+
+
+class WarmupSection(Settings):
+    """[warmup]: supervised learning of a scripted policy's episodes before reinforcement; without the section, none."""
+
+    policy: str = Field(default="random", min_length=1, description="a name in the environment's `policies`")
+    num_episodes: int = Field(gt=0, description="demonstrations that the policy plays")
+    num_epochs: int = same(SupervisedSettings, "num_epochs")
+    learning_rate: float = same(OptimizerSettings, "learning_rate")
+    batch_size: int = same(SupervisedSettings, "batch_size")

@@ -1,0 +1,87 @@
+"""How a configuration is talked about: a problem, a value, and what a key takes, in words. Decides nothing."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_MAX_SHOWN = 60  # characters of a wrong value
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: the dotted key (a section's name, where a whole section is meant) and a sentence."""
+
+    key: str
+    text: str
+
+
+def show(value: Any) -> str:
+    """A value (Any: from a file) as a user would write it, shortened.
+
+    >>> show("five"), show(True), show([1, 2])
+    ('"five"', 'true', '[1, 2]')
+    """
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def sections_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections of a settings model by dotted name, nested ones after their parents."""
+    for name, info in model.model_fields.items():
+        if (section := section_model(info.annotation)) is not None:
+            yield prefix + name, section
+            yield from sections_of(section, f"{prefix}{name}.")
+
+
+def section_model(annotation: Any) -> type[BaseModel] | None:
+    """The settings class in an annotation (Any: there is no type of all annotations) like `X` or `X | None`."""
+    candidates = get_args(annotation) if _is_union(annotation) else (annotation,)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def describe(info: FieldInfo | None) -> str:
+    """What a field takes, such as "an integer > 0" or "'full' or 'lora'"."""
+    if info is None:
+        return "something else"
+    bounds = bounds_of(info)
+    noun = _noun(info.annotation)
+    if any(getattr(m, "min_length", 0) for m in info.metadata):
+        noun = noun.replace("a ", "a non-empty ", 1)
+    return f"{noun} {bounds}".rstrip()
+
+
+def bounds_of(info: FieldInfo) -> str:
+    """The range of a field, such as "> 0 and <= 1"; empty: any value."""
+    return " and ".join(
+        f"{sign} {getattr(m, name):g}" for m in info.metadata for name, sign in _SIGNS.items() if hasattr(m, name)
+    )
+
+
+def _noun(annotation: Any) -> str:
+    """A type in words (Any: there is no type of all annotations)."""
+    if _is_union(annotation):
+        return " or ".join(_noun(part) for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Literal:
+        *others, last = [f'"{value}"' for value in get_args(annotation)]
+        return f"{', '.join(others)} or {last}" if others else last
+    if get_origin(annotation) is tuple:
+        kind, *rest = get_args(annotation)
+        count = "" if rest == [...] else f"{1 + len(rest)} "
+        return f"a list of {count}{_PLURALS[kind] if kind in _PLURALS else _noun(kind)}"
+    if get_origin(annotation) is dict and get_args(annotation)[1] in _PLURALS:
+        return f"a table of {_PLURALS[get_args(annotation)[1]]}"
+    return _NOUNS.get(annotation, "a table")
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)

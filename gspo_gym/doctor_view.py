@@ -1,0 +1,125 @@
+"""What `gspo-gym doctor` sees of a run, and the form of what it says about it.
+
+Called by `doctor.py`, which reads the folder, and by the checks, which look. Nothing here judges.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Severity = Literal["serious", "warning", "note"]
+
+# A window is a quarter of the run, so that it says how the run is now and not how it was on average; of less than 10
+# steps a mean says little, since one batch is a sample of a few dozen episodes.
+_WINDOW_FRACTION = 0.25
+_MIN_WINDOW = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        severity: "serious": the run does not do what it is for; "warning": it could do better; "note": good to know.
+        check: the check's name.
+        problem: what is wrong, a sentence.
+        evidence: the numbers and steps that show it.
+        key: the configuration key to change first.
+        suggestion: what to set it to, and what else could be done.
+    """
+
+    severity: Severity
+    check: str
+    problem: str
+    evidence: str
+    key: str
+    suggestion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The finite values of a metric over some steps; at least one.
+
+    Attributes:
+        first_step, last_step: of the first and the last value.
+        values: in the order of the steps.
+    """
+
+    first_step: int
+    last_step: int
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def steps(self) -> str:
+        """ "steps 3 to 12", or "step 3"."""
+        if self.first_step == self.last_step:
+            return f"step {self.first_step}"
+        return f"steps {self.first_step} to {self.last_step}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run, as its folder tells it. Any: JSON and TOML values.
+
+    Attributes:
+        config: the sections of config.toml.
+        metrics, events: the lines of metrics.jsonl and events.jsonl, oldest first.
+        status: of summary.json; None: there is none, so the run goes on or was killed.
+        outcomes: how many attempts at an episode, training and evaluation, ended how; by the name of the outcome.
+        reasons: of outcomes that are failures, the most frequent reason.
+    """
+
+    config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    status: str | None = "completed"
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """The last step with a line of metrics; 0 without one."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The value of "section.key"; `default` where the file has none (config.toml leaves out what is None)."""
+        section, name = key.split(".")
+        return self.config.get(section, {}).get(name, default)
+
+    def all(self, name: str) -> Window | None:
+        """A metric over the whole run; None: no line has it."""
+        return _window(self.metrics, name)
+
+    def recent(self, name: str) -> Window | None:
+        """A metric over the last quarter of the run, at least 10 lines; None: none of them has it."""
+        return _window(self.metrics[-self._window_size :], name)
+
+    def early(self, name: str) -> Window | None:
+        """A metric over the first quarter of the run, at least 10 lines; None: none of them has it."""
+        return _window(self.metrics[: self._window_size], name)
+
+    def events_of(self, kind: str) -> list[Mapping[str, Any]]:
+        """The events of a kind."""
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def is_succeeding(self) -> bool:
+        """The last quarter's episodes succeed nine times of ten, so that little is left to learn."""
+        success = self.recent("rollout/success_rate")
+        return success is not None and success.mean >= 0.9
+
+    @property
+    def _window_size(self) -> int:
+        return max(_MIN_WINDOW, round(_WINDOW_FRACTION * len(self.metrics)))
+
+
+def _window(lines: Sequence[Mapping[str, Any]], name: str) -> Window | None:
+    points = [(line["step"], float(line[name])) for line in lines if line.get(name) is not None]
+    return Window(points[0][0], points[-1][0], tuple(value for _, value in points)) if points else None

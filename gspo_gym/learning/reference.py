@@ -1,0 +1,141 @@
+"""The frozen policy that KL terms compare with.
+
+One of three things, all in this process: the model with its adapter disabled, a frozen copy of the adapter's tensors
+that is swapped in while the reference is scored, or a frozen copy of the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspo_gym.errors import CheckpointError, ConfigError
+from gspo_gym.learning.batching import TokenBatch
+from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.settings import ReferenceSettings
+
+
+class Reference:
+    """Scores tokens under the frozen policy.
+
+    Args:
+        model: the policy that is trained. scorer: its scorer.
+        make_scorer: gives a scorer of the same kind for another model.
+        given: a frozen model of the caller's to use as it is, in place of what `settings.source` names.
+
+    Raises:
+        ConfigError: a source that the model does not have, or a refresh that the source cannot have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ReferenceSettings,
+        *,
+        scorer: Scorer,
+        make_scorer: Callable[[nn.Module], Scorer],
+        given: nn.Module | None = None,
+    ) -> None:
+        self._model: Any = model  # Any: peft's disable_adapter is not part of nn.Module
+        self._scorer = scorer
+        self._source = "given" if given is not None else _source(model, settings)
+        if given is not None and settings != ReferenceSettings():
+            raise ConfigError(
+                "reference_model: a model of one's own is used as it is; remove it, or leave the reference settings at "
+                f"their defaults, got {settings}"
+            )
+        self._held: dict[str, Tensor] = {}  # the frozen copy, by the name of the model's parameter
+        if self._source == "adapter":
+            self._held = {name: p.detach().clone() for name, p in self._live().items()}
+        elif self._source == "copy":
+            given = copy.deepcopy(model).requires_grad_(False)
+            self._held = {name: p.detach() for name, p in given.named_parameters()}
+        if given is not None:
+            self._scorer = make_scorer(given)
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """[B, T] of the sampled tokens, constants; the adapter's dropout, if any, is off."""
+        with self._in_place():
+            return self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the reference the policy as it is now."""
+        live = self._live()
+        for name, held in self._held.items():
+            held.copy_(live[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The frozen copy, named `reference.<parameter>`; empty if the reference is the base or the caller's."""
+        return {f"reference.{name}": held for name, held in self._held.items()}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `tensors()` gave.
+
+        Raises:
+            CheckpointError: the copy of other parameters.
+        """
+        check_same_reference(tensors, self.tensors())
+        for name, held in self._held.items():
+            held.copy_(tensors[f"reference.{name}"])
+
+    def _live(self) -> dict[str, nn.Parameter]:
+        """The model's parameters that a copy is of: an adapter is what is trained of a model that holds one."""
+        return {name: p for name, p in self._model.named_parameters() if self._source == "copy" or p.requires_grad}
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """The scorer's model is the reference while inside."""
+        if self._source == "base":
+            with self._model.disable_adapter():
+                yield
+        elif self._source == "adapter":
+            self._swap()
+            try:
+                yield
+            finally:
+                self._swap()
+        else:
+            yield
+
+    def _swap(self) -> None:
+        for name, parameter in self._live().items():
+            parameter.data, self._held[name] = self._held[name], parameter.data
+
+
+def check_same_reference(saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Refuse a state with a reference other than the one that is held.
+
+    Raises:
+        CheckpointError: the names that begin with "reference." differ.
+    """
+    names = {name for name in saved if name.startswith("reference.")}
+    if names != set(held):
+        raise CheckpointError(
+            f"reference policy: {len(names)} parameters were saved, {len(held)} are held; was a kl_coef or the "
+            "reference's source changed?"
+        )
+
+
+def _source(model: nn.Module, settings: ReferenceSettings) -> str:
+    has_adapter = hasattr(model, "disable_adapter")
+    source = settings.source
+    if source == "auto":
+        source = "base" if has_adapter else "copy"
+    if source in ("base", "adapter") and not has_adapter:
+        raise ConfigError(
+            f"reference.source: {source!r} needs a LoRA adapter, but all weights are trained; use 'copy' (or 'auto')"
+        )
+    if source == "base" and settings.update_every_n_iters:
+        raise ConfigError(
+            f"reference.update_every_n_iters: {settings.update_every_n_iters} would make the reference the present "
+            "policy, but source 'base' is the model without its adapter, which never changes; use 'adapter', or 0"
+        )
+    return source

@@ -1,0 +1,244 @@
+"""LoRA adapters (arXiv 2106.09685): put on a model, or fitted to the settings of the run that goes on with them.
+
+Called by `models.py`. An adapter is known here by its layout: which matrices it adapts, with which rank and scale. Only
+the adapter called "default" is looked at; a learner may keep others.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from gspo_gym.errors import ConfigError, nearest_name
+from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.seeding import child_seed
+
+ADAPTER = "default"  # PEFT's own name for the only adapter of a model
+_LINEAR = (nn.Linear, Conv1D)  # the layers of bitsandbytes are nn.Linear too
+_UNKNOWN_TO_SETTINGS = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication")
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """What is to be adapted.
+
+    Attributes:
+        modules, parameters: names in PEFT's sense: of every module, or parameter, that is called so or ends so.
+        matrices: the full names of the modules and parameters meant.
+    """
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    matrices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How one matrix is adapted: delta = scale * B @ A, with `rank` rows of A (for each expert, if there are some)."""
+
+    rank: int
+    scale: float
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether PEFT has put an adapter on the model (Any: untyped)."""
+    return hasattr(model, "peft_config")
+
+
+def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
+    """The model with a trainable LoRA adapter put in; its own weights are frozen in place.
+
+    The adapter changes nothing before it is trained (B starts at zero); `seed` draws A. The global generator is left as
+    it was. Adapter weights are float32, whatever the model's are. Models are Any: transformers and peft are untyped.
+
+    The experts of a mixture are one fused parameter a layer, and no modules: each expert is adapted with rank r.
+    Routers are left alone unless they are named (`gate.weight`).
+
+    Raises:
+        ConfigError: a target that names nothing in the model (PEFT would pass over it if another does), or dropout on
+            fused experts, for which PEFT has none.
+    """
+    targets = _find_targets(model, settings.target_modules)
+    if targets.parameters and settings.dropout > 0:
+        raise ConfigError(
+            f"lora.dropout: there is none for the fused parameters {', '.join(targets.parameters)}: expected 0, got "
+            f"{settings.dropout}; or name other lora.target_modules"
+        )
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=list(targets.modules),
+        target_parameters=list(targets.parameters) or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(child_seed(seed, "lora"))
+        try:
+            adapted = get_peft_model(model, config, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"lora: {error}") from error
+    if differing := sorted(targets.matrices ^ _layout(adapted).keys()):
+        raise ConfigError(
+            f"lora.target_modules: PEFT cannot tell {differing[0]!r} (and {len(differing) - 1} more) from others of "
+            "its name in this model; name fewer modules"
+        )
+    return adapted
+
+
+def load_lora(base: Any, folder: Path, device: str) -> Any:
+    """The base with the adapter in `folder` on it, trainable (Any: transformers and peft are untyped)."""
+    with warnings.catch_warnings():
+        # For experts adapted as two matrices that are fused today, PEFT doubles the rank, and then says that it did
+        # not, because it looks for them among modules only.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        return PeftModel.from_pretrained(base, folder, adapter_name=ADAPTER, is_trainable=True, torch_device=device)
+
+
+def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
+    """The model with the adapter that `settings` describe: a new one, or the one it has, if that is of their shape.
+
+    What the adapter computes is kept, and `settings.dropout` is what it drops from now on. If rank, scale (alpha / r)
+    or targets differ, `on_mismatch` decides: "error", or "merge", which makes the rank the larger of the two and the
+    targets those of both, puts the old factors into the first ranks, and keeps the adapter's own scale: alpha becomes
+    that times the new rank. (AgileRL 2.7 keeps alpha instead, which changes what the adapter computes: from rank 8 to
+    16 it halves it.) What is new starts as in `add_lora`. The model given must not be used after that.
+
+    Raises:
+        ConfigError: another shape and on_mismatch "error", or an adapter that LoRA settings cannot describe.
+    """
+    if not is_adapter(model):
+        return add_lora(model, settings, seed)
+    _require_plain_lora(model.peft_config[ADAPTER])
+    layout, factors, names = _layout(model), _factors(model), _target_names(model)
+    fresh = add_lora(model.unload(), settings, seed)
+    wanted = _layout(fresh)
+    if wanted != layout:
+        if settings.on_mismatch == "error":
+            raise ConfigError(
+                f"training.lora: the adapter that model.base names has {_describe(layout)}; expected the same, got "
+                f'{_describe(wanted)}. Set it to the adapter\'s shape, or training.lora.on_mismatch to "merge" (the '
+                "larger rank, the modules of both)"
+            )
+        names |= _target_names(fresh)
+        fresh = add_lora(fresh.unload(), _merged(settings, layout, wanted, names), seed)
+    _put(fresh, factors)
+    return fresh
+
+
+def _find_targets(model: Any, targets: tuple[str, ...] | str) -> _Targets:
+    """What "all-linear" or these names mean in the model.
+
+    Raises:
+        ConfigError: a name means nothing.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_LINEAR, nn.Embedding))}
+    owned = {f"{name}.{parameter}" for name in layers for parameter in ("weight", "bias")}
+    fused = {name: p.ndim for name, p in model.named_parameters() if name not in owned and p.ndim in (2, 3)}
+    if isinstance(targets, str):
+        head = model.get_output_embeddings()
+        meant = [name for name, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
+        experts = [name for name, num_axes in fused.items() if num_axes == 3]
+        return _Targets(_short(meant), _short(experts), frozenset([*meant, *experts]))
+    for target in targets:
+        if not any(_is_called(name, target) for name in (*layers, *fused)):
+            known = sorted({*_short(layers), *_short(fused)})
+            raise ConfigError(f"lora.target_modules: the model has no {target!r}; {nearest_name(target, known)}")
+    modules, parameters = (
+        tuple(t for t in targets if any(_is_called(n, t) for n in names)) for names in (layers, fused)
+    )
+    matrices = (name for name in (*layers, *fused) if any(_is_called(name, target) for target in targets))
+    return _Targets(modules, parameters, frozenset(matrices))
+
+
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _short(names: Iterable[str]) -> tuple[str, ...]:
+    """The last part of each name, each once, sorted; of `mlp.gate.weight`, the last two."""
+    parts = [name.rsplit(".", 2) for name in names]
+    return tuple(sorted({".".join(part[-2:]) if part[-1] == "weight" else part[-1] for part in parts}))
+
+
+def _layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The full name of each adapted matrix and PEFT's layer around it (Any: untyped)."""
+    for path, layer in model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer) and ADAPTER in layer.r:
+            name = re.sub(r"(\.base_layer)+$", "", path)  # wrappers of several parameters of a module are nested
+            parameter = getattr(layer, "parameter_name", None)
+            yield (name if parameter is None else f"{name}.{parameter}"), layer
+
+
+def _layout(model: Any) -> dict[str, _Shape]:
+    return {name: _Shape(layer.r[ADAPTER], layer.scaling[ADAPTER]) for name, layer in _layers(model)}
+
+
+def _target_names(model: Any) -> set[str]:
+    config = model.peft_config[ADAPTER]
+    return {*(config.target_modules or ()), *(config.target_parameters or ())}
+
+
+def _weights(layer: Any) -> tuple[Tensor, Tensor]:
+    """The factors of a layer as A [experts, rank, in] and B [out, rank, experts], as PEFT lays them out; views."""
+    experts, rank = getattr(layer, "num_experts", 1), layer.r[ADAPTER]
+    if ADAPTER in layer.lora_embedding_A:
+        a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
+    else:
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    return a.detach().view(experts, rank, -1), b.detach().view(-1, rank, experts)
+
+
+def _factors(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (a.clone(), b.clone()) for name, layer in _layers(model) for a, b in [_weights(layer)]}
+
+
+def _put(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Write old factors into the first ranks. In the others B is zero as drawn, so that they add nothing."""
+    for name, layer in _layers(model):
+        if name in factors:
+            (a, b), (old_a, old_b) = _weights(layer), factors[name]
+            a[:, : old_a.shape[1]] = old_a
+            b[:, : old_b.shape[1]] = old_b
+
+
+def _merged(
+    settings: LoraSettings, layout: Mapping[str, _Shape], wanted: Mapping[str, _Shape], names: Iterable[str]
+) -> LoraSettings:
+    scales = {shape.scale for shape in layout.values()}
+    if len(scales) > 1:
+        raise ConfigError(
+            f"training.lora.on_mismatch: an adapter with one scale (alpha / r) can be merged, got {sorted(scales)}"
+        )
+    rank = max(shape.rank for shape in (*layout.values(), *wanted.values()))
+    return LoraSettings(
+        r=rank, alpha=scales.pop() * rank, dropout=settings.dropout, target_modules=tuple(sorted(names))
+    )
+
+
+def _require_plain_lora(config: Any) -> None:
+    extras = [name for name in _UNKNOWN_TO_SETTINGS if getattr(config, name, None)]
+    extras += ["bias"] if getattr(config, "bias", "none") != "none" else []
+    if not isinstance(config, LoraConfig) or extras or isinstance(config.target_modules, str):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        what = ", ".join(extras) or f"target_modules {config.target_modules!r}"
+        raise ConfigError(
+            f"model.base: expected a LoRA adapter that [training.lora] can describe, got one of kind {kind} with {what}"
+        )
+
+
+def _describe(layout: Mapping[str, _Shape]) -> str:
+    """Such as "r 8, alpha 16 on 4 matrices (q_proj, v_proj)"."""
+    shapes = sorted({(shape.rank, shape.scale * shape.rank) for shape in layout.values()})
+    sizes = " and ".join(f"r {rank}, alpha {alpha:g}" for rank, alpha in shapes)
+    return f"{sizes} on {len(layout)} matrices ({', '.join(_short(layout))})"

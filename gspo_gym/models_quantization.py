@@ -1,0 +1,69 @@
+"""Frozen weights in 4 bits for QLoRA (arXiv 2305.14314): bitsandbytes' NF4 with double quantization.
+
+Called by `models.load_policy`. Only linear layers are quantized; embeddings, norms, the output head and a mixture's
+fused experts keep the dtype that was asked for, in which the quantized layers also compute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from gspo_gym.errors import ConfigError
+
+_DEVICES = ("cpu", "cuda", "xpu")
+
+
+def check_quantization(device: str) -> None:
+    """Refuse what bitsandbytes cannot do here, before anything is downloaded.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, or does not support the device.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "4-bit weights (qlora) need bitsandbytes, which is not installed: pip install 'gspo-gym[quant]', or train "
+            "a LoRA on weights of 16 or 32 bits (lora)"
+        )
+    if torch.device(device).type not in _DEVICES:
+        raise ConfigError(
+            f"4-bit weights (qlora): expected a device among {', '.join(_DEVICES)}, got {device!r}: bitsandbytes "
+            "supports no other"
+        )
+
+
+def nf4_options(dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """What transformers' `from_pretrained` must be told (Any: untyped).
+
+    The compute dtype is that of the other weights: scored and sampled logprobs then agree as closely as that dtype
+    allows. The paper computes in bfloat16.
+    """
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether the model, or the one under its adapter, has quantized weights (Any: untyped)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(base, "hf_quantizer", None) is not None
+
+
+def keep_differentiable(model: Any) -> None:
+    """Forbid bitsandbytes to repack weights on a CPU.
+
+    On a CPU with AVX512-BF16, the first forward in eval mode and without gradients would rearrange the weights for a
+    kernel that has no backward pass: from then on no gradient reaches an adapter below, and nothing but a warning says
+    so. Policies are sampled from and scored in just that mode.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

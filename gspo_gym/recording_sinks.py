@@ -1,0 +1,177 @@
+"""Where a run's numbers go besides its folder: TensorBoard and Weights & Biases.
+
+The folder stays the record; a sink is a view of it for people who look at curves elsewhere. `RunRecorder` feeds the
+sinks, and drops one that fails, because a service that is down must not end a training. The packages are extras and
+load only when a sink is opened. Called by `run.py`, which opens, and `recording.py`, which writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from gspo_gym.errors import ConfigError, MissingExtraError, nearest_name
+
+DEFAULT_PROJECT = "gspo-gym"
+
+# Of an evaluation's event, the numbers that make a curve; in a sink they are "evaluation/<name>".
+EVALUATION_NUMBERS = ("success_rate", "mean_return", "mean_turns", "num_episodes", "num_failed")
+
+
+class Sink(Protocol):
+    """Takes numbers, a few dozen a step. It may raise anything; its caller then stops using it."""
+
+    name: str
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """These finite numbers, by name, belong to this step. A step may come more than once, with other names."""
+
+    def close(self) -> None:
+        """Everything written so far is safe. Not called twice."""
+
+
+class TensorBoardSink:
+    """Event files in `folder`/tensorboard; see them with `tensorboard --logdir runs`.
+
+    What an interrupted run wrote of steps after `resume_step` is hidden by TensorBoard, as the run does them again.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, *, config: Mapping[str, Any], resume_step: int | None) -> None:
+        _require("tensorboard", extra="tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resume_step is None else resume_step + 1
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)  # Any: untyped
+        text = json.dumps(config, indent=2, default=str)
+        self._writer.add_text("config", f"```json\n{text}\n```", global_step=resume_step or 0)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One point per number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        """Flush, and end the writing thread."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A run on wandb.ai, or in `folder`/wandb, as the environment variable WANDB_MODE says (online, offline, disabled).
+
+    The key comes from WANDB_API_KEY or `wandb login`, never from a config. A resumed training goes on in the same
+    W&B run, whose id is kept in `folder`/wandb_id.txt. Its x axis is our step, so that steps done again draw over
+    those that were lost instead of being refused, as W&B does with its own counter.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        tags: Sequence[str],
+        run_name: str,
+        config: Mapping[str, Any],
+        resume_step: int | None,
+    ) -> None:
+        wandb = _require("wandb", extra="wandb")
+        folder.mkdir(parents=True, exist_ok=True)  # without it W&B writes into a temporary folder
+        id_file = folder / "wandb_id.txt"
+        known_id = id_file.read_text(encoding="utf-8").strip() if resume_step is not None and id_file.exists() else None
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                tags=list(tags),
+                name=run_name,
+                config=dict(config),
+                dir=str(folder),
+                id=known_id,
+                resume=None if known_id is None else "allow",
+            )
+        except (wandb.errors.Error, OSError) as error:
+            raise ConfigError(
+                f"tracking.report_to: W&B could not start: {error}; set WANDB_API_KEY or run `wandb login`, set "
+                'WANDB_MODE=offline to keep the run here, or remove "wandb"'
+            ) from error
+        self._run.define_metric("*", step_metric="step")
+        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One row."""
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Upload what is left, and mark the run as finished."""
+        self._run.finish()
+
+
+def open_sinks(
+    report_to: Sequence[str],
+    *,
+    folder: Path,
+    project: str | None,
+    tags: Sequence[str],
+    run_name: str,
+    config: Mapping[str, Any],
+    resume_step: int | None = None,
+) -> list[Sink]:
+    """The sinks that [tracking] names, ready to be written to.
+
+    Args:
+        report_to: "wandb" and "tensorboard", or neither.
+        folder: the run's; a sink that writes files puts them into a folder of its own in it.
+        project: of W&B; None: gspo-gym.
+        tags: of W&B.
+        run_name: what W&B calls the run; TensorBoard goes by the folder.
+        config: the resolved configuration, as nested tables (Any: of all types).
+        resume_step: the step after which the run goes on; None: it begins.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+        ConfigError: W&B refuses (no key, no network), or a name is unknown.
+    """
+    makers: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoardSink(folder, config=config, resume_step=resume_step),
+        "wandb": lambda: WandbSink(
+            folder,
+            project=project or DEFAULT_PROJECT,
+            tags=tags,
+            run_name=run_name,
+            config=config,
+            resume_step=resume_step,
+        ),
+    }
+    if unknown := [name for name in report_to if name not in makers]:
+        raise ConfigError(f"tracking.report_to: {unknown[0]!r} is no sink; {nearest_name(unknown[0], makers)}")
+    for name in report_to:  # all packages first, so that a missing one leaves nothing behind
+        _require(name, extra=name)
+    # W&B first: it may refuse, and leaves nothing behind then.
+    with contextlib.ExitStack() as opened:
+        sinks = []
+        for name in sorted(report_to, reverse=True):
+            sinks.append(makers[name]())
+            opened.callback(sinks[-1].close)
+        opened.pop_all()  # nothing failed: they stay open
+    return sinks
+
+
+def evaluation_numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an "evaluation" event's data that make a curve, under the names that sinks show."""
+    return {f"evaluation/{name}": float(data[name]) for name in EVALUATION_NUMBERS if data.get(name) is not None}
+
+
+def _require(module: str, *, extra: str) -> Any:  # Any: a module
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"tracking.report_to: {extra!r} needs the package {module}, which is not installed here; "
+            f"pip install 'gspo-gym[{extra}]', or remove it from tracking.report_to"
+        ) from error

@@ -1,0 +1,169 @@
+"""A settings file of another trainer on its way to being one of ours.
+
+A translator (`trl.py`, `roll.py`, ...) reads every key through a `Draft`, which remembers what was read, what came from
+the other system's own defaults, and what changes in meaning. Whatever nobody read is reported: nothing gets lost
+silently. Called by `command.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_gym.errors import ConfigError, nearest_name
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Our sections, and what a reader must know about them.
+
+    Attributes:
+        values: sections as `RunConfig.from_dict` takes them (Any: unchecked).
+        notes: where our key does not mean quite what theirs did, or a default of theirs decided.
+        left_out: keys of theirs with no counterpart here, each with the reason.
+    """
+
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass
+class Draft:
+    """Their keys going, our keys coming.
+
+    Attributes:
+        system: whose settings these are, for messages.
+        given: what the file says (Any: of all their types).
+        defaults: what the system does where the file is silent, for keys that decide something here.
+    """
+
+    system: str
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    _ours: dict[str, Any] = field(default_factory=dict)
+    _notes: list[str] = field(default_factory=list)
+    _left_out: list[str] = field(default_factory=list)
+    _read: set[str] = field(default_factory=set)
+
+    def get(self, theirs: str) -> Any:
+        """Their value, or their system's default, or None (Any: of all types); None in a file is the default, too."""
+        self._read.add(theirs)
+        value = self.given.get(theirs)
+        return self.defaults.get(theirs) if value is None else value
+
+    def number(self, theirs: str) -> float | None:
+        """Their number. Texts such as "5e-6" count: YAML 1.1 takes that for a text.
+
+        Raises:
+            ConfigError: something else.
+        """
+        value = self.get(theirs)
+        if value is None:
+            return None
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float | str):
+                raise TypeError
+            return float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.system}: {theirs}: expected a number, got {value!r}") from None
+
+    def count(self, theirs: str) -> int | None:
+        """Their whole number.
+
+        Raises:
+            ConfigError: something else.
+        """
+        value = self.number(theirs)
+        if value is not None and not value.is_integer():
+            raise ConfigError(f"{self.system}: {theirs}: expected a whole number, got {value}")
+        return None if value is None else int(value)
+
+    def flag(self, theirs: str) -> bool:
+        """Their truth value; absent is false.
+
+        Raises:
+            ConfigError: something else.
+        """
+        value = self.get(theirs)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise ConfigError(f"{self.system}: {theirs}: expected true or false, got {value!r}")
+
+    def choice(self, theirs: str, meanings: Mapping[Any, Any]) -> Any:
+        """What their value means here (Any: whatever `meanings` hold); None: absent.
+
+        Raises:
+            ConfigError: a value that is not in `meanings`.
+        """
+        value = self.get(theirs)
+        if value is None:
+            return None
+        if value not in meanings:
+            known = ", ".join(repr(name) for name in meanings)
+            raise ConfigError(f"{self.system}: {theirs}: expected one of {known}, got {value!r}")
+        return meanings[value]
+
+    def set(self, ours: str, value: Any) -> None:
+        """Give our key a value (Any: of its type), over what it had; None changes nothing."""
+        if value is not None:
+            self._ours[ours] = value
+
+    def fill(self, ours: str, value: Any) -> bool:
+        """Give our key a value (Any: of its type) unless it has one; says whether it did."""
+        is_missing = ours not in self._ours
+        if is_missing:
+            self._ours[ours] = value
+        return is_missing
+
+    def acknowledge(self, departure: str) -> None:
+        """Name a departure from the paper that these settings make on purpose."""
+        named = self._ours.setdefault("algorithm.acknowledge", [])
+        if departure not in named:
+            named.append(departure)
+
+    def note(self, text: str) -> None:
+        """Something changes in meaning."""
+        self._notes.append(text)
+
+    def leave_out(self, theirs: str, why: str) -> None:
+        """Their key has no counterpart here. Says nothing if the file does not have it, or switches it off."""
+        self._read.add(theirs)
+        if self.given.get(theirs) not in (None, False):
+            self._left_out.append(f"{theirs} = {self.given[theirs]!r}: {why}")
+
+    def finish(self) -> Translation:
+        """The sections; keys that no one has read are left out, with the name that was probably meant."""
+        for theirs in self.given:
+            if theirs not in self._read:
+                near = nearest_name(theirs, sorted(self._read))
+                self._left_out.append(
+                    f"{theirs} = {self.given[theirs]!r}: not a key that is known of {self.system}; {near}"
+                )
+        decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.given.get(key) is None]
+        if decided:
+            self._notes.append(f"defaults of {self.system}, since the file is silent: {', '.join(decided)}")
+        return Translation(_as_sections(self._ours), tuple(self._notes), tuple(self._left_out))
+
+
+def label_of(text: str) -> str:
+    """A run label made of a path or a name.
+
+    >>> label_of("./outputs/my run")
+    'my-run'
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text.rstrip("/").rsplit("/", 1)[-1]).strip("-._")
+    return name[:64] or "run"
+
+
+def _as_sections(ours: Mapping[str, Any]) -> dict[str, Any]:
+    sections: dict[str, Any] = {}
+    for key, value in ours.items():
+        *path, name = key.split(".")
+        table = sections
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return sections

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gspo_gym.engine.sampling import RowSampling, sampling_logprobs
+from gspo_gym.errors import ConfigError
+from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.truncation import Truncation
+
+HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
+
+
+def probabilities(truncation, target, logits=HALVES):
+    kept = truncation.apply(logits.expand(1, -1), torch.tensor([target]))
+    return [round(p, 12) for p in kept.softmax(-1)[0].tolist()]
+
+
+def test_top_k_keeps_the_likeliest_and_the_lower_id_of_equals():
+    assert probabilities(Truncation(top_k=2), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
+    assert probabilities(Truncation(top_k=3), 0) == [round(4 / 7, 12), round(2 / 7, 12), round(1 / 7, 12), 0]
+
+
+def test_top_p_keeps_the_token_that_reaches_it():
+    assert probabilities(Truncation(top_p=0.5), 0) == [1, 0, 0, 0]
+    assert probabilities(Truncation(top_p=0.51), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
+    assert probabilities(Truncation(top_p=1e-9), 0) == [1, 0, 0, 0], "the likeliest is always kept"
+
+
+def test_top_p_is_of_what_top_k_left():
+    # of the two, the first has 2/3, which reaches 0.6; of all four it has 1/2, which does not
+    assert probabilities(Truncation(top_k=2, top_p=0.6), 0) == [1, 0, 0, 0]
+
+
+def test_min_p_is_a_share_of_the_likeliest():
+    # 0.25 is half of 0.5 (kept at 0.49), 0.125 a quarter
+    assert probabilities(Truncation(min_p=0.49), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
+    assert probabilities(Truncation(min_p=0.24), 0) == [0.5, 0.25, 0.125, 0.125]
+
+
+def test_top_p_is_of_what_min_p_left():
+    # without the eighths, the first has 2/3
+    assert probabilities(Truncation(min_p=0.3, top_p=0.6), 0) == [1, 0, 0, 0]
+
+
+def test_the_sampled_token_is_kept_in_any_case():
+    # 1/2 and the sampled 1/8 remain: 4/5 and 1/5
+    assert probabilities(Truncation(top_k=1), 3) == [0.8, 0, 0, 0.2]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"min_p": 0.02, "top_k": 20, "top_p": 0.7}]
+)
+def test_the_learner_scores_what_the_engine_samples_from(setting):
+    """Logits with ties, at a temperature; for every token that the engine may sample, the two logprobs agree."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(50, 61, generator=generator)).round(decimals=1)
+    rows = RowSampling(
+        uniforms=torch.zeros(50, dtype=torch.float64),
+        temperature=torch.full((50,), 0.7),
+        min_p=torch.full((50,), setting.get("min_p", 0.0)),
+        top_k=torch.full((50,), setting.get("top_k", 0)),
+        top_p=torch.full((50,), setting.get("top_p", 1.0)),
+    )
+    expected = sampling_logprobs(logits, rows)
+    for token in range(61):
+        targets = torch.full((50,), token)
+        scored = Truncation(**setting).apply(logits / 0.7, targets).log_softmax(-1)[:, token]
+        may_sample = expected[:, token].isfinite()
+        torch.testing.assert_close(scored[may_sample], expected[:, token][may_sample], rtol=0, atol=1e-6)
+
+
+def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_softmax(make_model):
+    """A model with a head that is read off: uniform over 61 tokens, so top-k keeps ids 0 to 9 and the sampled one."""
+    model = make_model(dtype=torch.float64)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    token_ids = torch.tensor([[5, 3, 40]])
+    everywhere = torch.ones(1, 3, dtype=torch.bool)
+    sampled = torch.tensor([[False, True, True]])
+    scorer = Scorer(model, truncation=Truncation(top_k=10), entropy_has_gradient=True)
+    scores = scorer.score(token_ids, everywhere, sampled)
+    assert scores.logprobs[0].tolist() == pytest.approx([0, -math.log(10), -math.log(11)])
+    assert scores.entropy[0].tolist() == pytest.approx([0, math.log(10), math.log(11)])
+    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    moved = model.lm_head.weight.grad.abs().sum(1).nonzero().squeeze(1).tolist()
+    assert moved == [*range(10), 40], "a truncated token has no gradient, and none is NaN"
+
+
+def test_truncation_that_keeps_all_is_the_whole_softmax(make_model):
+    model = make_model()
+    ids, everywhere = torch.tensor([[5, 3, 40]]), torch.ones(1, 3, dtype=torch.bool)
+    sampled = torch.tensor([[False, True, True]])
+    plain, same = (Scorer(model, truncation=t).score(ids, everywhere, sampled) for t in (None, Truncation()))
+    assert torch.equal(plain.logprobs, same.logprobs)
+
+
+@pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}])
+def test_values_out_of_range_are_refused(setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        Truncation(**setting)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 100])
+def test_the_entropys_gradient_is_that_of_its_definition(make_model, chunk_tokens):
+    """dH/dz_v = -p_v (log p_v + H), brought to the head's weights by the hidden state; H from full logits."""
+    model = make_model(dtype=torch.float64)
+    ids, everywhere = torch.tensor([[5, 3, 40, 7]]), torch.ones(1, 4, dtype=torch.bool)
+    sampled = torch.tensor([[False, True, False, True]])
+    scorer = Scorer(model, chunk_tokens=chunk_tokens, entropy_has_gradient=True)
+    scorer.score(ids, everywhere, sampled).entropy.sum().backward()
+    output = model(input_ids=ids, output_hidden_states=True)
+    expected = torch.zeros_like(model.lm_head.weight)
+    for t in (0, 2):
+        logp = output.logits[0, t].detach().log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum()
+        expected += (-logp.exp() * (logp + entropy))[:, None] * output.hidden_states[-1][0, t].detach()
+    # hidden states pass through float32 norms and rotary angles in transformers
+    torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=0, atol=1e-6)

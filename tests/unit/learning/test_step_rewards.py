@@ -1,0 +1,133 @@
+"""Step rewards, with the values that the hosted trainer's own code gives for the same events."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from pydantic import ValidationError
+
+from gspo_gym.errors import UnscoredError
+from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.step_rewards import step_rewards
+from gspo_gym.types import Outcome
+
+
+@pytest.fixture
+def earn(make_trajectory):
+    """`earn(events of turn 0, events of turn 1, ..., rewards=..., **settings)` -> the rewards, as a list."""
+
+    def run(*events, rewards=None, outcome=Outcome.TERMINATED, **settings):
+        trajectory = make_trajectory(rewards or [0.0] * len(events), outcome=outcome)
+        turns = [dataclasses.replace(t, events=tuple(e)) for t, e in zip(trajectory.turns, events, strict=True)]
+        trajectory = dataclasses.replace(trajectory, turns=tuple(turns))
+        return list(step_rewards(trajectory, StepRewardSettings(**settings)))
+
+    return run
+
+
+DECISION = {"mode": "decision_stepwise"}
+CONSISTENT = {**DECISION, "strategy": "consistent"}
+PER_ACHIEVEMENT = {**DECISION, "strategy": "per_achievement"}
+
+
+def test_by_default_each_turn_earns_what_its_environment_gave(earn):
+    assert earn(["wood"], [], rewards=[0.5, None]) == [0.5, 0.0]
+
+
+def test_off_pays_the_episodes_return_on_its_last_turn(earn):
+    assert earn(["wood"], [], ["stone"], rewards=[0.5, None, 1.0], mode="off") == [0.0, 0.0, 1.5]
+
+
+def test_events_replace_the_environments_rewards(earn):
+    assert earn(["wood"], [], rewards=[7.0, 9.0], **DECISION) == [1.0, 0.0]
+
+
+def test_unique_counts_what_the_episode_had_not_seen_and_absolute_counts_all(earn):
+    events = (["wood", "stone"], ["wood", "drink"], ["wood"])
+    assert earn(*events, **DECISION) == [2.0, 1.0, 0.0]
+    assert earn(*events, **DECISION, kind="absolute") == [2.0, 2.0, 1.0]
+
+
+def test_a_turn_that_names_an_event_twice_reached_it_once(earn):
+    assert earn(["wood", "wood"], **DECISION, kind="absolute") == [1.0]
+
+
+def test_without_a_strategy_lambda_is_added_where_something_is_new(earn):
+    # counts 2, 0, 1 with kind unique; a repeat is not new, also where kind "absolute" counts it
+    events = (["wood", "stone"], ["wood"], ["drink"])
+    assert earn(*events, **DECISION, indicator_lambda=0.5) == [2.5, 0.0, 1.5]
+    assert earn(*events, **DECISION, indicator_lambda=0.5, kind="absolute") == [2.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("events", "indicator_lambda", "expected"),
+    [
+        (["wood"], 1.0, 1.0),
+        (["wood", "drink"], 1.0, 1.0),  # two unlocks are one indicator
+        (["wood", "drink"], 0.5, 0.5),
+        (["wood"], 0.0, 1.0),  # 0 counts as 1
+        ([], 1.0, 0.0),
+    ],
+)
+def test_consistent_pays_lambda_once_a_turn(earn, events, indicator_lambda, expected):
+    assert earn(events, **CONSISTENT, indicator_lambda=indicator_lambda) == [expected]
+
+
+def test_consistent_pays_a_repeat_only_if_repeats_count(earn):
+    assert earn(["wood"], ["wood"], **CONSISTENT, indicator_lambda=0.5) == [0.5, 0.0]
+    assert earn(["wood"], ["wood"], **CONSISTENT, indicator_lambda=0.5, kind="absolute") == [0.5, 0.5]
+
+
+def test_per_achievement_adds_weights_and_one_without_a_weight_counts_one(earn):
+    assert earn(["wood", "drink"], **PER_ACHIEVEMENT, weights={"wood": 0.8}) == [1.8]
+    assert earn(["wood", "drink"], **PER_ACHIEVEMENT, weights={"wood": 0.8}, indicator_lambda=0.5) == [0.9]
+
+
+def test_per_achievement_pays_nothing_beyond_the_limit(earn):
+    # limits: wood the default 1, stone 2, drink none
+    events = [["wood", "stone", "drink"]] * 3
+    assert earn(*events, **PER_ACHIEVEMENT, k_limits={"stone": 2, "drink": 0}) == [3.0, 2.0, 1.0]
+    assert earn(*events, **PER_ACHIEVEMENT, k_limits={"stone": 2, "drink": -1}) == [3.0, 2.0, 1.0]
+
+
+def test_earlier_unlocks_earn_more_by_beta(earn):
+    # T = 3: 1 + 0.1 * 3; a repeat earns none; 1 + 0.1 * 1
+    assert earn(["wood"], ["wood"], ["stone"], **DECISION, beta=0.1) == pytest.approx([1.3, 0.0, 1.1])
+    assert earn(["wood"], ["wood"], ["stone"], **CONSISTENT, beta=0.1) == pytest.approx([1.3, 0.0, 1.1])
+    assert earn(["wood"], [], **PER_ACHIEVEMENT, beta=0.1, weights={"wood": 0.5}) == pytest.approx([0.7, 0.0])
+
+
+def test_an_episode_without_events_earned_0_although_its_environment_gave_nothing(earn):
+    assert earn([], rewards=[None], **DECISION) == [0.0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "off"}])
+def test_an_unscored_episode_is_not_worth_0(earn, settings):
+    with pytest.raises(UnscoredError):
+        earn([], rewards=[None], **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "off"}, DECISION])
+def test_a_failed_episode_earns_nothing_at_all(earn, settings):
+    with pytest.raises(UnscoredError, match="engine_error"):
+        earn(["wood"], rewards=[1.0], outcome=Outcome.ENGINE_ERROR, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"indicator_lambda": 0.5}, "indicator_lambda: has no effect, because mode 'env_sparse'"),
+        ({"mode": "off", "strategy": "consistent"}, "strategy: has no effect, because mode 'off'"),
+        ({"mode": "off", "beta": 0.1}, "beta: has no effect"),
+        ({**PER_ACHIEVEMENT, "kind": "absolute"}, "kind: has no effect, because .* k_limits"),
+        ({**CONSISTENT, "weights": {"wood": 2.0}}, "weights: has no effect, because only strategy 'per_achievement'"),
+        ({**DECISION, "k_limits": {"wood": 2}}, "k_limits: has no effect"),
+        ({**DECISION, "strategy": "per_decision"}, "consistent"),  # the origin takes any unknown name for consistent
+        ({"mode": "stepwise"}, "decision_stepwise"),
+        ({**DECISION, "beta": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        StepRewardSettings(**settings)

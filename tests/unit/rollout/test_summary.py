@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, rollout_metrics
+from gspo_gym.types import DroppedEpisode, Outcome, TrajectoryGroup
+
+
+@pytest.fixture
+def groups(rich_trajectory):
+    """Two episodes and a dropped one; then a group of which nothing is left.
+
+    The first has 3 turns, 4 sampled tokens, rewards 0.1 + 1/3, events a and b, one turn cut by the token limit and not
+    parsed, and no success. The second is its first turn alone, at the limit on turns, with success.
+    """
+    turn = dataclasses.replace(rich_trajectory.turns[0], reward=1.0, reward_terms={"found": 1.0}, events=("a", "a"))
+    segment = rich_trajectory.segments[0]
+    cut = dataclasses.replace(
+        segment,
+        **{
+            name: getattr(segment, name)[:4]
+            for name in ("token_ids", "action_mask", "rollout_logprobs", "turn_index", "weight_version")
+        },
+    )
+    second = dataclasses.replace(
+        rich_trajectory, turns=(turn,), segments=(cut,), outcome=Outcome.MAX_TURNS, success=True
+    )
+    dropped = DroppedEpisode("x", Outcome.ENV_ERROR, "it broke")
+    task = rich_trajectory.task
+    return [TrajectoryGroup(task, (rich_trajectory, second), 3, (dropped,)), TrajectoryGroup(task, (), 1, (dropped,))]
+
+
+def test_every_number_by_hand(groups):
+    metrics = rollout_metrics(groups, seconds=2.0)
+    first = 0.1 + 1 / 3
+    assert metrics == pytest.approx(
+        {
+            "rollout/reward_mean": (first + 1) / 2,
+            "rollout/reward_std": (1 - first) / 2,
+            "rollout/success_rate": 1 / 2,
+            "rollout/num_episodes": 2,
+            "rollout/num_dropped": 2,
+            "rollout/num_dropped_groups": 1,
+            "rollout/turns_mean": (3 + 1) / 2,
+            "rollout/tokens_per_turn": (4 + 2) / (3 + 1),
+            "rollout/sampled_tokens": 6,
+            "rollout/sampled_tokens_per_second": 3,
+            "rollout/max_turns_fraction": 1 / 2,
+            "rollout/context_overflow_fraction": 0,
+            "rollout/parse_failure_fraction": 1 / 4,
+            "rollout/max_output_tokens_fraction": 1 / 4,
+            "rollout/events_mean": (2 + 1) / 2,
+            "reward/found": (0.1 + 1.0) / 2,
+        }
+    )
+
+
+def test_every_number_is_explained(groups):
+    names = {name for name in rollout_metrics(groups, seconds=1.0) if not name.startswith(TERM_PREFIX)}
+    assert names == set(METRICS)
+
+
+def test_an_environment_that_never_declares_success_has_no_rate_of_it(groups):
+    silent = [
+        dataclasses.replace(group, trajectories=tuple(dataclasses.replace(t, success=None) for t in group.trajectories))
+        for group in groups
+    ]
+    assert "rollout/success_rate" not in rollout_metrics(silent, seconds=1.0)

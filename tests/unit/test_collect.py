@@ -1,0 +1,133 @@
+"""Dynamic sampling: which groups a step asks for, keeps, and counts.
+
+A group here is its number; `run` says which numbers are constant, empty (all its episodes were dropped) or fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from gspo_gym.collect import Collected, ConstantGroups, collect_groups
+from gspo_gym.errors import EnginePoisonedError, RolloutError
+from gspo_gym.rollout.pool import GroupRequest
+from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
+
+
+class Groups:
+    """A pool that only writes down what it was asked for."""
+
+    def __init__(self, empty: Collection[int], failing: Collection[int], error: Exception) -> None:
+        self.rounds: list[list[int]] = []
+        self.empty = empty
+        self.failing = failing
+        self.error = error
+
+    async def collect(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
+        numbers = [request.task.seed for request in requests]
+        self.rounds.append(numbers)
+        if set(numbers) & set(self.failing):
+            raise self.error
+        return tuple(self.group(request) for request in requests)
+
+    def group(self, request: GroupRequest) -> TrajectoryGroup:
+        name = request.group_id
+        if request.task.seed in self.empty:
+            dropped = DroppedEpisode(name, Outcome.ENV_ERROR, "it broke")
+            return TrajectoryGroup(request.task, (), 1, (dropped,))
+        trajectory = Trajectory(name, 0, request.task, 0, (), (), (), Outcome.TERMINATED)
+        return TrajectoryGroup(request.task, (trajectory,), 1)
+
+
+def run(
+    mode: ConstantGroups,
+    *,
+    constant: Collection[int] = (),
+    empty: Collection[int] = (),
+    failing: Collection[int] = (),
+    error: Exception | None = None,
+    rounds: int = 3,
+    num_groups: int = 4,
+) -> tuple[Collected, list[list[int]]]:
+    pool = Groups(empty, failing, error or RolloutError("all 1 groups were dropped"))
+    collected = asyncio.run(
+        collect_groups(
+            pool.collect,
+            lambda number: GroupRequest(f"g{number}", Task("test/Env-v0", number), 1),
+            num_groups=num_groups,
+            constant_groups=mode,
+            max_refill_rounds=rounds,
+            is_informative=lambda group: bool(group.trajectories) and group.task.seed not in constant,
+        )
+    )
+    return collected, pool.rounds
+
+
+def numbers(groups: Sequence[TrajectoryGroup]) -> list[int]:
+    return [group.task.seed for group in groups]
+
+
+def test_keep_plays_one_round_and_keeps_all_of_it() -> None:
+    collected, rounds = run("keep", constant=[1], empty=[2])
+    assert rounds == [[0, 1, 2, 3]]
+    assert numbers(collected.kept) == numbers(collected.groups) == [0, 1, 2, 3]
+    assert (collected.num_dropped, collected.num_refilled) == (0, 0)
+
+
+def test_drop_leaves_constant_groups_out_and_asks_for_no_others() -> None:
+    collected, rounds = run("drop", constant=[1, 2])
+    assert rounds == [[0, 1, 2, 3]]
+    assert (numbers(collected.kept), numbers(collected.groups)) == ([0, 3], [0, 1, 2, 3])
+    assert (collected.num_dropped, collected.num_refilled) == (2, 0)
+
+
+def test_refill_asks_for_exactly_what_is_missing_and_counts_the_numbers_on() -> None:
+    collected, rounds = run("refill", constant=[0, 2, 4])
+    assert rounds == [[0, 1, 2, 3], [4, 5], [6]]
+    assert numbers(collected.kept) == [1, 3, 5, 6]
+    assert (collected.num_dropped, collected.num_refilled) == (3, 3)
+
+
+def test_a_full_first_round_needs_no_refill() -> None:
+    collected, rounds = run("refill")
+    assert rounds == [[0, 1, 2, 3]]
+    assert collected.num_refilled == 0
+
+
+def test_refilling_stops_after_its_rounds_with_what_it_has() -> None:
+    collected, rounds = run("refill", constant=range(1, 100), rounds=2)
+    assert rounds == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert numbers(collected.kept) == [0]
+    assert (collected.num_dropped, collected.num_refilled) == (9, 6)
+
+
+def test_nothing_informative_at_all_is_an_answer() -> None:
+    collected, _ = run("refill", constant=range(100), rounds=1)
+    assert collected.kept == ()
+    assert len(collected.groups) == 8
+
+
+def test_a_group_that_lost_its_episodes_is_replaced_and_not_counted_as_constant() -> None:
+    collected, rounds = run("refill", empty=[3])
+    assert rounds == [[0, 1, 2, 3], [4]]
+    assert numbers(collected.kept) == [0, 1, 2, 4]
+    assert (collected.num_dropped, collected.num_refilled) == (0, 1)
+
+
+def test_a_refill_that_fails_is_noted_and_the_next_one_asks_for_fresh_groups() -> None:
+    collected, rounds = run("refill", constant=[3], failing=[4])
+    assert rounds == [[0, 1, 2, 3], [4], [5]]
+    assert numbers(collected.kept) == [0, 1, 2, 5]
+    assert collected.failures == ("all 1 groups were dropped",)
+
+
+def test_a_first_round_that_fails_is_the_runs_failure() -> None:
+    with pytest.raises(RolloutError):
+        run("refill", failing=[0])
+
+
+def test_an_engine_that_must_be_rebuilt_is_nothing_to_refill_from() -> None:
+    with pytest.raises(EnginePoisonedError):
+        run("refill", constant=[3], failing=[4], error=EnginePoisonedError("half an update"))

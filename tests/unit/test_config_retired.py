@@ -1,0 +1,120 @@
+"""Names from other trainers are errors that give our key and value, all of which must exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gspo_gym.config.reference import leaf_keys
+from gspo_gym.config.retired import FOREIGN, explain
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.words import describe, sections_of
+
+KEYS = set(leaf_keys())
+SECTIONS = {key.rsplit(".", 1)[0] for key in KEYS}
+
+
+def test_every_key_that_is_recommended_exists() -> None:
+    for name, foreign in FOREIGN.items():
+        texts = [*foreign.keys, *foreign.values.values(), foreign.note]
+        named = [key for text in texts for key in re.findall(r"\b[a-z]+\.[a-z_]+(?:\.[a-z_]+)*(?= =|\b)", text)]
+        assert foreign.keys or foreign.note, name
+        unknown = [key for key in named if key not in SECTIONS | KEYS]
+        assert unknown == [], name
+
+
+def test_no_foreign_name_is_also_a_key_of_the_section_that_it_would_stand_in() -> None:
+    known = {key.rsplit(".", 1)[1] for key in KEYS}
+    assert set(FOREIGN) & known == set()
+    assert len(FOREIGN) >= 100
+
+
+def test_the_values_that_are_recommended_are_among_those_that_the_key_takes() -> None:
+    texts = [text for foreign in FOREIGN.values() for text in (*foreign.values.values(), foreign.note)]
+    recommended = [pair for text in texts for pair in re.findall(r'([a-z_]+\.[a-z_.]+) = "([a-z0-9_-]+)"', text)]
+    assert len(recommended) > 50
+    sections = dict(sections_of(RunConfig))
+    for key, value in recommended:
+        section, name = key.rsplit(".", 1)
+        assert f'"{value}"' in describe(sections[section].model_fields[name]), key
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("training.num_generations", 8, "num_generations is what TRL calls it: write training.group_size = 8"),
+        ("num_generations", 8, "num_generations is what TRL calls it: write training.group_size = 8"),
+        ("loss.epsilon", 0.2, "epsilon is what TRL calls it: write loss.clip_low = 0.2, loss.clip_high = 0.2"),
+        ("loss.epsilon_high", 4e-4, "epsilon_high is what TRL calls it: write loss.clip_high = 0.0004"),
+        (
+            "loss.clip_range_left",
+            3e-4,
+            "clip_range_left is what stateset-agents calls it: write loss.clip_low = 0.0003",
+        ),
+        (
+            "loss.clip_coef",
+            [0.8, 1.2],
+            "clip_coef is what AgileRL calls it: write loss.clip_low and loss.clip_high (two numbers are the ratio's "
+            "bounds there, distances here)",
+        ),
+        (
+            "algorithm.importance_sampling_level",
+            "sequence",
+            'importance_sampling_level is what TRL calls it: write algorithm.variety = "gspo"',
+        ),
+        ("training.use_kl_loss", True, "use_kl_loss is what ROLL calls it: write loss.kl_coef = kl_loss_coef"),
+        (
+            "training.use_kl_loss",
+            False,
+            "use_kl_loss is what ROLL calls it: write nothing: loss.kl_coef is 0 by default",
+        ),
+        (
+            "advantages.reward_norm",
+            "batch",
+            'reward_norm is what ROLL calls it: write advantages.baseline = "batch", advantages.scale = "batch"',
+        ),
+        (
+            "loss.loss_type",
+            "dr_grpo",
+            'loss_type is what TRL calls it: write loss.aggregation = "dr_grpo", loss.norm_length = '
+            "max_completion_length",
+        ),
+        ("loss.loss_type", "sapo", "loss_type is what TRL calls it: write loss.aggregation"),
+        (
+            "advantages.normalize_std",
+            False,
+            'normalize_std is what an earlier version calls it: write advantages.scale = "none"',
+        ),
+        ("optimizer.warmup_ratio", 0.1, "warmup_ratio is what TRL calls it: write optimizer.warmup_fraction = 0.1"),
+        (
+            "model.cast_logprobs_to_fp32",
+            True,
+            "cast_logprobs_to_fp32 is of AgileRL: logprobs are always computed in float32: remove it",
+        ),
+        (
+            "rubric",
+            {"enabled": True},
+            "rubric is of the hosted trainer's old form: write [judge], and its weights in [judge.reward_blend]",
+        ),
+        ("training.lr", 1e-5, "lr is what AgileRL calls it: write training.learning_rate = 1e-05"),
+    ],
+)
+def test_a_foreign_name_gives_our_key_and_value(
+    key: str, value: Any, problem: str, problems: Callable[..., list[str]]
+) -> None:
+    assert problems({key: value}) == [f"{key}: {problem}"]
+
+
+def test_a_name_that_nobody_uses_is_not_explained() -> None:
+    assert explain("training.group_sise", 8) is None
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("value", [True, 1, 0.5, "text", None, [1, 2], {"a": 1}])
+def test_any_value_under_a_foreign_name_gets_an_answer(name: str, value: Any) -> None:
+    answer = explain(f"training.{name}", value)
+    assert answer is not None
+    assert answer.startswith(name)

@@ -1,0 +1,527 @@
+"""What contradicts what: each rule refuses just outside its border and is silent just inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gspo_gym.config.run_config import RunConfig
+
+Problems = Callable[[dict[str, Any]], list[str]]
+Make = Callable[[dict[str, Any]], RunConfig]
+
+LORA = {"model.trainer_mode": "lora"}
+GRPO = {"algorithm.variety": "grpo"}
+TOPOLOGY = {"type": "single_node_split", "gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 0}
+SPLIT = {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "vllm": {}}
+JUDGE = {"enabled": True, "options": {"event": True, "outcome": True, "provider": "groq", "model": "m"}}
+DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
+DEDICATED = {
+    "compute": {"gpu_count": 4},
+    "topology": {**TOPOLOGY, "gpus_for_ref": 1},
+    "vllm": {},
+    "reference": {"placement": "dedicated"},
+    "loss": {"kl_coef": 0.1},
+}
+NOT_SHARED = 'has no effect with rollout.engine = "local": it shares the learner\'s weights; set {}, or remove this'
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    # the variety
+    "unit of another variety": (
+        {"loss.unit": "token"},
+        'loss.unit: algorithm.variety "gspo" takes "trajectory" or "segment", got "token", which belongs to variety '
+        '"grpo"',
+    ),
+    "turn ratio in gspo": (
+        {"loss.unit": "turn"},
+        'loss.unit: algorithm.variety "gspo" takes "trajectory" or "segment", got "turn", which belongs to variety '
+        '"gspo_token"',
+    ),
+    "sequence ratio in grpo": (
+        {**GRPO, "loss.unit": "trajectory", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+        'loss.unit: algorithm.variety "grpo" takes "token", got "trajectory", which belongs to variety "gspo" or '
+        '"gspo_token"',
+    ),
+    "turn advantages in gspo": (
+        {"advantages.level": "turn"},
+        'advantages.level: algorithm.variety "gspo" takes "trajectory", got "turn", which belongs to variety '
+        '"gspo_token" or "grpo"',
+    ),
+    # departures that must be named
+    "token mean of a sequence ratio": (
+        {"loss.aggregation": "token-mean"},
+        'loss.aggregation: expected "seq-mean-token-mean" (or "grpo", the same) with loss.unit "trajectory", got '
+        '"token-mean", in which an episode weighs by its length; if that is meant, add "length_weighting" to '
+        "algorithm.acknowledge",
+    ),
+    "dapo with a turn ratio": (
+        {"algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.aggregation": "dapo"},
+        'loss.aggregation: expected "seq-mean-token-mean" (or "grpo", the same) with loss.unit "turn", got "dapo", in '
+        'which an episode weighs by its length; if that is meant, add "length_weighting" to algorithm.acknowledge',
+    ),
+    "clip of 0.05": (
+        {"loss.clip_low": 0.05},
+        'loss.clip_low: expected less than 0.05 with loss.unit "trajectory", got 0.05: the ratio of a sequence stays '
+        "within about 1e-3 of 1, so that this clip never acts (the paper has 3e-4 and 4e-4); if that is meant, add "
+        '"wide_clip" to algorithm.acknowledge',
+    ),
+    "high clip of 0.2": (
+        {"loss.clip_high": 0.2},
+        'loss.clip_high: expected less than 0.05 with loss.unit "trajectory", got 0.2: the ratio of a sequence stays '
+        "within about 1e-3 of 1, so that this clip never acts (the paper has 3e-4 and 4e-4); if that is meant, add "
+        '"wide_clip" to algorithm.acknowledge',
+    ),
+    "top-p that is not scored": (
+        {"rollout.top_p": 0.95, "rollout.top_k": 50},
+        "algorithm.acknowledge: rollout.top_p = 0.95, rollout.top_k = 50: rollouts would come from another "
+        "distribution than the one that is scored. training.score_truncated = true scores under top_p, top_k and "
+        'min_p; if the bias is meant, add "truncated_sampling" here',
+    ),
+    "a repetition penalty cannot be scored": (
+        {"rollout.repetition_penalty": 1.1, "rollout.min_p": 0.1, "training.score_truncated": True},
+        "algorithm.acknowledge: rollout.repetition_penalty = 1.1: rollouts would come from another distribution than "
+        'the one that is scored. if the bias is meant, add "truncated_sampling" here',
+    ),
+    "a departure that does not occur": (
+        {"algorithm.acknowledge": ["wide_clip", "length_weighting"], "loss.clip_low": 0.1},
+        'algorithm.acknowledge: "length_weighting" does not occur in these settings: remove it',
+    ),
+    "a scored truncation is no departure": (
+        {"algorithm.acknowledge": ["truncated_sampling"], "rollout.top_p": 0.9, "training.score_truncated": True},
+        'algorithm.acknowledge: "truncated_sampling" does not occur in these settings: remove it',
+    ),
+    # clip and KL
+    "dual clip inside the clip": (
+        {**GRPO, "loss.dual_clip": 1.27},
+        "loss.dual_clip: expected more than 1 + loss.clip_high = 1.27, where the other clip is, got 1.27",
+    ),
+    "scoring a truncation that is not there": (
+        {"training.score_truncated": True},
+        "training.score_truncated: has no effect without rollout.top_p, rollout.top_k or rollout.min_p: remove it",
+    ),
+    # the reference
+    "KL without reference": (
+        {"loss.kl_coef": 0.1, "reference.placement": "none"},
+        'reference.placement: expected "shared" or "dedicated", because loss.kl_coef = 0.1 compares with a reference, '
+        'got "none"',
+    ),
+    "reference without KL": (
+        {"reference.placement": "dedicated"},
+        "reference.placement: has no effect without a KL term (loss.kl_coef, rewards.kl_coef, "
+        'advantages.kl_shaping_coef): set "none", or one of them > 0',
+    ),
+    "adapter reference of a full model": (
+        {"rewards.kl_coef": 0.1, "reference.source": "adapter"},
+        'reference.source: "adapter" needs an adapter (model.trainer_mode "lora" or "qlora"): set "copy" or "auto"',
+    ),
+    "the base cannot follow": (
+        {**LORA, "loss.kl_coef": 0.1, "reference.update_every_n_iters": 5},
+        "reference.update_every_n_iters: cannot move the frozen weights under the adapter, which are this reference: "
+        'set reference.source to "adapter" or "copy"',
+    ),
+    "source without reference": (
+        {"reference.source": "copy"},
+        'reference.source: has no effect with reference.placement = "none": set that to "shared", or remove this',
+    ),
+    "updates without reference": (
+        {"reference.update_every_n_iters": 5},
+        'reference.update_every_n_iters: has no effect with reference.placement = "none": set that to "shared", or '
+        "remove this",
+    ),
+    "port of a shared reference": (
+        {"loss.kl_coef": 0.1, "reference.port": 9000},
+        'reference.port: has no effect with reference.placement = "shared": set that to "dedicated", or remove this',
+    ),
+    # rewards and advantages
+    "group of one": (
+        {"training.group_size": 1},
+        'training.group_size: expected at least 2 with advantages.baseline "group", which compares siblings, got 1',
+    ),
+    "group of one with a group's std": (
+        {"training.group_size": 1, "advantages.baseline": "batch", "advantages.scale": "group"},
+        'training.group_size: expected at least 2 with advantages.scale "group", which compares siblings, got 1',
+    ),
+    "dropping groups that teach": (
+        {"training.constant_groups": "drop", "advantages.baseline": "batch"},
+        'training.constant_groups: "drop" leaves out groups that teach nothing, but with advantages.baseline "batch" '
+        'they do: set "keep"',
+    ),
+    "refill rounds without refill": (
+        {"training.max_refill_rounds": 4, "training.constant_groups": "drop"},
+        'training.max_refill_rounds: has no effect with training.constant_groups = "drop": set that to "refill", or '
+        "remove this",
+    ),
+    "penalty that is not applied": (
+        {"rewards.overlong_penalty": 0.5, "rewards.overlong": "mask"},
+        'rewards.overlong_penalty: has no effect with rewards.overlong = "mask": set that to "penalize", or remove '
+        "this",
+    ),
+    "horizon of a fixed beta": (
+        {"rewards.kl_coef": 0.1, "rewards.kl_horizon": 100},
+        "rewards.kl_horizon: has no effect with rewards.kl_target = null: set that, or remove this",
+    ),
+    "step rewards without a mode": (
+        {"training.step_rewards_enabled": True},
+        'training.step_rewards_enabled: true demands training.step_rewards_mode "decision_stepwise" or "env_sparse", '
+        "got null",
+    ),
+    "step rewards on and off": (
+        {"training.step_rewards_enabled": False, **DECISIONS},
+        'training.step_rewards_enabled: false contradicts training.step_rewards_mode "decision_stepwise": remove one '
+        "of them",
+    ),
+    "beta without events": (
+        {"training.step_rewards_beta": 0.1},
+        'training.step_rewards_beta: has no effect with step rewards "env_sparse": set training.step_rewards_mode to '
+        '"decision_stepwise"',
+    ),
+    "lambda of rewards that are off": (
+        {"training.step_rewards_enabled": False, "training.step_rewards_indicator_lambda": 0.1},
+        'training.step_rewards_indicator_lambda: has no effect with step rewards "off": set training.step_rewards_mode '
+        'to "decision_stepwise"',
+    ),
+    "strategy without events": (
+        {"training.step_rewards_strategy": "consistent"},
+        'training.step_rewards_strategy: has no effect with step rewards "env_sparse": set training.step_rewards_mode '
+        'to "decision_stepwise"',
+    ),
+    "kind without events": (
+        {"training.event_rewards_kind": "unique"},
+        'training.event_rewards_kind: has no effect with step rewards "env_sparse": set training.step_rewards_mode to '
+        '"decision_stepwise"',
+    ),
+    "kind beside limits": (
+        {**DECISIONS, "training.event_rewards_kind": "absolute", "training.step_rewards_strategy": "per_achievement"},
+        'training.event_rewards_kind: has no effect with training.step_rewards_strategy = "per_achievement": each '
+        "event has its limit in step_rewards_k_limits; choose another strategy, or remove this",
+    ),
+    "weights of another strategy": (
+        {**DECISIONS, "training.step_rewards_weights": {"a": 2.0}},
+        'training.step_rewards_weights: has no effect with training.step_rewards_strategy = null: set that to '
+        '"per_achievement", or remove this',
+    ),
+    "limits of another strategy": (
+        {**DECISIONS, "training.step_rewards_strategy": "consistent", "training.step_rewards_k_limits": {"a": 2}},
+        'training.step_rewards_k_limits: has no effect with training.step_rewards_strategy = "consistent": set that to '
+        '"per_achievement", or remove this',
+    ),
+    # correction
+    "correction without a level": (
+        {"correction.mode": "mask"},
+        'correction.mode: has no effect with correction.level = "none": choose a level, or remove this',
+    ),
+    "threshold without a level": (
+        {"correction.high": 3.0},
+        'correction.high: has no effect with correction.level = "none": choose a level, or remove this',
+    ),
+    "lower threshold of a truncation": (
+        {"correction.level": "token", "correction.low": 0.1},
+        'correction.low: has no effect with correction.mode = "truncate": set that to "mask", or remove this',
+    ),
+    # batches and lengths
+    "half a group": (
+        {"training.group_size": 6, "training.batch_size": 16},
+        "rollout.episodes_per_batch: expected a multiple of training.group_size = 6, got 64",
+    ),
+    "a batch that does not divide": (
+        {"training.batch_size": 24},
+        "training.batch_size: expected a divisor of rollout.episodes_per_batch = 64, got 24",
+    ),
+    "a batch larger than all": (
+        {"training.batch_size": 128},
+        "training.batch_size: expected a divisor of rollout.episodes_per_batch = 64, got 128",
+    ),
+    "a batch that does not divide two": (
+        {"training.batch_size": 24, "rollout.batches_per_step": 2},
+        "training.batch_size: expected a divisor of rollout.episodes_per_batch x rollout.batches_per_step = 128, got "
+        "24",
+    ),
+    "accumulation that does not divide": (
+        {"training.gradient_accumulation_steps": 3},
+        "training.gradient_accumulation_steps: expected a divisor of the iteration's 4 batches of training.batch_size "
+        "= 16, got 3",
+    ),
+    "accumulation beyond its bound": (
+        {"training.gradient_accumulation_steps": 4, "training.max_accumulated_minibatch": 2},
+        "training.gradient_accumulation_steps: expected at most training.max_accumulated_minibatch = 2, got 4",
+    ),
+    "ppo with one step": (
+        {"algorithm.method": "ppo", "training.batch_size": 64},
+        'algorithm.method: "ppo" says that the clip acts, but each batch is used for one optimizer step, in which the '
+        'ratio is 1: lower training.batch_size, raise training.update_epochs, or set "policy_gradient"',
+    ),
+    "training longer than evaluation": (
+        {"training.max_turns": 9},
+        "training.max_turns: expected at most rollout.max_turns = 8, which evaluations have, got 9",
+    ),
+    "more ops than turns": (
+        {"rollout.ops": ["agent", "env"] * 9},
+        "rollout.ops: expected at most rollout.max_turns = 8 pairs, got 9",
+    ),
+    "no room for a prompt": (
+        {"rollout.max_output_tokens": 512},
+        "rollout.max_output_tokens: expected less than rollout.max_model_len = 512 (a prompt needs room), got 512",
+    ),
+    "no room for the end": (
+        {"rollout.min_output_tokens": 8},
+        "rollout.min_output_tokens: expected less than rollout.max_output_tokens = 8 (the stop token needs room), got "
+        "8",
+    ),
+    "temperature said twice": (
+        {"rollout.temperature": 0.7, "rollout.policy_config": {"temperature": 0.5}},
+        "rollout.policy_config.temperature: is the same as rollout.temperature, which is 0.7: give one of them, got "
+        "0.5",
+    ),
+    "tokens said twice": (
+        {"rollout.policy_config": {"max_tokens": 9}},
+        "rollout.policy_config.max_tokens: is the same as rollout.max_output_tokens, which is 8: give one of them, got "
+        "9",
+    ),
+    # the model
+    "base and source": (
+        {"model.source": "ft:other"},
+        'model.base: contradicts model.source = "ft:other": give one of them, got "tiny:qwen3-64"',
+    ),
+    "its own source": (
+        {"model.base": ..., "model.source": "rl:quickstart:step_000010"},
+        'model.source: is this run\'s own model.label "quickstart": choose another label, or go on with it by '
+        "--resume",
+    ),
+    "lora of a full model": (
+        {"training.lora": {"r": 8}},
+        'training.lora: has no effect with model.trainer_mode "full": set that to "lora", or remove this',
+    ),
+    "16 bits of a full model": (
+        {"model.dtype": "bfloat16"},
+        'model.dtype: "bfloat16" weights cannot be trained (steps smaller than 1/256 of a weight round away): '
+        'set "float32", or model.trainer_mode = "lora", whose own weights are float32',
+    ),
+    # evaluation and optimizer
+    "no evaluation": (
+        {"evaluation.instances": ...},
+        "evaluation.instances: required, but not given: a number of evaluation tasks (or evaluation.seeds, such as "
+        '"0:100")',
+    ),
+    "instances and seeds": (
+        {"evaluation.seeds": "0:10"},
+        "evaluation.instances: expected the number of evaluation.seeds, which are 10, got 100",
+    ),
+    "floor of a constant rate": (
+        {"optimizer.min_lr_fraction": 0.5},
+        'optimizer.min_lr_fraction: has no effect with optimizer.schedule = "constant": set that to "linear" or '
+        '"cosine", or remove this',
+    ),
+    "no room for the cosine": (
+        {"optimizer.schedule": "cosine", "optimizer.num_warmup_steps": 40},
+        "optimizer.schedule: no step is left for the cosine: optimizer.num_warmup_steps = 40, and the run has 40 "
+        "optimizer steps",
+    ),
+    "no room for the linear decay after a fraction of warm-up": (  # 0.99 of 40 steps, rounded up
+        {"optimizer.schedule": "linear", "optimizer.warmup_fraction": 0.99},
+        "optimizer.schedule: no step is left for the linear: optimizer.warmup_fraction = 0.99, and the run has 40 "
+        "optimizer steps",
+    ),
+    "warm-up said twice": (
+        {"optimizer.warmup_fraction": 0.1, "optimizer.num_warmup_steps": 4},
+        "optimizer.warmup_fraction: contradicts optimizer.num_warmup_steps = 4: give one of them, got 0.1",
+    ),
+    # machines
+    "GPUs that do not add up": (
+        {**SPLIT, "compute": {"gpu_count": 4}},
+        "topology: expected a sum of compute.gpu_count = 4, got gpus_for_vllm + gpus_for_training + gpus_for_ref = 2 + "
+        "1 + 0 = 3",
+    ),
+    "a split of nothing": (
+        {"topology": TOPOLOGY, "vllm": {}},
+        "topology: splits GPUs, but there is no compute.gpu_count: give it",
+    ),
+    "tensor parallel that does not divide": (
+        {"compute": {"gpu_count": 3}, "topology": {**TOPOLOGY, "tensor_parallel": 3}},
+        "topology.tensor_parallel: expected a divisor of topology.gpus_for_vllm = 2, got 3",
+    ),
+    "two tensor parallels": (
+        {**SPLIT, "vllm": {"tensor_parallel_size": 2}},
+        "vllm.tensor_parallel_size: expected topology.tensor_parallel = 1, got 2",
+    ),
+    "one node of two": (
+        {**SPLIT, "compute": {"gpu_count": 3, "nodes": 2}},
+        'topology.type: "single_node_split" splits one machine\'s GPUs, but compute.nodes = 2',
+    ),
+    "type of no GPU": (
+        {"compute": {"gpu_count": 0, "gpu_type": "H100"}},
+        "compute.gpu_type: has no effect with compute.gpu_count = 0: remove one of them",
+    ),
+    "cuda without GPU": (
+        {"compute": {"gpu_count": 0}, "model.device": "cuda"},
+        'model.device: expected "auto" or "cpu" with compute.gpu_count = 0, got "cuda"',
+    ),
+    "cpu with GPU": (
+        {"compute": {"gpu_count": 1}, "model.device": "cpu"},
+        'model.device: expected "auto" or "cuda" with compute.gpu_count = 1, got "cpu"',
+    ),
+    "vllm and the local engine": (
+        {"vllm": {}, "rollout.engine": "local"},
+        'vllm: has no effect with rollout.engine "local": set that to "vllm", or remove this section',
+    ),
+    "topology and the local engine": (
+        {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "rollout.engine": "local"},
+        'topology: has no effect with rollout.engine "local": set that to "vllm", or remove this section',
+    ),
+    "an episode longer than the server's": (
+        {"vllm": {"max_model_len": 256}},
+        "vllm.max_model_len: expected at least rollout.max_model_len = 512, which episodes may need, got 256",
+    ),
+    "dedicated without a GPU": (
+        {**DEDICATED, "compute": {"gpu_count": 3}, "topology": TOPOLOGY},
+        'reference.placement: "dedicated" needs topology.gpus_for_ref, a multiple of reference.tp = 1, got 0',
+    ),
+    "a GPU for no reference": (
+        {**DEDICATED, "reference": {"placement": "shared"}},
+        'reference.placement: expected "dedicated" with topology.gpus_for_ref = 1, got "shared"',
+    ),
+    # weights that are shared
+    "rare weights": ({"training.weight_sync_interval": 2}, f"training.weight_sync_interval: {NOT_SHARED.format(1)}"),
+    "full transfer": (
+        {"training.weight_sync": {"mode": "full"}},
+        f"training.weight_sync.mode: {NOT_SHARED.format(chr(34) + 'direct' + chr(34))}",
+    ),
+    "transfer by file": (
+        {"training.weight_sync": {"direct": False}},
+        f"training.weight_sync.direct: {NOT_SHARED.format('true')}",
+    ),
+    "checks of a transfer": (
+        {"training.weight_sync": {"verify_every_k": 3}},
+        f"training.weight_sync.verify_every_k: {NOT_SHARED.format(0)}",
+    ),
+    "transfer to nobody": (
+        {"training.weight_sync": {"targets": []}},
+        'training.weight_sync.targets: has no effect with rollout.engine = "local": it shares the learner\'s weights; '
+        'set ["policy"], or remove this',
+    ),
+    "no transfer": (
+        {"training.weight_sync": {"enable": False}},
+        "training.weight_sync.enable: false would train one policy on the episodes of another, which never learns: set "
+        "true",
+    ),
+    # tracking and judge
+    "one sink twice": (
+        {"tracking.report_to": ["wandb", "wandb"]},
+        'tracking.report_to: names a sink twice: ["wandb", "wandb"]',
+    ),
+    "project of no sink": (
+        {"tracking.wandb_project": "x"},
+        'tracking.wandb_project: has no effect with tracking.report_to = []: add "wandb" there, or remove this',
+    ),
+    "tags of another sink": (
+        {"tracking": {"report_to": ["tensorboard"], "wandb_tags": ["x"]}},
+        'tracking.wandb_tags: has no effect with tracking.report_to = ["tensorboard"]: add "wandb" there, or remove '
+        "this",
+    ),
+    "name in no sink": (
+        {"tracking.run_name": "x"},
+        "tracking.run_name: has no effect with tracking.report_to = []: add \"wandb\" there, or remove this",
+    ),
+    "a blend of nothing": (
+        {"judge": {**JUDGE, "reward_blend": {"env": 0.0}}},
+        "judge.reward_blend.env: expected one weight > 0 at least, got env = event = outcome = 0",
+    ),
+    "event weight without event judging": (
+        {"judge": {**JUDGE, "reward_blend": {"event": 0.3}, "options": {**JUDGE["options"], "event": False}}},
+        "judge.reward_blend.event: expected 0 while judge.options.event is not true, got 0.3",
+    ),
+    "outcome weight without outcome judging": (
+        {"judge": {"enabled": True, "reward_blend": {"outcome": 0.3},
+                   "options": {"event": True, "provider": "groq", "model": "m"}}},
+        "judge.reward_blend.outcome: expected 0 while judge.options.outcome is not true, got 0.3",
+    ),
+    "event weight without a judge": (
+        {"judge": {"reward_blend": {"event": 0.3}, "options": {"event": True}}},
+        "judge.reward_blend.event: expected 0 without a judge (judge.enabled), got 0.3",
+    ),
+    "half of the reward without a judge": (
+        {"judge": {"reward_blend": {"env": 0.5}}},
+        "judge.reward_blend.env: expected 1 without a judge (judge.enabled), got 0.5",
+    ),
+    "a judge without a model": (
+        {"judge": {"enabled": True, "options": {"provider": "groq"}}},
+        "judge.enabled: true needs judge.options with model, event or outcome = true",
+    ),
+    "weight of a track that is not judged": (
+        {"judge": {"options": {"tracks": ["process"], "weights": {"progress": 0.5}}}},
+        'judge.options.weights: "progress" is not in judge.options.tracks = ["process"], so that its weight has no '
+        "effect",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_contradiction_is_named_on_both_sides(name: str, problems: Problems) -> None:
+    changes, problem = REFUSED[name]
+    assert problems(changes) == [problem]
+
+
+ALLOWED: dict[str, dict[str, Any]] = {
+    "whole batch": {"training.batch_size": 64},
+    "cosine with one step": {"optimizer.schedule": "cosine", "optimizer.num_warmup_steps": 39},
+    "linear with a floor": {"optimizer.schedule": "linear", "optimizer.min_lr_fraction": 0.5},
+    "one token for the prompt": {"rollout.max_output_tokens": 511},
+    "one token for the end": {"rollout.min_output_tokens": 7},
+    "last seed": {"evaluation.seeds": [2**31 - 1], "evaluation.instances": 1},
+    "16 bits under an adapter": {**LORA, "model.dtype": "bfloat16"},
+    "4 bits": {"model.trainer_mode": "qlora", "training.lora": {"r": 4}},
+    "just a narrow clip": {"loss.clip_low": 0.049, "loss.clip_high": 0.049},
+    "a wide clip that is meant": {"loss.clip_low": 0.2, "algorithm.acknowledge": ["wide_clip"]},
+    "a wide clip on a token": {**GRPO, "loss.clip_low": 0.5},
+    "lengths that are meant": {"loss.aggregation": "bnpo", "algorithm.acknowledge": ["length_weighting"]},
+    "lengths with a token ratio": {**GRPO, "loss.aggregation": "dapo"},
+    "turns weigh one each": {"loss.aggregation": "turn-mean-token-mean"},
+    "the paper's by its other name": {"loss.aggregation": "grpo"},
+    "scored truncation": {"rollout.top_p": 0.9, "training.score_truncated": True},
+    "bias that is meant": {"rollout.top_k": 20, "algorithm.acknowledge": ["truncated_sampling"]},
+    "dual clip outside": {**GRPO, "loss.dual_clip": 1.28},
+    "reference by itself": {"advantages.kl_shaping_coef": 0.1, "reference.placement": "shared"},
+    "a copy that follows": {"loss.kl_coef": 0.1, "reference.update_every_n_iters": 3},
+    "an adapter that follows": {
+        **LORA, "loss.kl_coef": 0.1, "reference": {"source": "adapter", "update_every_n_iters": 3}
+    },
+    "group of one without baseline": {"training.group_size": 1, "advantages.baseline": "none"},
+    "group of one against the batch": {"training.group_size": 1, "advantages.baseline": "batch"},
+    "dynamic sampling": {"training.constant_groups": "refill", "training.max_refill_rounds": 2},
+    "penalised": {"rewards.overlong": "penalize", "rewards.overlong_penalty": 0.5},
+    "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1, "rewards.kl_horizon": 10},
+    "switched off": {"training.step_rewards_enabled": False, "training.step_rewards_mode": "off"},
+    "decisions": {**DECISIONS, "training.step_rewards_beta": 0.1, "training.event_rewards_kind": "absolute"},
+    "mask with both thresholds": {"correction": {"level": "turn", "mode": "mask", "low": 0.2, "high": 3.0}},
+    "ppo with two steps": {"algorithm.method": "ppo", "training.batch_size": 32},
+    "ppo with two epochs": {"algorithm.method": "ppo", "training.batch_size": 64, "training.update_epochs": 2},
+    "as long as evaluation": {"training.max_turns": 8},
+    "said twice alike": {"rollout.policy_config": {"max_tokens": 8}},
+    "another run": {"model.base": ..., "model.source": "ft:other"},
+    "split that adds up": SPLIT,
+    "reference of its own": DEDICATED,
+    "one GPU": {"compute": {"gpu_count": 1, "gpu_type": "H200"}, "model.device": "cuda"},
+    "no GPU": {"compute": {"gpu_count": 0}, "model.device": "cpu"},
+    "sent weights": {"vllm": {}, "training.weight_sync": {"verify_every_k": 3}, "training.weight_sync_interval": 2},
+    "shared weights as the hosted trainer says it": {
+        "training.weight_sync": {
+            "enable": True, "targets": ["policy"], "mode": "direct", "direct": True, "verify_every_k": 0
+        }
+    },
+    "two sinks": {"tracking": {"report_to": ["wandb", "tensorboard"], "wandb_project": "p", "run_name": "r"}},
+    "a judge": {"judge": {**JUDGE, "reward_blend": {"env": 0.0, "event": 0.4, "outcome": 0.6}}},
+    "a judge that is off": {"judge": {"options": {"event": True, "tracks": ["a"], "weights": {"a": 1.0}}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_just_inside_every_contradiction_is_fine(name: str, make: Make) -> None:
+    assert make(ALLOWED[name])
+
+
+def test_two_rules_may_speak_about_one_file(problems: Problems) -> None:
+    lines = problems({"loss.unit": "token", "training.batch_size": 24, "evaluation.instances": 3,
+                      "evaluation.seeds": "0:4"})  # fmt: skip
+    assert [line.split(":")[0] for line in lines] == ["training.batch_size", "evaluation.instances", "loss.unit"]

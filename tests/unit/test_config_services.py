@@ -1,0 +1,151 @@
+"""Machinery that this version does not have: its settings are checked, and a run with them is refused with a list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_gym import build
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import missing_machinery, refuse_to_run
+from gspo_gym.errors import ConfigError
+from gspo_gym.models import load_policy
+from gspo_gym.train import run_training
+
+Make = Callable[[dict[str, Any]], RunConfig]
+
+EVERYTHING: dict[str, Any] = {
+    "services": {"task_url": "http://localhost:8001/", "judge_url": "http://localhost:8002"},
+    "compute": {"gpu_count": 4, "gpu_type": "H100", "nodes": 1},
+    "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 1},
+    "vllm": {"max_model_len": 1024},
+    "reference": {"placement": "dedicated"},
+    "loss": {"kl_coef": 0.01},
+    "judge": {
+        "enabled": True,
+        "options": {"event": True, "provider": "openai", "model": "m"},
+        "reward_blend": {"event": 0.5},
+    },
+}
+
+
+def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
+    config = make(EVERYTHING)
+    with pytest.raises(ConfigError) as caught:
+        refuse_to_run(config.sections)
+    assert str(caught.value).splitlines() == [
+        "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
+        "process:",
+        "  services.task_url: episodes are played by environments in this process, not by task apps",
+        "  services.judge_url: there is no judge",
+        "  compute.gpu_count = 4: training takes 0 GPUs or 1",
+        "  [topology]: generating and learning share one device",
+        '  [vllm]: there is no vLLM engine; rollout.engine = "local" generates in this process',
+        '  reference.placement = "dedicated": there is no scoring server; "shared" scores in this process',
+        "  judge.enabled: there is no judge",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"services": {"task_url": "https://x.org"}}, "services.task_url"),
+        ({"services": {"judge_url": "https://x.org"}}, "services.judge_url"),
+        ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2"),
+        ({"compute": {"gpu_count": 1, "nodes": 2}}, "compute.nodes = 2"),
+        ({"vllm": {}}, "[vllm]"),
+        ({"rollout.engine": "vllm"}, "rollout.engine"),
+        ({"reference": {"placement": "dedicated"}, "loss.kl_coef": 0.1}, "reference.placement"),
+        ({"judge": EVERYTHING["judge"]}, "judge.enabled"),
+    ],
+)
+def test_each_of_them_alone_is_refused_before_anything_is_built(
+    changes: dict[str, Any], named: str, make: Make, tmp_path: Path
+) -> None:
+    config = make({**changes, "run.folder": str(tmp_path / "runs"), "model.base": "no/such-model"})
+    (line,) = missing_machinery(config.sections)
+    assert line.startswith(named)
+    with pytest.raises(ConfigError, match="asks for what this version does not have"):
+        run_training(config)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"services": {}},
+        {"compute": {"gpu_count": 0}},
+        {"compute": {"gpu_count": 1}},
+        {"judge": {"options": {"event": True}}},
+        {"loss.kl_coef": 0.1},
+    ],
+)
+def test_what_this_version_has_is_not_refused(changes: dict[str, Any], make: Make) -> None:
+    config = make(changes)
+    assert missing_machinery(config.sections) == []
+    refuse_to_run(config.sections)
+
+
+def test_an_evaluation_is_refused_as_well(make: Make) -> None:
+    with pytest.raises(ConfigError, match="there is no vLLM engine"):
+        build.build_player(make({"vllm": {}}), load_policy("tiny:qwen3-64"))
+
+
+def test_a_url_loses_its_last_slash(make: Make) -> None:
+    services = make(EVERYTHING).services
+    assert services is not None
+    assert services.task_url == "http://localhost:8001"
+
+
+def test_no_gpu_is_the_processor_although_there_may_be_gpus(make: Make) -> None:
+    assert build.device_of(make({"compute": {"gpu_count": 0}})) == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_one_gpu_is_an_error_where_there_is_none(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"compute\.gpu_count: expected a CUDA device, and torch sees none here"):
+        build.device_of(make({"compute": {"gpu_count": 1}}))
+    with pytest.raises(ConfigError, match=r"model\.device: expected a CUDA device, and torch sees none here"):
+        build.device_of(make({"model.device": "cuda"}))
+
+
+def test_another_gpu_than_the_one_that_is_named_is_an_error() -> None:
+    build.require_gpu_type("h100", "NVIDIA H100 80GB HBM3")
+    with pytest.raises(ConfigError, match=r"compute\.gpu_type: expected 'A100', but the device here is 'NVIDIA H200'"):
+        build.require_gpu_type("A100", "NVIDIA H200")
+
+
+def test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names(make: Make, tmp_path: Path) -> None:
+    for step in (10, 20):
+        folder = tmp_path / "earlier" / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "earlier" / "checkpoints" / "step_000030").mkdir()  # was never completed
+    checkpoints = tmp_path / "earlier" / "checkpoints"
+
+    def name(source: str) -> str:
+        return build.model_name(make({"run.folder": str(tmp_path), "model.base": ..., "model.source": source}))
+
+    assert name("ft:earlier") == name("earlier") == name("rl:earlier") == str(checkpoints / "step_000020")
+    assert name("peft:earlier:step_000010") == str(checkpoints / "step_000010")
+    with pytest.raises(ConfigError, match=r"model\.source: 'ft:earlier:step_000030': .* are step_000010, step_000020"):
+        name("ft:earlier:step_000030")
+    with pytest.raises(ConfigError, match=r"model\.source: 'never': expected a checkpoint in .*; there is none"):
+        name("never")
+
+
+def test_the_policy_is_asked_as_the_policy_config_says(make: Make) -> None:
+    said = {"system_prompt": "Be brief.", "chat_template_kwargs": {"enable_thinking": False}}
+    config = make({"rollout.policy_config": said})
+    player = build.build_player(config, build.build_policy(config))
+    try:
+        assert player.renderers.system_prompt == "Be brief."
+        assert player.renderers._template_kwargs == {"enable_thinking": False}
+    finally:
+        asyncio.run(player.engine.close())

@@ -1,0 +1,569 @@
+"""The doctor: every check on both sides of its threshold, what a run's folder tells it, and what it prints.
+
+The runs are made up, of 40 steps with the same values (so that the windows, the first and the last ten, have them as
+their means) unless a test is about a change; the end trains a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_gym import doctor_checks as checks
+from gspo_gym import doctor_checks_play as play
+from gspo_gym.cli import main
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.doctor import diagnose, read_run, report_text
+from gspo_gym.doctor_view import Finding, RunView
+from gspo_gym.errors import ConfigError
+from gspo_gym.recording import EVENTS, METRICS, RunRecorder
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
+from gspo_gym.train import run_training
+from gspo_gym.types import Outcome
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG: dict[str, dict[str, Any]] = {
+    "rollout": {"episodes_per_batch": 128, "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256},
+    "training": {"batch_size": 32, "update_epochs": 1, "group_size": 8, "learning_rate": 2e-3},
+    "loss": {"unit": "trajectory", "clip_low": 3e-3, "clip_high": 4e-3},
+    "optimizer": {"max_grad_norm": 1.0},
+    "limits": {"step_timeout_seconds": 30.0},
+}
+
+
+def configured(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    sections = {name: dict(section) for name, section in CONFIG.items()}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
+
+
+def a_run(
+    metrics: Mapping[str, float | Sequence[float]], settings: Mapping[str, Any] | None = None, **fields: Any
+) -> RunView:
+    """40 steps; a metric is one number for all of them, or a list of 40."""
+    lines = [
+        {
+            "step": step,
+            **{name: value if isinstance(value, int | float) else value[step - 1] for name, value in metrics.items()},
+        }
+        for step in range(1, 41)
+    ]
+    return RunView(config=configured(settings or {}), metrics=lines, **fields)
+
+
+def quarters(first: float, last: float) -> list[float]:
+    """40 values: 20 times the first and 20 times the last, so that each window sees one of them."""
+    return [first] * 20 + [last] * 20
+
+
+def only(found: Finding | list[Finding] | None) -> Finding:
+    assert found
+    if isinstance(found, list):
+        (finding,) = found
+        return finding
+    return found
+
+
+# name, check, metrics and settings that it is silent about, metrics and settings that it reports, severity, key
+CASES: list[
+    tuple[checks.Check, tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]], str, str]
+] = [
+    (
+        checks.ratio_is_constant,
+        ({"ratio/is_constant": quarters(1, 0)}, {}),
+        ({"ratio/is_constant": 1}, {}),
+        "warning",
+        "training.batch_size",
+    ),
+    (  # half of the smaller clip, 3e-3, is 1.5e-3
+        checks.noise_reaches_the_clip,
+        ({"ratio/noise_floor": 1.4e-3}, {}),
+        ({"ratio/noise_floor": 1.6e-3}, {}),
+        "serious",
+        "model.dtype",
+    ),
+    (
+        checks.noise_reaches_the_clip,
+        ({"ratio/noise_clip_fraction": 0.09, "ratio/predicted_noise": 2e-3}, {}),
+        ({"ratio/noise_clip_fraction": 0.11, "ratio/predicted_noise": 2e-3}, {}),
+        "note",
+        "correction.old_logprobs",
+    ),
+    (
+        checks.noise_reaches_the_clip,
+        ({"ratio/noise_clip_fraction": 0.09, "ratio/predicted_noise": 2e-3}, {"correction.old_logprobs": "rollout"}),
+        ({"ratio/noise_clip_fraction": 0.11, "ratio/predicted_noise": 2e-3}, {"correction.old_logprobs": "rollout"}),
+        "serious",
+        "correction.old_logprobs",
+    ),
+    (
+        checks.clips_too_much,
+        ({"clip/low_fraction": 0.3, "clip/high_fraction": 0.29}, {}),
+        ({"clip/low_fraction": 0.3, "clip/high_fraction": 0.31}, {}),
+        "warning",
+        "loss.clip_low",
+    ),
+    (
+        checks.clips_too_much,
+        ({"clip/low_fraction": 0.1, "clip/high_fraction": 0.09}, {"loss.unit": "token"}),
+        ({"clip/low_fraction": 0.1, "clip/high_fraction": 0.11}, {"loss.unit": "token"}),
+        "warning",
+        "loss.clip_low",
+    ),
+    (
+        checks.clips_nothing,
+        ({"clip/low_fraction": 6e-4, "clip/high_fraction": 6e-4, "ratio/q05": 0.999, "ratio/q95": 1.002}, {}),
+        ({"clip/low_fraction": 4e-4, "clip/high_fraction": 4e-4, "ratio/q05": 0.999, "ratio/q95": 1.002}, {}),
+        "note",
+        "loss.clip_low",
+    ),
+    (
+        checks.entropy_collapsed,
+        ({"policy/entropy": quarters(1.0, 0.11), "rollout/success_rate": 0.5}, {}),
+        ({"policy/entropy": quarters(1.0, 0.09), "rollout/success_rate": 0.5}, {}),
+        "serious",
+        "loss.entropy_coef",
+    ),
+    (  # of the last ten norms, eight or nine are above 1
+        checks.gradient_always_clipped,
+        ({"optim/grad_norm": [2.0] * 30 + [2.0] * 8 + [0.5] * 2}, {}),
+        ({"optim/grad_norm": [2.0] * 30 + [2.0] * 9 + [0.5]}, {}),
+        "warning",
+        "optimizer.max_grad_norm",
+    ),
+    (
+        checks.steps_not_finite,
+        ({"optim/num_nonfinite_steps": 0, "optim/num_steps": 4}, {}),
+        ({"optim/num_nonfinite_steps": [1] + [0] * 39, "optim/num_steps": 4}, {}),
+        "warning",
+        "training.learning_rate",
+    ),
+    (  # 8 of 160 attempted steps are 5%, 9 more
+        checks.steps_not_finite,
+        ({"optim/num_nonfinite_steps": 0, "optim/num_steps": 4}, {}),
+        ({"optim/num_nonfinite_steps": [1] * 9 + [0] * 31, "optim/num_steps": [3] * 9 + [4] * 31}, {}),
+        "serious",
+        "training.learning_rate",
+    ),
+    (
+        checks.far_from_the_reference,
+        ({"kl/ref_k3": quarters(0.0, 0.49)}, {"loss.kl_coef": 0.01}),
+        ({"kl/ref_k3": quarters(0.0, 0.51)}, {"loss.kl_coef": 0.01}),
+        "warning",
+        "loss.kl_coef",
+    ),
+    (
+        checks.far_from_the_reference,
+        ({"kl/ref_k3": quarters(0.0, 0.49)}, {"rewards.kl_coef": 0.01}),
+        ({"kl/ref_k3": quarters(0.0, 0.51)}, {"rewards.kl_coef": 0.01}),
+        "warning",
+        "rewards.kl_coef",
+    ),
+    (
+        checks.engine_differs_from_learner,
+        ({"kl/rollout_k3": 0.9e-3}, {}),
+        ({"kl/rollout_k3": 1.1e-3}, {}),
+        "warning",
+        "correction.level",
+    ),
+    (  # three times what it was
+        checks.engine_differs_from_learner,
+        ({"kl/rollout_k3": quarters(1e-4, 2.9e-4)}, {}),
+        ({"kl/rollout_k3": quarters(1e-4, 3.1e-4)}, {}),
+        "warning",
+        "correction.level",
+    ),
+    (
+        checks.engine_differs_from_learner,
+        ({"kl/rollout_k3": quarters(1e-8, 9e-5)}, {}),
+        ({"kl/rollout_k3": 1.1e-2}, {}),
+        "serious",
+        "correction.level",
+    ),
+    (
+        checks.engine_differs_from_learner,
+        ({"kl/rollout_k3": 0.9e-3}, {"correction.level": "token"}),
+        ({"kl/rollout_k3": 1.1e-2}, {"correction.level": "token"}),
+        "warning",
+        "model.dtype",
+    ),
+    (
+        checks.few_effective_samples,
+        ({"correction/effective_sample_fraction": 0.51}, {}),
+        ({"correction/effective_sample_fraction": 0.49}, {}),
+        "warning",
+        "correction.high",
+    ),
+    (
+        checks.few_effective_samples,
+        ({"correction/masked_fraction": 0.1, "correction/off_policy_fraction": 0.09}, {}),
+        ({"correction/masked_fraction": 0.1, "correction/off_policy_fraction": 0.11}, {}),
+        "warning",
+        "correction.mode",
+    ),
+    (
+        play.groups_are_constant,
+        ({"batch/constant_group_fraction": 0.49, "rollout/success_rate": 0.05}, {}),
+        ({"batch/constant_group_fraction": 0.51, "rollout/success_rate": 0.05}, {}),
+        "warning",
+        "training.constant_groups",
+    ),
+    (
+        play.groups_are_constant,
+        ({"batch/constant_group_fraction": 0.49}, {}),
+        ({"batch/constant_group_fraction": 1.0}, {}),
+        "serious",
+        "training.constant_groups",
+    ),
+    (
+        play.groups_are_constant,
+        ({"batch/constant_group_fraction": 0.49, "rollout/success_rate": 0.95}, {}),
+        ({"batch/constant_group_fraction": 1.0, "rollout/success_rate": 0.95}, {}),
+        "note",
+        "training.stop_at_success_rate",
+    ),
+    (
+        play.groups_are_constant,
+        ({"batch/constant_group_fraction": 0.49}, {"training.constant_groups": "refill"}),
+        ({"batch/constant_group_fraction": 0.51}, {"training.constant_groups": "refill"}),
+        "warning",
+        "rollout.env_config",
+    ),
+    (
+        play.episodes_are_cut_off,
+        ({"rollout/max_turns_fraction": 0.19}, {}),
+        ({"rollout/max_turns_fraction": 0.21}, {}),
+        "warning",
+        "rollout.max_turns",
+    ),
+    (
+        play.episodes_are_cut_off,
+        ({"rollout/context_overflow_fraction": 0.04}, {}),
+        ({"rollout/context_overflow_fraction": 0.06}, {}),
+        "warning",
+        "rollout.max_model_len",
+    ),
+    (
+        play.episodes_are_cut_off,
+        ({"rollout/max_output_tokens_fraction": 0.19}, {}),
+        ({"rollout/max_output_tokens_fraction": 0.21}, {}),
+        "warning",
+        "rollout.max_output_tokens",
+    ),
+    (
+        play.answers_do_not_parse,
+        ({"rollout/parse_failure_fraction": 0.09, "rollout/max_output_tokens_fraction": 0.0}, {}),
+        ({"rollout/parse_failure_fraction": 0.11, "rollout/max_output_tokens_fraction": 0.0}, {}),
+        "warning",
+        "warmup.num_epochs",
+    ),
+    (
+        play.answers_do_not_parse,
+        ({"rollout/parse_failure_fraction": 0.09, "rollout/max_output_tokens_fraction": 0.1}, {}),
+        ({"rollout/parse_failure_fraction": 0.11, "rollout/max_output_tokens_fraction": 0.1}, {}),
+        "warning",
+        "rollout.max_output_tokens",
+    ),
+    (
+        play.padding_is_high,
+        ({"batch/padding_fraction": 0.49}, {}),
+        ({"batch/padding_fraction": 0.51}, {}),
+        "note",
+        "training.max_tokens_per_microbatch",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "fine", "wrong", "severity", "key"), CASES, ids=[f"{c[0].__name__}-{i}" for i, c in enumerate(CASES)]
+)
+def test_each_check_is_silent_below_its_threshold_and_speaks_above(check, fine, wrong, severity, key):
+    assert not check(a_run(*fine))
+    finding = only(check(a_run(*wrong)))
+    assert (finding.severity, finding.key, finding.check) == (severity, key, check.__name__)
+
+
+@pytest.mark.parametrize("check", [*checks.CHECKS, *play.CHECKS])
+def test_each_check_is_silent_about_metrics_that_the_run_has_not(check):
+    assert not check(a_run({}))
+    assert not check(RunView(config={}))
+
+
+def test_every_check_has_its_thresholds_tested():
+    tested = {case[0] for case in CASES}
+    # these are about status, trends and events, and have tests of their own below
+    others = {
+        play.run_failed, play.reward_does_not_rise, play.evaluation_fell, play.evaluation_does_not_improve,
+        play.infrastructure_fails, play.sink_failed,
+    }  # fmt: skip
+    assert tested | others == {*checks.CHECKS, *play.CHECKS}
+
+
+def test_a_noise_floor_with_the_engines_own_logprobs_is_the_engines_and_not_of_scoring_twice():
+    run = a_run({"ratio/noise_floor": 1.0}, {"correction.old_logprobs": "rollout"})
+    assert checks.noise_reaches_the_clip(run) is None
+
+
+def test_advice_on_a_constant_ratio_is_a_quarter_of_the_batch():
+    finding = only(checks.ratio_is_constant(a_run({"ratio/is_constant": 1}, {"training.batch_size": 128})))
+    assert "128 episodes a batch, 128 a step, 1 pass" in finding.evidence
+    assert "set it to 32" in finding.suggestion  # 128 / 4
+
+
+def test_a_clip_that_binds_too_often_is_widened_and_the_ratios_are_shown():
+    metrics = {"clip/low_fraction": 0.4, "clip/high_fraction": 0.4, "ratio/q05": 0.95, "ratio/q95": 1.05}
+    finding = only(checks.clips_too_much(a_run(metrics)))
+    assert "80% of the trained tokens in steps 31 to 40" in finding.evidence
+    assert "between 0.9500 and 1.0500" in finding.evidence
+    assert "widen it to 0.009, and loss.clip_high to 0.012" in finding.suggestion  # 3 x 3e-3, 3 x 4e-3
+
+
+def test_a_clip_that_never_binds_is_not_reported_where_it_cannot_or_need_not():
+    metrics = {"clip/low_fraction": 0.0, "clip/high_fraction": 0.0, "ratio/q05": 1.0, "ratio/q95": 1.0}
+    assert checks.clips_nothing(a_run(metrics)) is not None
+    assert checks.clips_nothing(a_run({**metrics, "ratio/is_constant": 1})) is None  # another finding says why
+    assert checks.clips_nothing(a_run(metrics, {"loss.unit": "token"})) is None  # 0.13% is the rule there
+
+
+def test_an_entropy_that_falls_because_the_task_is_learned_is_fine():
+    entropy = {"policy/entropy": quarters(1.0, 0.01)}
+    assert checks.entropy_collapsed(a_run({**entropy, "rollout/success_rate": 0.91})) is None
+    assert checks.entropy_collapsed(a_run({**entropy, "rollout/success_rate": 0.89})) is not None
+
+
+def test_values_that_were_not_finite_are_left_out_of_a_window():
+    run = RunView(config={}, metrics=[{"step": 1, "loss/total": None}, {"step": 2, "loss/total": 3.0}])
+    window = run.all("loss/total")
+    assert window is not None
+    assert (window.values, window.steps) == ((3.0,), "step 2")
+    assert run.all("kl/ref_k3") is None
+
+
+def test_a_window_is_a_quarter_of_the_run_and_at_least_ten_lines():
+    run = RunView(config={}, metrics=[{"step": step, "loss/total": 0.0} for step in range(1, 101)])
+    windows = run.early("loss/total"), run.recent("loss/total")
+    assert [window and window.steps for window in windows] == ["steps 1 to 25", "steps 76 to 100"]
+    short = RunView(config={}, metrics=run.metrics[:12])
+    windows = short.early("loss/total"), short.recent("loss/total")
+    assert [window and window.steps for window in windows] == ["steps 1 to 10", "steps 3 to 12"]
+
+
+def with_noise(start: float, slope: float, num_steps: int = 40) -> list[dict[str, Any]]:
+    """Rewards on a line, plus and minus 0.1 by turns."""
+    return [
+        {"step": step, "rollout/reward_mean": start + slope * step + 0.1 * (-1) ** step}
+        for step in range(1, num_steps + 1)
+    ]
+
+
+def test_a_flat_reward_is_told_from_a_rising_and_from_a_falling_one():
+    # thirds of 13 steps, noise of standard deviation 0.1: the error of the gain is about sqrt(2 x 0.01 / 13) = 0.04,
+    # and twice that 0.08; the thirds' middles are 27 steps apart
+    def check(slope: float) -> Finding | None:
+        found = play.reward_does_not_rise(RunView(config=CONFIG, metrics=with_noise(0.2, slope)))
+        assert not isinstance(found, list)
+        return found
+
+    assert check(0.10 / 27) is None
+    flat, falling = only(check(0.04 / 27)), only(check(-0.12 / 27))
+    assert "not risen" in flat.problem
+    assert "try 0.006" in flat.suggestion  # 3 x 2e-3
+    assert "fallen" in falling.problem
+    assert "lower it to 0.001" in falling.suggestion  # 2e-3 / 2
+
+
+def test_a_flat_reward_is_no_news_in_a_short_run_or_at_the_top():
+    assert play.reward_does_not_rise(RunView(config=CONFIG, metrics=with_noise(0.2, 0.0, num_steps=29))) is None
+    assert play.reward_does_not_rise(RunView(config=CONFIG, metrics=with_noise(0.2, 0.0, num_steps=30))) is not None
+    at_the_top = [line | {"rollout/success_rate": 0.95} for line in with_noise(0.9, 0.0)]
+    assert play.reward_does_not_rise(RunView(config=CONFIG, metrics=at_the_top)) is None
+
+
+def evaluations(*scores: tuple[float, float, float], name: str = "success") -> list[dict[str, Any]]:
+    """Evaluation events at steps 0, 20, 40, ... with these (value, low, high)."""
+    keys = ("success_rate", "success_interval") if name == "success" else ("mean_return", "mean_return_interval")
+    return [
+        {"kind": "evaluation", "step": 20 * i, "data": {keys[0]: value, keys[1]: [low, high]}}
+        for i, (value, low, high) in enumerate(scores)
+    ]
+
+
+@pytest.mark.parametrize("name", ["success", "mean_return"])
+def test_an_evaluation_that_fell_is_one_whose_interval_lies_below_the_best_ones(name):
+    good, overlapping, below = (0.9, 0.85, 0.93), (0.8, 0.74, 0.86), (0.7, 0.63, 0.76)
+    assert play.evaluation_fell(a_run({}, events=evaluations(good, overlapping, name=name))) is None
+    finding = only(play.evaluation_fell(a_run({}, events=evaluations(good, below, name=name))))
+    assert finding.severity == "serious"
+    assert "0.900 at step 0 (0.850 to 0.930) against" in finding.evidence
+    assert "lower it to 0.001" in finding.suggestion
+
+
+def test_evaluations_that_do_not_improve_are_those_whose_best_interval_holds_the_first_score():
+    first, same, better = (0.4, 0.33, 0.47), (0.45, 0.38, 0.52), (0.5, 0.41, 0.57)
+    assert play.evaluation_does_not_improve(a_run({}, events=evaluations(first, same, same))) is not None
+    assert play.evaluation_does_not_improve(a_run({}, events=evaluations(first, same, better))) is None
+    assert play.evaluation_does_not_improve(a_run({}, events=evaluations(first, same))) is None  # too few
+    at_the_top = (0.95, 0.91, 0.97)
+    assert play.evaluation_does_not_improve(a_run({}, events=evaluations(at_the_top, at_the_top, at_the_top))) is None
+
+
+def test_failures_are_told_apart_and_graded_by_their_share_of_all_attempts():
+    outcomes = {"terminated": 90, "env_error": 4, "env_timeout": 6}
+    finding = only(
+        play.infrastructure_fails(a_run({}, outcomes=outcomes, reasons={"env_timeout": "no answer in 30 s"}))
+    )
+    assert (finding.severity, finding.key) == ("warning", "limits.step_timeout_seconds")
+    assert finding.evidence == "6 of 100 attempts (6%); most often: no answer in 30 s"
+    assert play.infrastructure_fails(a_run({}, outcomes={"terminated": 95, "env_error": 5})) == []
+    serious = only(play.infrastructure_fails(a_run({}, outcomes={"terminated": 74, "env_error": 26})))
+    assert (serious.severity, serious.key) == ("serious", "rollout.env_name")
+
+
+def test_a_run_that_failed_is_serious_and_one_that_goes_on_is_not():
+    severities = {status: play.run_failed(a_run({}, status=status)) for status in ("failed", "interrupted", None)}
+    assert {status: only(found).severity for status, found in severities.items()} == {
+        "failed": "serious",
+        "interrupted": "note",
+        None: "note",
+    }
+    assert play.run_failed(a_run({}, status="completed")) is None
+
+
+def test_a_sink_that_failed_is_named():
+    event = {"kind": "sink_failed", "step": 7, "data": {"sink": "wandb", "error": "ConnectionError('down')"}}
+    finding = only(play.sink_failed(a_run({}, events=[event])))
+    assert (finding.severity, finding.evidence) == ("note", "step 7: ConnectionError('down')")
+
+
+def test_findings_come_with_the_worst_first():
+    run = a_run({"batch/padding_fraction": 0.9, "ratio/is_constant": 1, "kl/rollout_k3": 1.0})
+    assert [finding.severity for finding in diagnose(run)] == ["serious", "warning", "note"]
+
+
+def texts_of(pattern: str) -> set[str]:
+    """Quoted texts of this form in the doctor's code."""
+    code = "".join(path.read_text() for path in (ROOT / "gspo_gym").glob("doctor*.py"))
+    return set(re.findall(rf'["`]({pattern})["`]', code))
+
+
+def test_every_metric_and_event_that_is_looked_at_exists():
+    names = texts_of(r"[a-z]+/[a-z0-9_]+")
+    assert len(names) > 20
+    assert names <= set(METRICS)
+    assert set(re.findall(r'events_of\("(\w+)"\)', (ROOT / "gspo_gym/doctor_checks_play.py").read_text())) <= set(
+        EVENTS
+    )
+
+
+def test_every_key_that_is_named_exists():
+    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    known = {
+        f"{name}.{key}"
+        for name, annotation in sections.items()
+        for model in (annotation, *getattr(annotation, "__args__", ()))  # an optional section is X | None
+        for key in getattr(model, "model_fields", {})
+    }
+    code = "".join(path.read_text() for path in (ROOT / "gspo_gym").glob("doctor*.py"))
+    texts = " ".join(re.findall(r'"[^"\n]*"', code))  # quoted ones
+    named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+\b", texts)
+    keys = {key for key in named if not key.startswith("run.")}  # `run` is a variable there, in f-strings too
+    assert len(keys) > 20
+    assert keys <= known
+
+
+def test_the_report_names_problem_evidence_and_key_with_its_present_value():
+    run = a_run({"batch/padding_fraction": 0.9}, {"training.max_tokens_per_microbatch": 4096})
+    text = " ".join(report_text(Path("runs/x"), run, diagnose(run)).split())
+    assert text.startswith("runs/x: 40 steps; findings: 1 note. NOTE More than half")
+    assert "seen: batch/padding_fraction is 90% in steps 31 to 40" in text
+    assert "key: training.max_tokens_per_microbatch (now 4096): lower it to 2048" in text
+
+
+def write_run(folder: Path, metrics: Mapping[str, float], *, failures: int = 0) -> None:
+    """A run's folder as a recorder and a ledger leave it: 40 steps, and as many attempts."""
+    recorder = RunRecorder.create(folder, "[training]\nlearning_rate = 0.002\n")
+    ledger = Ledger(folder / "ledger.jsonl")
+    for step in range(1, 41):
+        recorder.metrics(step, metrics)
+        ledger.dispatch(Dispatched(f"{step}", 0, "task", step, step))
+        fails = step <= failures
+        outcome = Outcome.ENV_ERROR if fails else Outcome.TERMINATED
+        kind, reason = (Disposition.DROPPED, "EnvError: boom") if fails else (Disposition.KEPT, None)
+        ledger.settle(Terminal(f"{step}", 0, outcome, kind, reason))
+    evaluation = {"step": 40}
+    recorder.summary(
+        {
+            "status": "completed", "policy_name": "policy", "steps": 40, "episodes": 40, "wall_seconds": 1.0,
+            "initial_eval": evaluation, "final_eval": evaluation, "best_eval": evaluation,
+            "sampled_tokens": 1, "trained_tokens": 1, "curve": [],
+        }
+    )  # fmt: skip
+    recorder.close()
+
+
+def test_a_clean_run_says_so_and_exits_with_0(tmp_path, capsys):
+    write_run(tmp_path / "run", {"policy/entropy": 1.0})
+    assert main(["doctor", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run'}: 40 steps, and nothing is wrong.\n"
+
+
+def test_something_serious_exits_with_1_and_json_says_the_same(tmp_path, capsys):
+    write_run(tmp_path, {"rollout/reward_mean": 0.5, "batch/padding_fraction": 0.6}, failures=11)
+    assert main(["doctor", str(tmp_path), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["is_healthy"]) == (40, False)
+    found = {finding["check"]: finding for finding in report["findings"]}
+    assert set(found) == {"reward_does_not_rise", "infrastructure_fails", "padding_is_high"}
+    assert found["infrastructure_fails"]["evidence"] == "11 of 40 attempts (28%); most often: EnvError: boom"
+    assert set(found["padding_is_high"]) == {"severity", "check", "problem", "evidence", "key", "suggestion"}
+
+
+def test_notes_and_warnings_alone_exit_with_0(tmp_path):
+    write_run(tmp_path, {"batch/padding_fraction": 0.6, "ratio/is_constant": 1})
+    assert main(["doctor", str(tmp_path)]) == 0
+
+
+def test_a_folder_without_a_run_is_the_callers_mistake(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "expected the folder of a run" in capsys.readouterr().err
+    (tmp_path / "config.toml").write_text("= =")
+    with pytest.raises(ConfigError, match=r"config\.toml: cannot be read as TOML"):
+        read_run(tmp_path)
+
+
+def test_a_run_of_one_step_a_batch_is_told_that_its_ratio_is_1(tmp_path, capsys):
+    config = RunConfig.from_dict(
+        {
+            "run": {"folder": str(tmp_path)},
+            "algorithm": {"variety": "gspo_token"},
+            "model": {"base": "tiny:qwen3-64", "label": "single"},
+            "rollout": {
+                "env_name": "GuessNumber",
+                "max_turns": 4,
+                "max_output_tokens": 3,
+                "max_model_len": 256,
+                "episodes_per_batch": 8,
+            },
+            "training": {"iterations_per_epoch": 2, "group_size": 4, "batch_size": 8, "learning_rate": 1e-3},
+            "evaluation": {"seeds": "0:4"},
+            "warmup": {
+                "num_episodes": 64,
+                "num_epochs": 3,
+                "batch_size": 8,
+                "learning_rate": 3e-3,
+            },  # some answers are numbers
+        }
+    )
+    run_training(config)
+    main(["doctor", str(tmp_path / "single"), "--json"])
+    findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert findings["ratio_is_constant"]["key"] == "training.batch_size"
+    assert "run_failed" not in findings

@@ -1,0 +1,264 @@
+"""What sinks show of a run, and that none of them can end it.
+
+TensorBoard is read back from its own event files. W&B, which few machines have, is stood in for by a module with the
+five calls that are made of it; where it is installed, its offline mode is run, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.recording import RunRecorder, read_events, read_metrics
+from gspo_gym.recording_sinks import Sink, open_sinks
+
+CONFIG = {"run": {"seed": 3}, "training": {"learning_rate": 1e-3}}
+
+
+def open_them(report_to: list[str], folder: Path, **changes: Any) -> list[Sink]:
+    arguments = {"project": None, "tags": ("a", "b"), "run_name": "quickstart", "config": CONFIG} | changes
+    return open_sinks(report_to, folder=folder, **arguments)
+
+
+class ListSink:
+    """Remembers what it is given; from the `fails_at`-th call on it raises, as a service that went away does."""
+
+    name = "list"
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+        self.num_closed = 0
+        self._fails_at = fails_at
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._fails_at is not None and len(self.calls) + 1 >= self._fails_at:
+            raise ConnectionError("the service is down")
+        self.calls.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class FakeRun:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.id = arguments["id"] or "id-of-the-service"
+        self.rows: list[dict[str, Any]] = []
+        self.step_metrics: dict[str, str] = {}
+        self.is_finished = False
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.step_metrics[name] = step_metric
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+class FakeWandb(ModuleType):
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.errors = ModuleType("wandb.errors")
+        self.errors.Error = type("Error", (Exception,), {})
+        self.runs: list[FakeRun] = []
+        self.refusal: str | None = None
+
+    def init(self, **arguments: Any) -> FakeRun:
+        if self.refusal is not None:
+            raise self.errors.Error(self.refusal)
+        self.runs.append(FakeRun(arguments))
+        return self.runs[-1]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: name -> (step, value), in the order of the file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return {
+        name: [(event.step, event.value) for event in accumulator.Scalars(name)]
+        for name in accumulator.Tags()["scalars"]
+    }
+
+
+def record_two_steps(recorder: RunRecorder) -> None:
+    """Metrics of steps 1 and 2, of which one is not finite, and the evaluation after step 2."""
+    recorder.metrics(1, {"rollout/reward_mean": 0.25, "reward/found": 0.5})
+    recorder.metrics(2, {"rollout/reward_mean": 0.75, "loss/total": float("nan")})
+    recorder.event(
+        "evaluation",
+        2,
+        {"env_id": "Guess", "success_rate": 0.5, "mean_return": None, "mean_turns": 3.0, "num_episodes": 4, "rows": []},
+    )
+
+
+EXPECTED_ROWS = [
+    (1, {"rollout/reward_mean": 0.25, "reward/found": 0.5}),
+    (2, {"rollout/reward_mean": 0.75}),  # a NaN is in the folder's events, and is no point of a curve
+    (2, {"evaluation/success_rate": 0.5, "evaluation/mean_turns": 3.0, "evaluation/num_episodes": 4.0}),
+]
+
+
+def test_metrics_and_evaluations_reach_every_sink_in_order(tmp_path: Path) -> None:
+    first, second = ListSink(), ListSink()
+    recorder = RunRecorder.create(tmp_path, "", sinks=[first, second])
+    record_two_steps(recorder)
+    recorder.close()
+    recorder.close()
+    assert first.calls == EXPECTED_ROWS == second.calls
+    assert (first.num_closed, second.num_closed) == (1, 1)
+
+
+def test_a_sink_that_fails_is_reported_once_and_nothing_else_stops(tmp_path: Path) -> None:
+    broken, sound = ListSink(fails_at=2), ListSink()
+    recorder = RunRecorder.create(tmp_path, "", sinks=[broken, sound])
+    record_two_steps(recorder)
+    recorder.close()
+    assert broken.calls == EXPECTED_ROWS[:1]
+    assert broken.num_closed == 0
+    assert sound.calls == EXPECTED_ROWS
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    reports = [line for line in read_events(tmp_path) if line["kind"] == "sink_failed"]
+    assert [(line["step"], line["data"]) for line in reports] == [
+        (2, {"sink": "list", "error": "ConnectionError('the service is down')"})
+    ]
+
+
+def test_a_sink_that_cannot_close_is_reported_too(tmp_path: Path) -> None:
+    sink = ListSink()
+    sink.close = lambda: (_ for _ in ()).throw(OSError("disk full"))  # type: ignore[method-assign]
+    recorder = RunRecorder.create(tmp_path, "", sinks=[sink])
+    recorder.close()
+    assert read_events(tmp_path)[-1]["data"] == {"sink": "list", "error": "OSError('disk full')"}
+
+
+def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
+    recorder = RunRecorder.create(tmp_path, "", sinks=open_them(["tensorboard"], tmp_path))
+    record_two_steps(recorder)
+    recorder.close()
+    # all of these numbers are exact in TensorBoard's float32
+    assert scalars(tmp_path) == {
+        "rollout/reward_mean": [(1, 0.25), (2, 0.75)],
+        "reward/found": [(1, 0.5)],
+        "evaluation/success_rate": [(2, 0.5)],
+        "evaluation/mean_turns": [(2, 3.0)],
+        "evaluation/num_episodes": [(2, 4.0)],
+    }
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
+    for first_step, resume_step in ((1, None), (2, 1)):
+        (sink,) = open_them(["tensorboard"], tmp_path, resume_step=resume_step)
+        for step in range(first_step, 4):
+            sink.write(step, {"loss/total": 10.0 * first_step + step})
+        sink.close()
+    # the first run's steps 2 and 3 (12 and 13) are gone
+    assert scalars(tmp_path) == {"loss/total": [(1, 11.0), (2, 22.0), (3, 23.0)]}
+
+
+def test_wandb_gets_project_tags_name_config_and_rows_by_our_step(tmp_path: Path, wandb: FakeWandb) -> None:
+    folder = tmp_path / "runs" / "label"
+    recorder = RunRecorder.create(folder, "", sinks=open_them(["wandb"], folder, project="mine"))
+    record_two_steps(recorder)
+    recorder.close()
+    (run,) = wandb.runs
+    assert run.arguments == {
+        "project": "mine",
+        "tags": ["a", "b"],
+        "name": "quickstart",
+        "config": CONFIG,
+        "dir": str(folder),
+        "id": None,
+        "resume": None,
+    }
+    assert run.rows == [{"step": step, **values} for step, values in EXPECTED_ROWS]
+    assert run.step_metrics == {"*": "step"}
+    assert run.is_finished
+
+
+def test_a_resumed_training_goes_on_in_the_same_wandb_run(tmp_path: Path, wandb: FakeWandb) -> None:
+    open_them(["wandb"], tmp_path)
+    open_them(["wandb"], tmp_path, resume_step=7)
+    first, second = wandb.runs
+    assert (first.arguments["id"], first.arguments["resume"]) == (None, None)
+    assert (second.arguments["id"], second.arguments["resume"]) == ("id-of-the-service", "allow")
+
+
+def test_the_project_has_a_default(tmp_path: Path, wandb: FakeWandb) -> None:
+    open_them(["wandb"], tmp_path)
+    assert wandb.runs[0].arguments["project"] == "gspo-gym"
+
+
+def test_a_refusal_by_wandb_says_what_to_set_and_leaves_no_event_files(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.refusal = "no API key configured"
+    with pytest.raises(ConfigError, match=r"tracking\.report_to: .*no API key configured.*WANDB_API_KEY"):
+        open_them(["tensorboard", "wandb"], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sink_that_is_open_is_closed_when_the_next_cannot_open(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", fail)
+    with pytest.raises(OSError, match="disk full"):
+        open_them(["wandb", "tensorboard"], tmp_path)
+    assert wandb.runs[0].is_finished
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_is_answered_with_its_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # what makes an import fail
+    with pytest.raises(MissingExtraError, match=rf"pip install 'gspo-gym\[{name}\]'"):
+        open_them([name], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_sink_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'tensorbord' is no sink; did you mean 'tensorboard'"):
+        open_them(["tensorbord"], tmp_path)
+
+
+def test_no_sinks_open_no_package_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert open_them([], tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_itself_keeps_an_offline_run_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "run"
+    for resume_step in (None, 2):
+        sinks = open_them(["wandb"], folder, resume_step=resume_step)
+        recorder = RunRecorder(folder, last_step=resume_step, sinks=sinks)
+        recorder.metrics(3, {"rollout/reward_mean": 0.25})
+        recorder.close()
+        assert not (folder / "events.jsonl").exists()  # no sink_failed
+    run_id = (folder / "wandb_id.txt").read_text().strip()
+    files = list((folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert {file.stem for file in files} == {f"run-{run_id}"}
+    assert all(file.stat().st_size > 0 for file in files)

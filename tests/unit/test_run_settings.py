@@ -1,0 +1,43 @@
+"""What a run is told about its policy is in what it records."""
+
+import json
+
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.recording_episodes import read_episodes
+from gspo_gym.train import run_training
+
+
+def test_a_run_records_who_played_and_what_it_was_told(tmp_path):
+    config = RunConfig.from_dict(
+        {
+            "run": {"folder": str(tmp_path)},
+            "model": {"base": "tiny:qwen3-64", "label": "told"},
+            "rollout": {
+                "env_name": "GuessNumber",
+                "policy_name": "guesser-2",
+                "policy_config": {"system_prompt": "Play well."},
+                "max_turns": 4,
+                "max_output_tokens": 3,
+                "max_model_len": 256,
+                "episodes_per_batch": 4,
+            },
+            "training": {
+                "iterations_per_epoch": 1,
+                "max_turns": 2,
+                "group_size": 2,
+                "batch_size": 4,
+                "learning_rate": 1e-3,
+            },
+            "evaluation": {"seeds": "0:2"},
+        }
+    )
+    assert run_training(config)["policy_name"] == "guesser-2"
+    folder = config.run_folder
+    assert json.loads((folder / "summary.json").read_text())["policy_name"] == "guesser-2"
+    for name in ("step_000001", "eval_000001"):
+        lines = (folder / "episodes" / f"{name}.jsonl").read_text().splitlines()
+        assert {json.loads(line)["policy_name"] for line in lines} == {"guesser-2"}
+    episodes = read_episodes(folder / "episodes" / "step_000001.jsonl")
+    assert {episode.messages[0].role for episode in episodes} == {"system"}
+    assert all(episode.messages[0].content.startswith("Play well.") for episode in episodes)
+    assert max(len(episode.turns) for episode in episodes) <= 2

@@ -1,0 +1,263 @@
+"""The loop, with a real pool and recorder and a learner that only writes down what it is given.
+
+Pinned here:
+1. with dynamic sampling the batch is full of informative groups, and what is played does not depend on concurrency;
+2. a step without an informative group takes no update, says so, and keeps the rhythm of evaluations and checkpoints;
+3. a resumed run plays and compares what an uninterrupted one would have;
+4. episodes are written as often as asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gspo_gym.env.rewards import Reward
+from gspo_gym.errors import ConfigError
+from gspo_gym.evaluation import Evaluation, EvaluationRow
+from gspo_gym.learning.batching import TrainBatch
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
+from gspo_gym.models import tiny_tokenizer
+from gspo_gym.recording import RunRecorder, read_events, read_metrics
+from gspo_gym.report.progress import QuietProgress
+from gspo_gym.rollout.actors import ActRequest
+from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.seeding import generator
+from gspo_gym.trainer import Trainer, TrainPlan, TrainState
+from gspo_gym.types import Completion, FinishReason, Outcome, Task
+
+END = 258  # <|im_end|>
+GROUP_SIZE = 3
+
+
+class Letters:
+    """One turn, worth what its letters add up to; where the seed is a multiple of `same_for`, 1 whatever is said."""
+
+    def __init__(self, task: Task, same_for: int) -> None:
+        self.is_constant = task.seed % same_for == 0
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return "letters", {}
+
+    async def step(self, action: str) -> Any:
+        await asyncio.sleep(0)
+        worth = 1.0 if self.is_constant else sum(map(ord, action)) / 1000
+        return "", Reward({"letters": worth}, events=("spoke",)), True, False, {}
+
+    async def close(self) -> None:
+        pass
+
+
+class Babbler:
+    """Says 1 to 8 letters drawn from the episode's sampling seed, after a few turns of the loop."""
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        rng = generator(request.sampling_seed, "babble", request.turn_index)
+        for _ in range(int(rng.integers(8))):
+            await asyncio.sleep(0)
+        ids = [*rng.integers(97, 123, size=int(rng.integers(1, 9))).tolist(), END]
+        return Completion(ids, [-1.0] * len(ids), FinishReason.STOP, [0] * len(ids))  # type: ignore[arg-type]
+
+    async def end_session(self, session_id: str) -> None:
+        pass
+
+
+@dataclass
+class Parts:
+    """What the trainer joins, each writing down how it was used."""
+
+    batches: list[TrainBatch] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    evaluations: list[str] = field(default_factory=list)
+    saved: list[TrainState] = field(default_factory=list)
+
+    def update(self, batch: TrainBatch) -> Any:
+        self.batches.append(batch)
+        return SimpleNamespace(metrics={"batch/trained_tokens": float(batch.num_actions)})
+
+    async def update_weights(self, *, version: int) -> None:
+        self.versions.append(version)
+
+    async def evaluate(self, label: str) -> Evaluation:
+        self.evaluations.append(label)
+        return Evaluation("test/Letters-v0", (EvaluationRow(0, 1.0, None, 1, Outcome.TERMINATED),))
+
+
+def make_plan(**changes: Any) -> TrainPlan:
+    values: dict[str, Any] = {
+        "env_id": "test/Letters-v0",
+        "run_seed": 0,
+        "num_steps": 4,
+        "groups_per_batch": 4,
+        "group_size": GROUP_SIZE,
+        "advantages": AdvantageSettings(),
+        "evaluate_every": 2,
+        "checkpoint_every": 2,
+        "log_every": 1,
+        "stop_at_success_rate": None,
+    }
+    return TrainPlan(**(values | changes))
+
+
+def train(
+    folder: Path,
+    plan: TrainPlan,
+    *,
+    same_for: int = 2,
+    concurrency: int = 8,
+    state: TrainState | None = None,
+) -> tuple[Parts, TrainState]:
+    """Run the plan, from `state` on; `same_for` 1: every group is constant."""
+    pool = RolloutPool(
+        make_env=lambda task: Letters(task, same_for),
+        act=Babbler(),
+        renderers=RendererCache(tiny_tokenizer()),
+        episode_limits=EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256),
+        pool_limits=PoolLimits(max_concurrent_rollouts=concurrency, max_attempts=1, min_group_fraction=0.75),
+        run_seed=7,
+    )
+    parts = Parts()
+    is_new = state is None
+    recorder = RunRecorder.create(folder, "") if is_new else RunRecorder.resume(folder, state.step)  # type: ignore[union-attr]
+    ticks = iter(range(10_000))
+    trainer = Trainer(
+        plan,
+        pool=pool,
+        engine=parts,  # type: ignore[arg-type]
+        learner=parts,  # type: ignore[arg-type]
+        evaluate=parts.evaluate,
+        save_checkpoint=parts.saved.append,
+        recorder=recorder,
+        progress=QuietProgress(lambda text: None),
+        state=state,
+        clock=lambda: float(next(ticks)),
+    )
+    final = asyncio.run(trainer.run())
+    recorder.close()
+    return parts, final
+
+
+def contents(parts: Parts) -> list[tuple[list[Any], list[Any]]]:
+    return [(batch.token_ids.tolist(), batch.advantages.tolist()) for batch in parts.batches]
+
+
+def test_constant_groups_are_trained_on_by_default_and_counted(tmp_path: Path) -> None:
+    parts, state = train(tmp_path, make_plan())
+    assert [batch.num_trajectories for batch in parts.batches] == [12] * 4
+    lines = read_metrics(tmp_path)
+    constant = [
+        1 - len({i for i, row in zip(b.trajectory_index.tolist(), b.advantages, strict=True) if row.any()}) / 12
+        for b in parts.batches
+    ]
+    assert [line["batch/constant_group_fraction"] for line in lines] == pytest.approx(constant)
+    assert sum(constant) > 0
+    assert all(line["batch/refilled_groups"] == line["batch/dropped_constant_groups"] == 0 for line in lines)
+    assert state.num_episodes == 48
+
+
+def test_dropped_groups_are_played_and_counted_and_not_trained_on(tmp_path: Path) -> None:
+    parts, state = train(tmp_path, make_plan(constant_groups="drop"))
+    lines = read_metrics(tmp_path)
+    num_kept = [4 - int(line["batch/dropped_constant_groups"]) for line in lines]
+    assert [batch.num_trajectories // GROUP_SIZE for batch in parts.batches] == num_kept
+    assert 0 < sum(num_kept) < 16
+    assert all(batch.advantages.ne(0).any(1).all() for batch in parts.batches)
+    assert [line["batch/constant_group_fraction"] for line in lines] == [1 - kept / 4 for kept in num_kept]
+    assert [line["rollout/num_episodes"] for line in lines] == [12] * 4
+    assert state.num_episodes == sum(num_kept) * GROUP_SIZE
+
+
+def test_refilled_batches_are_full_of_groups_that_teach(tmp_path: Path) -> None:
+    parts, _ = train(tmp_path, make_plan(constant_groups="refill"))
+    assert [batch.num_trajectories for batch in parts.batches] == [12] * 4
+    assert all(batch.advantages.ne(0).any(1).all() for batch in parts.batches)
+    for line in read_metrics(tmp_path):
+        assert line["batch/refilled_groups"] == line["batch/dropped_constant_groups"]  # each dropped one was replaced
+        assert line["rollout/num_episodes"] == 12 + GROUP_SIZE * line["batch/refilled_groups"]
+
+
+def test_what_is_trained_on_does_not_depend_on_concurrency(tmp_path: Path) -> None:
+    one, _ = train(tmp_path / "1", make_plan(constant_groups="refill"), concurrency=1)
+    many, _ = train(tmp_path / "64", make_plan(constant_groups="refill"), concurrency=64)
+    assert contents(one) == contents(many)
+
+
+def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_path: Path) -> None:
+    plan = make_plan(constant_groups="refill", max_refill_rounds=2)
+    parts, state = train(tmp_path, plan, same_for=1)
+    assert parts.batches == []
+    assert parts.versions == [1, 2, 3, 4]  # the weights are the same and carry the step's number
+    assert parts.evaluations == ["eval_000000", "eval_000002", "eval_000004"]
+    assert [saved.step for saved in parts.saved] == [2, 4]
+    assert (state.step, state.num_episodes, state.trained_tokens) == (4, 0, 0)
+    assert state.sampled_tokens > 0
+    events = [(e["step"], e["data"]) for e in read_events(tmp_path) if e["kind"] == "no_update"]
+    assert events == [(step, {"num_groups": 12}) for step in (1, 2, 3, 4)]  # 4 and two rounds of 4
+    for line in read_metrics(tmp_path):
+        assert line["batch/constant_group_fraction"] == 1.0
+        assert line["batch/dropped_constant_groups"] == 12.0
+        assert line["batch/refilled_groups"] == 8.0
+        assert "batch/mean_return" not in line
+
+
+def test_filtering_every_episode_is_no_update_either(tmp_path: Path) -> None:
+    parts, _ = train(tmp_path, make_plan(num_steps=1, advantages=AdvantageSettings(filter_eps=0.0)), same_for=1)
+    assert parts.batches == []
+    assert read_metrics(tmp_path)[0]["batch/num_filtered"] == 12.0
+    assert [e["kind"] for e in read_events(tmp_path)].count("no_update") == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"constant_groups": "refill"}, {"advantages": AdvantageSettings(baseline="running")}]
+)
+def test_a_resumed_run_trains_on_what_an_uninterrupted_one_would_have(tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole, final = train(tmp_path / "whole", make_plan(**changes))
+    begun, halfway = train(tmp_path / "parts", make_plan(num_steps=2, **changes))
+    saved = TrainState.from_dict(json.loads(json.dumps(halfway.to_dict())))
+    assert saved == halfway
+    rest, resumed = train(tmp_path / "parts", make_plan(**changes), state=saved)
+    assert contents(begun) + contents(rest) == contents(whole)
+    assert resumed.running == final.running  # bit for bit
+    assert resumed.running.count == resumed.num_episodes == 48  # 4 steps of 4 groups of 3
+
+
+def test_a_state_of_before_there_were_running_statistics_begins_them() -> None:
+    values = TrainState(step=3).to_dict()
+    del values["running"]
+    assert TrainState.from_dict(values) == TrainState(step=3)
+
+
+def test_step_rewards_and_reward_settings_reach_the_batch(tmp_path: Path) -> None:
+    # every episode's one turn earns 1 for its event and lambda for its being new, and is clipped: all are alike
+    plan = make_plan(
+        num_steps=1,
+        step_rewards=StepRewardSettings(mode="decision_stepwise", indicator_lambda=1.0),
+        rewards=RewardSettings(clip=1.5),
+    )
+    parts, _ = train(tmp_path, plan)
+    line = read_metrics(tmp_path)[0]
+    assert (line["batch/mean_return"], line["batch/constant_group_fraction"]) == (1.5, 1.0)
+    assert line["rollout/reward_mean"] != 1.5
+    assert not parts.batches[0].advantages.any()
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4]), (3, [3])])
+def test_training_episodes_are_written_as_often_as_asked_for(tmp_path: Path, every: int, expected: list[int]) -> None:
+    train(tmp_path, make_plan(log_episodes_every_n_iters=every))
+    written = sorted(path.stem for path in (tmp_path / "episodes").glob("step_*.jsonl"))
+    assert written == [f"step_{step:06d}" for step in expected]
+
+
+@pytest.mark.parametrize("baseline", ["batch", "running", "none"])
+@pytest.mark.parametrize("constant_groups", ["drop", "refill"])
+def test_groups_that_teach_something_cannot_be_left_out_as_constant(baseline: Any, constant_groups: Any) -> None:
+    with pytest.raises(ConfigError, match=f"constant_groups: '{constant_groups}'"):
+        make_plan(constant_groups=constant_groups, advantages=AdvantageSettings(baseline=baseline))

@@ -1,0 +1,340 @@
+"""Other trainers' settings as ours: the five documents' own examples, key for key, and every departure said aloud."""
+
+import pytest
+
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import ConfigError
+from gspo_gym.translate.command import Wanted, translate
+
+# Unsloth's page, as printed there.
+UNSLOTH = {
+    "output_dir": "vlm-grpo-unsloth",
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": 5e-6,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "weight_decay": 0.1,
+    "warmup_ratio": 0.1,
+    "lr_scheduler_type": "cosine",
+    "optim": "adamw_8bit",
+    "importance_sampling_level": "sequence",
+    "loss_type": "dr_grpo",
+    "epsilon": 3e-4,
+    "epsilon_high": 4e-4,
+    "num_generations": 8,
+    "max_prompt_length": 1024,
+    "max_completion_length": 1024,
+    "log_completions": True,
+    "max_grad_norm": 0.1,
+    "temperature": 0.9,
+    "num_train_epochs": 2,
+    "report_to": "wandb",
+}
+# ROLL's page, as printed there.
+ROLL = {
+    "adv_estimator": "reinforce",
+    "importance_sampling": "seq",
+    "rollout_batch_size": 64,
+    "num_return_sequences_in_group": 8,
+    "prompt_length": 2048,
+    "response_length": 4096,
+    "ppo_epochs": 1,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.001,
+    "loss_agg_mode": "seq-mean-token-sum",
+    "whiten_advantages": True,
+    "advantage_clip": 2.0,
+    "dual_clip_loss": True,
+    "reward_clip": 10,
+    "reward_norm": None,
+    "reward_shift": False,
+    "reward_scale": False,
+    "add_token_level_kl": False,
+}
+# The essential parameters of stateset-agents' guide.
+STATESET = {
+    "num_generations": 4,
+    "clip_range_left": 3e-4,
+    "clip_range_right": 4e-4,
+    "beta": 0.0,
+    "num_outer_iterations": 100,
+    "generations_per_iteration": 100,
+    "learning_rate": 1e-5,
+    "use_lora": True,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "gradient_checkpointing": True,
+    "use_8bit": False,
+    "use_4bit": False,
+    "max_prompt_length": 256,
+    "max_completion_length": 256,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "output_dir": "./outputs/gspo",
+    "report_to": "wandb",
+    "wandb_project": "my-gspo-project",
+    "wandb_tags": ["gspo", "customer-service"],
+    "run_name": "gspo-exp-001",
+}
+EXAMPLES = {"trl": UNSLOTH, "roll": ROLL, "stateset": STATESET, "agilerl": {}}
+
+
+def said(translation, *words):
+    return any(all(word in note for word in words) for note in translation.notes)
+
+
+@pytest.mark.parametrize("system", sorted(EXAMPLES))
+def test_the_documents_own_example_is_a_valid_config(system):
+    translation = translate(system, EXAMPLES[system], Wanted(env="GuessNumber", model="tiny:qwen3-64"))
+    assert RunConfig.from_dict(translation.values).rollout.env_name == "GuessNumber"
+
+
+def test_unsloths_example_key_for_key():
+    translation = translate("trl", UNSLOTH, Wanted(env="SqlAnalyst", model="m", iterations=100, max_turns=4))
+    assert translation.left_out == ()
+    assert translation.values == {
+        "algorithm": {"variety": "gspo", "acknowledge": ["length_weighting"]},
+        "model": {"base": "m", "label": "vlm-grpo-unsloth"},
+        "run": {"log_episodes_every_n_iters": 1},
+        "rollout": {
+            "env_name": "SqlAnalyst",
+            "max_turns": 4,
+            "max_output_tokens": 1024,
+            "max_model_len": 2048,
+            "temperature": 0.9,
+            "episodes_per_batch": 32,
+        },
+        "training": {
+            "num_epochs": 2,
+            "iterations_per_epoch": 100,
+            "group_size": 8,
+            "batch_size": 8,
+            "gradient_accumulation_steps": 4,
+            "update_epochs": 1,
+            "learning_rate": 5e-6,
+        },
+        "loss": {"aggregation": "dr_grpo", "norm_length": 1024, "clip_low": 3e-4, "clip_high": 4e-4},
+        "advantages": {"scale": "none"},
+        "optimizer": {
+            "kind": "adamw_8bit",
+            "betas": [0.9, 0.99],
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.1,
+            "warmup_fraction": 0.1,
+            "schedule": "cosine",
+            "min_lr_fraction": 0.0,
+        },
+        "tracking": {"report_to": ["wandb"]},
+        "evaluation": {"seeds": "0:100"},
+    }
+    assert said(translation, "the ratio is 1"), "32 = 8 x 4 episodes are one step"
+    assert said(translation, "weighs an episode by its length")
+    assert said(translation, "max_prompt_length = 1024", "not cut")
+
+
+def test_rolls_example_key_for_key():
+    translation = translate("roll", ROLL, Wanted(env="SqlAnalyst", model="m", label="r", iterations=200, max_turns=8))
+    assert translation.left_out == ()
+    assert translation.values == {
+        "algorithm": {"variety": "gspo", "acknowledge": ["wide_clip", "length_weighting"]},
+        "model": {"base": "m", "label": "r"},
+        "rollout": {
+            "env_name": "SqlAnalyst",
+            "max_turns": 8,
+            "max_output_tokens": 4096,
+            "max_model_len": 2048 + 4096,
+            "episodes_per_batch": 64 * 8,
+        },
+        "training": {
+            "iterations_per_epoch": 200,
+            "group_size": 8,
+            "batch_size": 512,
+            "update_epochs": 1,
+            "learning_rate": 1e-6,
+        },
+        "loss": {
+            "unit": "trajectory",
+            "aggregation": "seq-mean-token-sum",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "dual_clip": 1 + 2 * 0.2,
+            "kl_coef": 0.001,
+        },
+        "rewards": {"clip": 10.0},
+        "advantages": {"baseline": "none", "scale": "none", "whiten": "tokens", "clip": 2.0},
+        "evaluation": {"seeds": "0:100"},
+    }
+    assert said(translation, "training.learning_rate", "placeholder"), "it is not in ROLL's listing"
+    assert said(translation, "no group baseline")
+
+
+def test_agilerls_defaults_are_translated_where_the_file_is_silent():
+    values = translate("agilerl", {}, Wanted(env="SqlAnalyst", model="m", max_turns=4)).values
+    assert values["training"] == {
+        "group_size": 8,
+        "batch_size": 16,
+        "update_epochs": 1,
+        "learning_rate": 5e-7,
+        "iterations_per_epoch": 100,
+        "lora": {"r": 16, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"},
+    }
+    assert values["loss"] == {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.001}
+    assert values["rollout"]["top_k"] == 50
+    assert values["algorithm"]["acknowledge"] == ["wide_clip", "truncated_sampling"]
+    assert values["reference"] == {"source": "adapter"}
+
+
+def test_stateset_example_key_for_key():
+    translation = translate("stateset", STATESET, Wanted(env="SqlAnalyst", model="gpt2", max_turns=1))
+    assert translation.left_out == ()
+    assert translation.values["training"] == {
+        "group_size": 4,
+        "batch_size": 400,
+        "update_epochs": 1,
+        "iterations_per_epoch": 100,
+        "learning_rate": 1e-5,
+        "lora": {"r": 16, "alpha": 32.0, "dropout": 0.05},
+    }
+    assert translation.values["loss"] == {"clip_low": 3e-4, "clip_high": 4e-4}
+    assert translation.values["tracking"] == {
+        "report_to": ["wandb"],
+        "run_name": "gspo-exp-001",
+        "wandb_project": "my-gspo-project",
+        "wandb_tags": ["gspo", "customer-service"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "key", "expected"),
+    [
+        ("trl", {"epsilon": 0.1}, "loss.clip_high", 0.1),  # epsilon_high is epsilon where it is not given
+        ("trl", {"importance_sampling_level": "token"}, "algorithm.variety", "grpo"),
+        ("trl", {"importance_sampling_level": "sequence_token"}, "algorithm.variety", "gspo_token"),
+        ("trl", {"delta": 1.5}, "loss.dual_clip", 1.5),
+        ("trl", {"beta": 0.04}, "loss.kl_coef", 0.04),
+        ("trl", {"scale_rewards": "batch"}, "advantages.scale", "batch"),
+        ("trl", {"scale_rewards": False}, "advantages.scale", "none"),
+        ("trl", {"mask_truncated_completions": True}, "rewards.overlong", "mask"),
+        ("trl", {"sync_ref_model": True, "ref_model_sync_steps": 64}, "reference.update_every_n_iters", 64),
+        ("trl", {"num_iterations": 3}, "training.update_epochs", 3),
+        ("trl", {"steps_per_generation": 4}, "rollout.episodes_per_batch", 32),
+        ("trl", {"max_steps": 7, "steps_per_generation": 4}, "training.iterations_per_epoch", 2),  # 4 steps a batch
+        ("trl", {"use_liger_kernel": True}, "model.liger_kernels", True),
+        ("trl", {"warmup_steps": 5}, "optimizer.num_warmup_steps", 5),
+        ("trl", {"top_k": -1}, "rollout.top_k", None),
+        ("trl", {"learning_rate": "5e-6"}, "training.learning_rate", 5e-6),  # YAML 1.1 reads 5e-6 as a text
+        ("roll", {"adv_estimator": "grpo"}, "advantages.baseline", "group"),
+        ("roll", {"ratio_type": "segment"}, "loss.unit", "turn"),
+        ("roll", {"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.3}, "loss.clip_high", 0.3),
+        ("roll", {"pg_clip": 3e-4, "dual_clip_loss": True}, "loss.dual_clip", 1.0006),
+        ("roll", {"add_token_level_kl": True}, "rewards.kl_coef", 0.2),
+        ("roll", {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.5}, "rewards.kl_target", 0.5),
+        ("roll", {"norm_mean_type": "batch", "adv_estimator": "reinforce"}, "advantages.baseline", "batch"),
+        ("roll", {"norm_std_type": "running", "adv_estimator": "reinforce"}, "advantages.scale", "running"),
+        ("roll", {"entropy_loss_coef": 0.01}, "loss.entropy_coef", 0.01),
+        ("roll", {"actor_train": {"training_args": {"learning_rate": 2e-6}}}, "training.learning_rate", 2e-6),
+        ("roll", {"actor_infer": {"generating_args": {"temperature": 0.8}}}, "rollout.temperature", 0.8),
+        ("agilerl", {"clip_coef": [0.9997, 1.0004]}, "loss.clip_high", 0.0004),  # bounds there, distances here
+        ("agilerl", {"use_kl_advantage_shaping": True}, "advantages.kl_shaping_coef", 0.001),
+        ("agilerl", {"filter_zero_adv": True, "adv_filter_eps": 0.1}, "advantages.filter_eps", 0.1),
+        ("agilerl", {"whiten_advantages": True}, "advantages.whiten", "trajectories"),
+        ("agilerl", {"adv_clip_range": 3.0}, "advantages.clip", 3.0),
+        ("agilerl", {"adv_norm": "mean_only"}, "advantages.scale", "none"),
+        ("agilerl", {"micro_batch_size_per_gpu": 4}, "training.batch_size", 4),
+        ("agilerl", {"data_batch_size_per_gpu": 4}, "rollout.episodes_per_batch", 32),
+        ("agilerl", {"min_output_tokens": 2}, "rollout.min_output_tokens", 2),
+        ("agilerl", {"use_liger_loss": True}, "model.liger_kernels", True),
+        ("agilerl", {"torch_compiler": "default"}, "model.torch_compile", True),
+        ("agilerl", {"lora_config": {"r": 4, "lora_dropout": 0.0}}, "training.lora.r", 4),
+        (
+            "agilerl",
+            {"cosine_lr_schedule_config": {"num_epochs": 10, "warmup_proportion": 0.05}},
+            "optimizer.warmup_fraction",
+            0.05,
+        ),
+        ("agilerl", {"INIT_HP": {"BATCH_SIZE": 32}}, "training.batch_size", 32),
+        ("stateset", {"use_gspo_token": True}, "advantages.level", "turn"),
+        ("stateset", {"use_4bit": True}, "model.trainer_mode", "qlora"),
+        ("stateset", {"use_lora": False}, "model.trainer_mode", "full"),
+        ("stateset", {"reward_clip": 10.0}, "rewards.clip", 10.0),
+        ("stateset", {"mini_batch_size": 50}, "training.batch_size", 50),
+        ("stateset", {"beta": 0.01}, "loss.kl_coef", 0.01),
+    ],
+)
+def test_one_key(system, given, key, expected):
+    found = translate(system, given).values
+    for part in key.split("."):
+        found = found.get(part) if found is not None else None
+    assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "baseline", "scale"),
+    [
+        ({"reward_norm": "group"}, "group", "group"),
+        ({"reward_norm": "batch", "reward_shift": True}, "batch", "none"),
+        ({"reward_norm": "running", "reward_scale": True}, "none", "running"),
+        ({"reward_norm": None}, "none", "none"),
+    ],
+)
+def test_rolls_older_reward_keys_have_the_meaning_they_had(given, baseline, scale):
+    advantages = translate("roll", {"adv_estimator": "reinforce", **given}).values["advantages"]
+    assert (advantages["baseline"], advantages["scale"]) == (baseline, scale)
+
+
+def test_a_key_nobody_knows_is_reported_with_the_nearest_one():
+    translation = translate("trl", {"num_generation": 4})
+    assert translation.left_out == (
+        "num_generation = 4: not a key that is known of TRL; did you mean 'num_generations'?",
+    )
+
+
+def test_their_defaults_that_decided_are_listed():
+    notes = translate("trl", {}).notes
+    assert any("defaults of TRL" in note and "loss_type = 'dapo'" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "message"),
+    [
+        ("trl", {"num_generations": "many"}, "TRL: num_generations: expected a number, got 'many'"),
+        ("trl", {"num_generations": 2.5}, "TRL: num_generations: expected a whole number, got 2.5"),
+        (
+            "trl",
+            {"loss_type": "luspo"},
+            "TRL: loss_type: expected one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', got 'luspo'",
+        ),
+        ("trl", {"gradient_checkpointing": "yes"}, "TRL: gradient_checkpointing: expected true or false, got 'yes'"),
+        ("roll", {"actor_train": {"training_args": 3}}, "ROLL: actor_train.training_args: expected a table, got 3"),
+        ("agilerl", {"clip_coef": [1.1, 1.2]}, "AgileRL: clip_coef: expected a number or two bounds around 1"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[").replace(".", r"\.")):
+        translate(system, given)
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "reason"),
+    [
+        ("agilerl", {"use_memory_efficient_params": True}, "there is no vLLM here"),
+        ("agilerl", {"reduce_memory_peak": True}, "without effect there, too"),
+        ("agilerl", {"clone": True}, "internal"),
+        ("agilerl", {"wrap": True}, "internal"),
+        ("agilerl", {"pad_token_id": 5}, "padding is by mask here"),
+        ("agilerl", {"device": "cuda"}, "model.device chooses here"),
+        ("agilerl", {"hp_config": {"lr": [1e-6, 1e-4]}}, "gspo-gym search"),
+        ("agilerl", {"cast_logprobs_to_fp32": True}, "always computed in float32"),
+        ("stateset", {"use_8bit": True}, "weights in 8 bits are not supported"),
+        ("trl", {"use_vllm": True}, "samples in the trainer's process"),
+        ("trl", {"vllm_gpu_memory_utilization": 0.3}, "samples in the trainer's process"),
+        ("trl", {"top_entropy_quantile": 0.2}, "has no counterpart"),
+        ("roll", {"num_gpus_per_node": 8}, "belongs to its launcher"),
+    ],
+)
+def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
+    ((key, value),) = given.items()
+    (line,) = translate(system, given).left_out
+    assert line.startswith(f"{key} = {value!r}: ")
+    assert reason in line
