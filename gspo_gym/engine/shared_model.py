@@ -93,12 +93,13 @@ class SharedModel:
         return self.module.dtype in (torch.float32, torch.float64) and torch.get_float32_matmul_precision() == "highest"
 
     def weights_changed(self) -> bool:
-        """Whether a parameter was written in place or moved since `accept_weights`.
+        """Whether a parameter that is trained was written in place, or any was moved, since `accept_weights`.
 
         Reads the version counter that autograd keeps for every tensor, so it costs microseconds. Writes through
-        `tensor.data` leave that counter alone: `contents_changed` finds those.
+        `tensor.data` leave that counter alone, and those of frozen parameters are not read, because PEFT adapts fused
+        experts by `Tensor.set_` in every forward, to and fro, which counts: `contents_changed` finds both.
         """
-        return [p._version for p in self._parameters] != self._versions or self._pointers() != self._addresses
+        return [p._version for p in self._trained] != self._versions or self._pointers() != self._addresses
 
     def contents_changed(self) -> bool:
         """Whether any of a few elements of each parameter differs from what it was; finds writes that hide."""
@@ -123,7 +124,8 @@ class SharedModel:
         self._device = _input_device(inner)
         # Weights that are offloaded have no memory here between two forward passes: nobody trains them, either.
         self._parameters = [p for p in inner.parameters() if p.device.type != "meta"]
-        self._versions = [p._version for p in self._parameters]
+        self._trained = [p for p in self._parameters if p.requires_grad]
+        self._versions = [p._version for p in self._trained]
         self._addresses = self._pointers()
         self._fingerprint = self._samples()
 

@@ -63,9 +63,6 @@ FLOORS = {
     "doctor_checks_play": 7,
     "doctor_view": 7,
     "search": 7,
-    "search_settings": 7,
-    "search_study": 7,
-    "search_trial": 7,
     "cli": 7,
 }
 # Beyond the floors: what a unit must not import from outside, or from lower floors.

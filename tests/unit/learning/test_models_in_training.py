@@ -82,11 +82,7 @@ def test_a_lora_learns_on_a_4_bit_base_with_8_bit_moments(make_batch: Any, dtype
     train(adapt_policy(policy, LORA, seed=0).model, make_batch(), kind="adamw_8bit")
 
 
-# PEFT puts experts' factors on by `Tensor.set_` in every forward, which the frozen weight's version counter counts.
-_COUNTED = pytest.mark.xfail(strict=True, reason="the engine takes the version counter of frozen experts for a change")
-
-
-@pytest.mark.parametrize("base", [DENSE, pytest.param(MOE, marks=_COUNTED)])
+@pytest.mark.parametrize("base", [DENSE, MOE])
 def test_the_engine_samples_from_a_trained_adapter_with_the_logprobs_the_learner_scores(
     make_batch: Any, base: str
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.errors import MissingExtraError
-from gspo_gym.search_settings import ParameterRange, PrunerSection, SamplerSection, SearchSettings
+from gspo_gym.search.settings import ParameterRange, PrunerSection, SamplerSection, SearchSettings
 from gspo_gym.seeding import child_seed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@
         leaderboard.json    all trials, best first; written after each
         best.toml           the best trial's configuration, to be trained again or longer
 
-Who proposes values is `search_study.py`, what a trial does `search_trial.py`. A trial's weights are not handed on to
+Who proposes values is `study.py`, what a trial does `trial.py`. A trial's weights are not handed on to
 later trials: each starts from the base, as a run that is to be repeated must.
 """
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import optuna
     from rich.console import Console
 
-    from gspo_gym.search_settings import SearchSettings
-    from gspo_gym.search_study import SearchStudy
-    from gspo_gym.search_trial import TrialResult
+    from gspo_gym.search.settings import SearchSettings
+    from gspo_gym.search.study import SearchStudy
+    from gspo_gym.search.trial import TrialResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the `search` command; 1 if no trial came to its end."""
     from rich.console import Console
 
-    from gspo_gym.search_settings import load_search
+    from gspo_gym.search.settings import load_search
 
     settings = load_search(arguments.search)
     console = Console()
@@ -82,8 +82,8 @@ def run_search(
         ConfigError: the folder is taken, or (resume) holds no search or another one.
         MissingExtraError: Optuna is not installed.
     """
-    from gspo_gym.search_study import SearchStudy, require_optuna
-    from gspo_gym.search_trial import TRAIN
+    from gspo_gym.search.study import SearchStudy, require_optuna
+    from gspo_gym.search.trial import TRAIN
 
     require_optuna()
     base = _open_folder(settings, resume=resume)
@@ -125,8 +125,8 @@ class _Search:
 
     async def _play(self, trial: optuna.Trial) -> None:
         from gspo_gym.config.run_config import load_config
-        from gspo_gym.search_settings import as_override
-        from gspo_gym.search_trial import run_trial
+        from gspo_gym.search.settings import as_override
+        from gspo_gym.search.trial import run_trial
 
         if (twin := self._study.twin_of(trial)) is not None:  # a run with the same values and seed would end alike
             self._copy(trial, twin)
@@ -180,7 +180,7 @@ class _Search:
         return is_behind
 
     def _finish(self, trial: optuna.Trial, result: TrialResult) -> None:
-        from gspo_gym.search_study import require_optuna
+        from gspo_gym.search.study import require_optuna
 
         trial.set_user_attr("seconds", round(result.seconds, 1))
         trial.set_user_attr("evaluations", [list(evaluation) for evaluation in result.evaluations])
@@ -196,7 +196,7 @@ class _Search:
             self._say(trial, f"{self._settings.search.metric} {score:.3f}")
 
     def _fail(self, trial: optuna.Trial, error: str) -> None:
-        from gspo_gym.search_study import require_optuna
+        from gspo_gym.search.study import require_optuna
 
         trial.set_user_attr("error", error)
         self._study.study.tell(trial, state=require_optuna().trial.TrialState.FAIL)
@@ -235,7 +235,7 @@ class _Search:
 
     def _best_config(self, row: dict[str, Any]) -> str:
         from gspo_gym.config.run_config import load_config
-        from gspo_gym.search_settings import as_override
+        from gspo_gym.search.settings import as_override
 
         search = self._settings.search
         values = [as_override(key, value) for key, value in row["parameters"].items()]
@@ -247,7 +247,7 @@ class _Search:
 def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
     """Make or check the search's folder; returns its copy of the base."""
     from gspo_gym.files import replace_file
-    from gspo_gym.search_settings import load_search, require_same_search
+    from gspo_gym.search.settings import load_search, require_same_search
 
     folder = settings.search_folder
     base = folder / f"base{Path(settings.search.base).suffix}"
@@ -285,10 +285,10 @@ def _short(value: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m gspo_gym.search`."""
+    """`python -m gspo_gym.search.command`."""
     from gspo_gym.command_line import parse_and_run
 
-    parser = argparse.ArgumentParser(prog="python -m gspo_gym.search", description="Search over runs.")
+    parser = argparse.ArgumentParser(prog="python -m gspo_gym.search.command", description="Search over runs.")
     add_arguments(parser)
     return parse_and_run(parser, argv)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.recording import read_events
-from gspo_gym.search_settings import Metric
+from gspo_gym.search.settings import Metric
 
 TRAIN = (sys.executable, "-m", "gspo_gym.train")
 _GRACE_SECONDS = 10.0  # for a run to write its summary after it is told to stop
