@@ -109,7 +109,7 @@ def plot(curves: dict[str, list[list[tuple[int, float]]]], file: Path) -> None:
         axes.plot(steps, medians, color=color, linewidth=2.2, label=method)
     axes.axhline(GOAL, color="gray", linestyle=":", linewidth=1)
     axes.set(xlabel="iterations of 64 episodes", ylabel="success on held-out seeds", ylim=(0, 1))
-    axes.legend(loc="lower right", title=f"median and all of {len(runs)} run seeds")
+    axes.legend(loc="upper left", title=f"median and all of {len(runs)} run seeds")
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 

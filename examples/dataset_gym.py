@@ -6,8 +6,7 @@ Run: python examples/dataset_gym.py          (half a minute on two CPU cores)
 import sys
 
 import gspo_gym
-from gspo_gym import RunConfig, run_training
-from gspo_gym.env.dataset import DatasetEnv
+from gspo_gym import DatasetEnv, RunConfig, run_training
 from gspo_gym.recording import read_metrics
 
 

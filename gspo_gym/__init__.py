@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gspo_gym.env.checker import check_env as check_env
     from gspo_gym.env.core import TextEnv as TextEnv
     from gspo_gym.env.core import ToolEnv as ToolEnv
+    from gspo_gym.env.dataset import DatasetEnv as DatasetEnv
     from gspo_gym.env.registry import make as make
     from gspo_gym.env.registry import register as register
     from gspo_gym.env.rewards import Reward as Reward
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from gspo_gym.types import ToolCall as ToolCall
 
 _HOMES = {
+    "DatasetEnv": "env.dataset",
     "LocalEngine": "engine.local",
     "Message": "types",
     "Reward": "env.rewards",

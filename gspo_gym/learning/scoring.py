@@ -245,14 +245,16 @@ def _probe(model: Any, parts: _Parts) -> None:
     captured: list[tuple[Tensor, Tensor]] = []
     hook = parts.head.register_forward_hook(lambda _module, inputs, output: captured.append((inputs[0], output)))
     _eval_mode(model)
+    kind = type(model).__name__
     try:
         expected = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
+        with torch.enable_grad(), _checkpointing(model):
+            hidden = _hidden_states(parts.decoder, token_ids).detach()
+    except TypeError as error:
+        raise ConfigError(f"{kind}: cannot be scored, since it takes no token ids without a cache: {error}") from error
     finally:
         hook.remove()
-    with torch.enable_grad(), _checkpointing(model):
-        hidden = _hidden_states(parts.decoder, token_ids).detach()
     valid = attention_mask.bool()
-    kind = type(model).__name__
     if len(captured) != 1 or captured[0][0].shape != hidden.shape or captured[0][1].shape != expected.shape:
         raise ConfigError(f"{kind}: its logits are not its output head applied once to its decoder's last hidden state")
     if not bool(torch.isfinite(expected[valid]).all()):

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.scoring import Scorer, score_logprobs
+from gspo_gym.models import load_policy
 
 # Logits and logprobs here are of order 10; float32 rounds them to 1e-6, and a sum over 32 hidden units in another order
 # moves a few of those.
@@ -278,3 +279,14 @@ def test_left_padding_and_uncaused_tokens_are_refused(make_model, tokens):
 def test_settings_out_of_range_are_refused(make_model, setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
         Scorer(make_model(), **setting)
+
+
+def test_a_model_that_cannot_be_called_without_a_cache_is_refused() -> None:
+    policy = load_policy("tiny:qwen3-64")
+
+    def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
+        raise AssertionError("never called")
+
+    policy.model.forward = forward
+    with pytest.raises(ConfigError, match=r"takes no token ids without a cache: .*use_cache"):
+        Scorer(policy.model)
