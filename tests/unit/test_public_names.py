@@ -16,6 +16,7 @@ def test_every_public_name_is_what_its_home_calls_it():
 
 def test_the_list_of_names_is_a_promise():
     assert gspo_gym.__all__ == [
+        "DatasetEnv",
         "LocalEngine",
         "Message",
         "Reward",

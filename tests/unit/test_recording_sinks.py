@@ -247,7 +247,6 @@ def test_no_sinks_open_no_package_and_write_nothing(tmp_path: Path, monkeypatch:
 
 
 def test_wandb_itself_keeps_an_offline_run_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
