@@ -9,8 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gspo_gym import config_commands, doctor, env_commands, evaluate, train
+from gspo_gym import config_commands, env_commands, evaluate, train
 from gspo_gym.command_line import parse_and_run
+from gspo_gym.doctor import command as doctor
 from gspo_gym.search import command as search
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from gspo_gym import doctor_checks as checks
-from gspo_gym import doctor_checks_play as play
 from gspo_gym.cli import main
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.doctor import diagnose, read_run, report_text
-from gspo_gym.doctor_view import Finding, RunView
+from gspo_gym.doctor import checks
+from gspo_gym.doctor import checks_play as play
+from gspo_gym.doctor.command import diagnose, read_run, report_text
+from gspo_gym.doctor.view import Finding, RunView
 from gspo_gym.errors import ConfigError
 from gspo_gym.recording import EVENTS, METRICS, RunRecorder
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
@@ -450,7 +450,7 @@ def test_findings_come_with_the_worst_first():
 
 def texts_of(pattern: str) -> set[str]:
     """Quoted texts of this form in the doctor's code."""
-    code = "".join(path.read_text() for path in (ROOT / "gspo_gym").glob("doctor*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "gspo_gym" / "doctor").glob("*.py"))
     return set(re.findall(rf'["`]({pattern})["`]', code))
 
 
@@ -458,7 +458,7 @@ def test_every_metric_and_event_that_is_looked_at_exists():
     names = texts_of(r"[a-z]+/[a-z0-9_]+")
     assert len(names) > 20
     assert names <= set(METRICS)
-    assert set(re.findall(r'events_of\("(\w+)"\)', (ROOT / "gspo_gym/doctor_checks_play.py").read_text())) <= set(
+    assert set(re.findall(r'events_of\("(\w+)"\)', (ROOT / "gspo_gym/doctor/checks_play.py").read_text())) <= set(
         EVENTS
     )
 
@@ -471,7 +471,7 @@ def test_every_key_that_is_named_exists():
         for model in (annotation, *getattr(annotation, "__args__", ()))  # an optional section is X | None
         for key in getattr(model, "model_fields", {})
     }
-    code = "".join(path.read_text() for path in (ROOT / "gspo_gym").glob("doctor*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "gspo_gym" / "doctor").glob("*.py"))
     texts = " ".join(re.findall(r'"[^"\n]*"', code))  # quoted ones
     named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+\b", texts)
     keys = {key for key in named if not key.startswith("run.")}  # `run` is a variable there, in f-strings too

@@ -59,9 +59,6 @@ FLOORS = {
     "env_commands": 7,
     "command_line": 7,
     "doctor": 7,
-    "doctor_checks": 7,
-    "doctor_checks_play": 7,
-    "doctor_view": 7,
     "search": 7,
     "cli": 7,
 }

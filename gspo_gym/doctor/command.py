@@ -1,7 +1,7 @@
 """`gspo-gym doctor RUN`: what is wrong with a run, in sentences, and which key to change.
 
 Reads the files that a run leaves (also while it goes on); runs nothing and changes nothing. The judgements are in
-`doctor_checks.py` and `doctor_checks_play.py`.
+`checks.py` and `checks_play.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from gspo_gym.doctor_view import Finding, RunView
+from gspo_gym.doctor.view import Finding, RunView
 from gspo_gym.errors import ConfigError
 
 _ORDER = ("serious", "warning", "note")
@@ -77,10 +77,10 @@ def read_run(folder: Path) -> RunView:
 
 def diagnose(run: RunView) -> list[Finding]:
     """Everything that the checks find, the worst first."""
-    from gspo_gym import doctor_checks, doctor_checks_play
+    from gspo_gym.doctor import checks, checks_play
 
     findings: list[Finding] = []
-    for check in (*doctor_checks_play.CHECKS, *doctor_checks.CHECKS):
+    for check in (*checks_play.CHECKS, *checks.CHECKS):
         found = check(run)
         findings += found if isinstance(found, list) else [found] if found is not None else []
     return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))

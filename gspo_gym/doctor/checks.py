@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gspo_gym.doctor_view import Finding, RunView, Window
+from gspo_gym.doctor.view import Finding, RunView, Window
 
 Check = Callable[[RunView], Finding | list[Finding] | None]
 

@@ -1,4 +1,4 @@
-"""What can be wrong with episodes, rewards and evaluations; `gspo-gym doctor` runs these after `doctor_checks`.
+"""What can be wrong with episodes, rewards and evaluations; `gspo-gym doctor` runs these after `checks.py`.
 
 The same rules: a check is a function from a run to a finding, several, or None, and every threshold stands here with
 its reason.
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.doctor_checks import Check
-from gspo_gym.doctor_view import Finding, RunView
+from gspo_gym.doctor.checks import Check
+from gspo_gym.doctor.view import Finding, RunView
 
 # Of the groups: beyond a half, most of what is sampled teaches nothing (DAPO refills from the first one on).
 MAX_CONSTANT_GROUPS = 0.5
