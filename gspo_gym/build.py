@@ -82,11 +82,11 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
         dtype=model.dtype,
         device=device,
         seed=seed,
-        quantization="nf4" if model.trainer_mode == "qlora" else "as_saved",
+        quantization=model.quantization if model.trainer_mode == "qlora" else "as_saved",
     )
     if is_quantized(policy.model) and model.trainer_mode != "qlora":
         raise ConfigError(
-            f'model.trainer_mode: {policy.base} was trained on a base in 4 bits; set it to "qlora" to go on with it, '
+            f'model.trainer_mode: {policy.base} was trained on quantized weights; set it to "qlora" to go on with it, '
             f"got {model.trainer_mode!r}"
         )
     if config.training.lora is not None:

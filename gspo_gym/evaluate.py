@@ -86,7 +86,7 @@ def run_evaluation(config: RunConfig, model: str | None = None) -> Evaluation:
         dtype=config.model.dtype,
         device=build.device_of(config),
         seed=seed,
-        quantization="nf4" if is_untrained_qlora else "as_saved",
+        quantization=config.model.quantization if is_untrained_qlora else "as_saved",
     )
 
     async def play() -> Evaluation:

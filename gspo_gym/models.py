@@ -21,14 +21,20 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
+from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.models_adapters import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.models_adapters import add_lora as add_lora
-from gspo_gym.models_quantization import check_quantization, is_quantized, keep_differentiable, nf4_options
+from gspo_gym.models_quantization import (
+    check_quantization,
+    is_quantized,
+    keep_differentiable,
+    quantization_of,
+    quantization_options,
+)
 from gspo_gym.models_tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_tokenizer
 
-Quantization = Literal["as_saved", "nf4"]
+Quantization = Literal["as_saved", "nf4", "int8"]
 
 _QUANTIZATION_FILE = "quantization.json"  # beside an adapter: what the weights below it were quantized to
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,11 +57,11 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """In which form weights are to be loaded: a dtype, a device, and nf4 for those that can be quantized."""
+    """In which form weights are to be loaded: a dtype, a device, and what becomes of those that can be quantized."""
 
     dtype: torch.dtype
     device: str
-    is_nf4: bool
+    quantization: Quantization
 
 
 def load_policy(
@@ -68,29 +74,29 @@ def load_policy(
 ) -> Policy:
     """The policy that `base` names, in eval mode.
 
-    An adapter comes as it was saved, its own weights in float32 on a base of that dtype, and on 4-bit weights if it was
-    trained on such. Training goes on with it through `adapt_policy`.
+    An adapter comes as it was saved, its own weights in float32 on a base of that dtype, and on quantized weights if it
+    was trained on such. Training goes on with it through `adapt_policy`.
 
     Args:
         base: a folder (transformers or PEFT layout), `tiny:NAME`, `tiny:NAME@SEED`, or a model id of the hub.
-        dtype: float32, bfloat16 or float16; of all parameters but an adapter's and 4-bit ones, which compute in it.
+        dtype: float32, bfloat16 or float16; of all parameters but an adapter's and quantized ones.
         device: where a torch device string says.
         seed: decides a tiny model's weights, unless the name does; nothing else is random.
-        quantization: "nf4" loads the linear layers in 4 bits (QLoRA); "as_saved" leaves them as they come.
+        quantization: "nf4" loads the linear layers in 4 bits (QLoRA), "int8" in 8; "as_saved" leaves them as they come.
 
     Raises:
         UnknownNameError: there is no such tiny model, folder or hub model.
         CheckpointError: the folder is there but holds no model that loads.
-        ConfigError: an unknown dtype, or 4 bits are asked for where bitsandbytes or its support of the device is
-            missing.
+        ConfigError: an unknown dtype; quantized weights where bitsandbytes or its support of the device is missing, or
+            other ones than the adapter was trained on.
 
     >>> load_policy("tiny:qwen3-64", seed=7).base
     'tiny:qwen3-64@7'
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    form = _Form(_DTYPES[dtype], device, is_nf4=quantization == "nf4")
-    if form.is_nf4:
+    form = _Form(_DTYPES[dtype], device, quantization)
+    if quantization != "as_saved":
         check_quantization(device)
     if base.startswith(TINY_PREFIX):
         policy = _load_tiny(base, seed, form)
@@ -143,9 +149,9 @@ def save_policy(policy: Policy, folder: Path) -> None:
     """Write the policy so that `load_policy(folder)` gives it back, weights bit for bit.
 
     A full model is written in the transformers layout, an adapter in the PEFT layout. The base of a tiny model's
-    adapter exists nowhere else, so it is written beside it, into `base/`; but not in 4 bits, which its name and seed
-    give again. The folder is made; files in it are overwritten. Not crash-safe: `checkpoints.py` writes to a temporary
-    folder and renames.
+    adapter exists nowhere else, so it is written beside it, into `base/`; but not a quantized one, which its name and
+    seed give again. The folder is made; files in it are overwritten. Not crash-safe: `checkpoints.py` writes to a
+    temporary folder and renames.
     """
     folder.mkdir(parents=True, exist_ok=True)
     policy.tokenizer.save_pretrained(folder)
@@ -156,7 +162,9 @@ def save_policy(policy: Policy, folder: Path) -> None:
     # The vocabulary is never resized; told so, PEFT need not look the base up (on the hub, if it finds no folder).
     policy.model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[ADAPTER])
     if is_quantized(policy.model):
-        (folder / _QUANTIZATION_FILE).write_text(json.dumps({"base": "nf4"}) + "\n", encoding="utf-8")
+        (folder / _QUANTIZATION_FILE).write_text(
+            json.dumps({"base": quantization_of(policy.model)}) + "\n", encoding="utf-8"
+        )
     elif _base_name(folder).startswith(TINY_PREFIX):
         _save_tiny_base(policy, folder / "base")
 
@@ -165,7 +173,7 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     name, own_seed = parse_tiny(base)
     model = build_tiny(name, seed if own_seed is None else own_seed)
     policy = Policy(model=model, tokenizer=tiny_tokenizer(), base=model.name_or_path)
-    if form.is_nf4:  # transformers quantizes what it reads from files
+    if form.quantization != "as_saved":  # transformers quantizes what it reads from files
         with tempfile.TemporaryDirectory() as folder:
             save_policy(policy, Path(folder))
             quantized = _load_folder(Path(folder), form).model
@@ -192,7 +200,7 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
         if report["missing_keys"]:  # transformers would go on with random numbers in their place
             raise CheckpointError(f"model folder {folder}: weights are missing: {sorted(report['missing_keys'])[:5]}")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except CheckpointError:
+    except GymError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"model folder {folder}: cannot be loaded: {error}") from error
@@ -200,13 +208,18 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
 
 
 def _load_adapter(folder: Path, form: _Form) -> Policy:
-    is_nf4 = form.is_nf4 or (folder / _QUANTIZATION_FILE).is_file()
+    quantization = form.quantization
+    if (saved := folder / _QUANTIZATION_FILE).is_file():
+        trained_on = json.loads(saved.read_text(encoding="utf-8"))["base"]
+        if quantization not in ("as_saved", trained_on):
+            raise ConfigError(f"{folder}: the adapter was trained on {trained_on} weights, expected {quantization}")
+        quantization = trained_on
     below = folder / "base"
     base = load_policy(
         str(below) if below.is_dir() else _base_name(folder),
         dtype=str(form.dtype).removeprefix("torch."),
         device=form.device,
-        quantization="nf4" if is_nf4 else "as_saved",
+        quantization=quantization,
     )
     model = load_lora(base.model, folder, form.device)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
@@ -222,7 +235,10 @@ def _load_hub(base: str, form: _Form) -> Policy:
 
 def _options(form: _Form) -> dict[str, Any]:
     """What transformers' `from_pretrained` is told (Any: untyped)."""
-    return {"dtype": form.dtype, **(nf4_options(form.dtype, form.device) if form.is_nf4 else {})}
+    quantized = (
+        {} if form.quantization == "as_saved" else quantization_options(form.quantization, form.dtype, form.device)
+    )
+    return {"dtype": form.dtype, **quantized}
 
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:

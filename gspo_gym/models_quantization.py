@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits for QLoRA (arXiv 2305.14314): bitsandbytes' NF4 with double quantization.
+"""Frozen weights in 4 bits for QLoRA (arXiv 2305.14314), bitsandbytes' NF4 with double quantization, or in 8 bits.
 
 Called by `models.load_policy`. Only linear layers are quantized; embeddings, norms, the output head and a mixture's
 fused experts keep the dtype that was asked for, in which the quantized layers also compute.
@@ -7,6 +7,7 @@ fused experts keep the dtype that was asked for, in which the quantized layers a
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -24,31 +25,48 @@ def check_quantization(device: str) -> None:
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            "4-bit weights (qlora) need bitsandbytes, which is not installed: pip install 'gspo-gym[quant]', or train "
-            "a LoRA on weights of 16 or 32 bits (lora)"
+            "quantized weights (qlora) need bitsandbytes, which is not installed: pip install 'gspo-gym[quant]', or "
+            "train a LoRA on weights of 16 or 32 bits (lora)"
         )
     if torch.device(device).type not in _DEVICES:
         raise ConfigError(
-            f"4-bit weights (qlora): expected a device among {', '.join(_DEVICES)}, got {device!r}: bitsandbytes "
+            f"quantized weights (qlora): expected a device among {', '.join(_DEVICES)}, got {device!r}: bitsandbytes "
             "supports no other"
         )
 
 
-def nf4_options(dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What transformers' `from_pretrained` must be told (Any: untyped).
+def quantization_options(kind: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """What transformers' `from_pretrained` must be told for "nf4" or "int8" (Any: untyped).
 
-    The compute dtype is that of the other weights: scored and sampled logprobs then agree as closely as that dtype
-    allows. The paper computes in bfloat16.
+    nf4 computes in the dtype of the other weights: scored and sampled logprobs then agree as closely as that dtype
+    allows. The paper computes in bfloat16. int8 is LLM.int8 (arXiv 2208.07339) without its outlier columns, because
+    they are chosen by all tokens of a batch, so that a logprob would depend on its neighbours. It rounds activations,
+    too, to 8 bits: a rounding apart becomes 1/127 of a token's largest activation, and logprobs agree less well.
     """
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    if kind == "int8":
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+        logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_not_about_casting)
+    else:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+def _is_not_about_casting(record: logging.LogRecord) -> bool:
+    """Says no to a line that bitsandbytes logs in every forward of every layer: that it computes as it should."""
+    return "inputs will be cast" not in record.msg
+
+
+def quantization_of(model: Any) -> str:
+    """Which of "nf4" and "int8" it is, of a model that is quantized (Any: untyped)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "int8" if base.hf_quantizer.quantization_config.load_in_8bit else "nf4"
 
 
 def is_quantized(model: Any) -> bool:

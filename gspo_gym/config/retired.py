@@ -286,7 +286,10 @@ FOREIGN: Mapping[str, Foreign] = {
     "load_in_4bit": Foreign(
         "Unsloth", ("model.trainer_mode",), {True: 'model.trainer_mode = "qlora"', False: "nothing: it is off"}
     ),
-    "use_8bit": Foreign("stateset-agents", note='8-bit weights are not supported: model.trainer_mode = "qlora" has 4'),
+    "use_8bit": Foreign(
+        "stateset-agents", ("model.quantization",),
+        {True: 'model.quantization = "int8", with model.trainer_mode = "qlora"', False: "nothing: it is off"},
+    ),
     "lora_r": _renamed("stateset-agents", "training.lora.r"),
     "lora_alpha": _renamed("stateset-agents", "training.lora.alpha"),
     "lora_dropout": _renamed("stateset-agents", "training.lora.dropout"),

@@ -182,6 +182,7 @@ _RULES = (
     Rule(("model.source", "model.label"), _source_is_another_run),
     Rule(("training.lora", "model.trainer_mode"), _adapter_is_asked_for),
     Rule(("model.dtype", "model.trainer_mode"), _trained_weights_are_float32),
+    no_effect("model.quantization", "nf4", "model.trainer_mode", lambda mode: mode == "qlora", 'set that to "qlora"'),
     Rule(("evaluation.instances", "evaluation.seeds"), _evaluation_has_seeds),
     Rule(("optimizer.warmup_fraction", "optimizer.num_warmup_steps"), _warmup_is_said_once),
     no_effect(

@@ -106,7 +106,14 @@ class ModelSection(Settings):
     )
     trainer_mode: Literal["full", "lora", "qlora"] = Field(
         default="full",
-        description="train all weights, or a low-rank adapter ([training.lora]) on frozen or on frozen 4-bit ones",
+        description="train all weights, or a low-rank adapter ([training.lora]) on frozen or on frozen quantized ones",
+    )
+    quantization: Literal["nf4", "int8"] = Field(
+        default="nf4",
+        description=(
+            "of the frozen weights of qlora: 4 bits (arXiv 2305.14314), or 8 (arXiv 2208.07339), which rounds activations "
+            "as well, so that engine and learner agree less closely"
+        ),
     )
     label: str = Field(description="names the run's folder: letters, digits, '.', '_' and '-', at most 64")
     dtype: Literal["float32", "bfloat16"] = Field(

@@ -82,14 +82,15 @@ def _take_batches(draft: Draft) -> None:
 
 def _take_model(draft: Draft) -> None:
     r, alpha, dropout = draft.count("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
-    if draft.flag("use_4bit"):
+    in_8_bits = draft.flag("use_8bit")
+    if draft.flag("use_4bit") or in_8_bits:
         draft.set("model.trainer_mode", "qlora")
+        draft.set("model.quantization", "int8" if in_8_bits else None)
     elif draft.flag("use_lora"):
         draft.set("model.trainer_mode", "lora")
     else:
         draft.set("model.trainer_mode", "full")
         return
-    draft.leave_out("use_8bit", "weights in 8 bits are not supported: use_4bit is (model.trainer_mode = 'qlora')")
     draft.set("training.lora.r", r)
     draft.set("training.lora.alpha", alpha)
     draft.set("training.lora.dropout", dropout)

@@ -58,6 +58,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
         "model": {
             "base": "tiny:qwen3-64",
             "trainer_mode": "full",
+            "quantization": "nf4",
             "label": "quickstart",
             "dtype": "float32",
             "device": "auto",

@@ -56,6 +56,7 @@ OTHER = {
     "model.label": ("other", {}),
     "model.dtype": ("bfloat16", {}),
     "model.device": ("cuda", {}),
+    "model.quantization": ("int8", {"model.trainer_mode": "qlora"}),
     "model.gradient_checkpointing": (True, {}),
     "model.torch_compile": (True, {}),
     "model.liger_kernels": (True, {}),

@@ -314,6 +314,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'optimizer.min_lr_fraction: has no effect with optimizer.schedule = "constant": set that to "linear" or '
         '"cosine", or remove this',
     ),
+    "a form of quantization without any": (
+        {"model.quantization": "int8"},
+        'model.quantization: has no effect with model.trainer_mode = "full": set that to "qlora", or remove this',
+    ),
     "no room for the cosine": (
         {"optimizer.schedule": "cosine", "optimizer.num_warmup_steps": 40},
         "optimizer.schedule: no step is left for the cosine: optimizer.num_warmup_steps = 40, and the run has 40 "

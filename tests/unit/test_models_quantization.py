@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.models import Policy, adapt_policy, load_policy, save_policy
 from gspo_gym.models_options import prepare_for_training
-from gspo_gym.models_quantization import is_quantized
+from gspo_gym.models_quantization import is_quantized, quantization_of
 
 TINY = "tiny:qwen3-64"
 # transformers' loader imports torch's compiler, which uses deprecated parts of torch.
@@ -67,11 +68,30 @@ def test_the_4_bit_weights_are_the_nearest_of_16_levels(quantized: Policy) -> No
     assert float(((restored.reshape(-1, 64) - exact.reshape(-1, 64)).abs() / largest).max()) < 0.304 / 2 + 0.02
 
 
+def test_linear_layers_become_int8_each_row_with_its_own_scale() -> None:
+    policy = load_policy(TINY, seed=3, quantization="int8")
+    assert quantization_of(policy.model) == "int8"
+    exact = load_policy(TINY, seed=3).model.model.layers[0].self_attn.q_proj.weight.detach()
+    layer = policy.model.model.layers[0].self_attn.q_proj
+    assert layer.weight.dtype == torch.int8
+    # Each row is scaled so that its largest magnitude is 127: no number is off by more than half a step, and the scale
+    # is rounded, as the weights are, to float16 (11 bits).
+    largest = exact.abs().amax(1, keepdim=True)
+    restored = layer.weight.data.float() * layer.weight.SCB.float()[:, None] / 127
+    assert float(((restored - exact).abs() / largest).max()) < 0.5 / 127 + 2**-10
+    prompt = torch.arange(12)[None]
+    with torch.no_grad():
+        alone = policy.model(prompt).logits
+        beside = policy.model(torch.cat([prompt, prompt.flip(1)])).logits[:1]
+    assert torch.equal(alone, beside), "no token's logits depend on its neighbours in the batch"
+
+
 @pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_gradients_reach_every_adapter_also_after_sampling_in_eval_mode(
-    quantized: Policy, is_checkpointed: bool
+    kind: Literal["nf4", "int8"], is_checkpointed: bool
 ) -> None:
-    policy = adapt_policy(quantized, LoraSettings(r=2), seed=0)
+    policy = adapt_policy(load_policy(TINY, seed=3, quantization=kind), LoraSettings(r=2), seed=0)
     prepare_for_training(policy.model, gradient_checkpointing=is_checkpointed)
     learn(policy)
     logits(policy)  # on some processors this would repack the weights for a kernel without a backward pass
@@ -87,16 +107,21 @@ def test_gradients_reach_every_adapter_also_after_sampling_in_eval_mode(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_saved_adapter_comes_back_on_the_4_bit_weights_it_was_trained_on(dtype: str, tmp_path: Path) -> None:
-    policy = adapt_policy(load_policy(TINY, seed=3, dtype=dtype, quantization="nf4"), LoraSettings(r=2), seed=0)
+@pytest.mark.parametrize(("kind", "other"), [("nf4", "int8"), ("int8", "nf4")])
+def test_a_saved_adapter_comes_back_on_the_quantized_weights_it_was_trained_on(
+    kind: Literal["nf4", "int8"], other: Literal["nf4", "int8"], dtype: str, tmp_path: Path
+) -> None:
+    policy = adapt_policy(load_policy(TINY, seed=3, dtype=dtype, quantization=kind), LoraSettings(r=2), seed=0)
     learn(policy)
     save_policy(policy, tmp_path)
     assert not (tmp_path / "base").exists()
     loaded = load_policy(str(tmp_path), dtype=dtype)
-    assert is_quantized(loaded.model)
+    assert quantization_of(loaded.model) == kind
     assert torch.equal(logits(loaded), logits(policy))
     going_on = adapt_policy(loaded, LoraSettings(r=2), seed=9)
     assert torch.equal(logits(going_on), logits(policy))
+    with pytest.raises(ConfigError, match=f"the adapter was trained on {kind} weights, expected {other}"):
+        load_policy(str(tmp_path), dtype=dtype, quantization=other)
 
 
 def test_an_adapter_of_16_or_32_bit_weights_can_go_on_on_4_bit_ones(tmp_path: Path) -> None:

@@ -40,5 +40,5 @@ def test_a_4_bit_run_trains_resumes_is_evaluated_and_is_gone_on_with_only_as_suc
     assert run_evaluation(config(tmp_path)).summary()["mean_return"] == first["initial_eval"]["mean_return"]
     (folder,) = (path.parent for path in tmp_path.glob("four-bits/checkpoints/step_000002/**/adapter_config.json"))
     assert is_quantized(build_policy(config(tmp_path, base=str(folder))).model)
-    with pytest.raises(ConfigError, match=r'model\.trainer_mode: .* 4 bits; set it to "qlora"'):
+    with pytest.raises(ConfigError, match=r'model\.trainer_mode: .* quantized weights; set it to "qlora"'):
         build_policy(config(tmp_path, mode="lora", base=str(folder)))
