@@ -111,8 +111,8 @@ class ModelSection(Settings):
     quantization: Literal["nf4", "int8"] = Field(
         default="nf4",
         description=(
-            "of the frozen weights of qlora: 4 bits (arXiv 2305.14314), or 8 (arXiv 2208.07339), which rounds activations "
-            "as well, so that engine and learner agree less closely"
+            "of the frozen weights of qlora: 4 bits (arXiv 2305.14314), or 8 (arXiv 2208.07339), which rounds "
+            "activations, too, so that engine and learner agree less closely"
         ),
     )
     label: str = Field(description="names the run's folder: letters, digits, '.', '_' and '-', at most 64")
