@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -68,6 +66,8 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
         ConfigError: a target that names nothing in the model (PEFT would pass over it if another does), or dropout on
             fused experts, for which PEFT has none.
     """
+    from peft import LoraConfig, get_peft_model  # here: it takes seconds to load, and full training needs none of it
+
     targets = _find_targets(model, settings.target_modules)
     if targets.parameters and settings.dropout > 0:
         raise ConfigError(
@@ -98,6 +98,8 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
 
 def load_lora(base: Any, folder: Path, device: str) -> Any:
     """The base with the adapter in `folder` on it, trainable (Any: transformers and peft are untyped)."""
+    from peft import PeftModel
+
     with warnings.catch_warnings():
         # For experts adapted as two matrices that are fused today, PEFT doubles the rank, and then says that it did
         # not, because it looks for them among modules only.
@@ -173,6 +175,8 @@ def _short(names: Iterable[str]) -> tuple[str, ...]:
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
     """The full name of each adapted matrix and PEFT's layer around it (Any: untyped)."""
+    from peft.tuners.lora import LoraLayer
+
     for path, layer in model.get_base_model().named_modules():
         if isinstance(layer, LoraLayer) and ADAPTER in layer.r:
             name = re.sub(r"(\.base_layer)+$", "", path)  # wrappers of several parameters of a module are nested
@@ -227,6 +231,8 @@ def _merged(
 
 
 def _require_plain_lora(config: Any) -> None:
+    from peft import LoraConfig
+
     extras = [name for name in _UNKNOWN_TO_SETTINGS if getattr(config, name, None)]
     extras += ["bias"] if getattr(config, "bias", "none") != "none" else []
     if not isinstance(config, LoraConfig) or extras or isinstance(config.target_modules, str):
