@@ -109,11 +109,7 @@ class ModelSection(Settings):
         description="train all weights, or a low-rank adapter ([training.lora]) on frozen or on frozen quantized ones",
     )
     quantization: Literal["nf4", "int8"] = Field(
-        default="nf4",
-        description=(
-            "of the frozen weights of qlora: 4 bits (arXiv 2305.14314), or 8 (arXiv 2208.07339), which rounds "
-            "activations, too, so that engine and learner agree less closely"
-        ),
+        default="nf4", description="of qlora's frozen weights: 4 bits (arXiv 2305.14314), or 8, noisier (2208.07339)"
     )
     label: str = Field(description="names the run's folder: letters, digits, '.', '_' and '-', at most 64")
     dtype: Literal["float32", "bfloat16"] = Field(
