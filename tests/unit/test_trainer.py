@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +27,13 @@ from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.recording import RunRecorder, read_events, read_metrics
+from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import RendererCache
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
-from gspo_gym.seeding import generator
+from gspo_gym.seeding import generator, training_seed
 from gspo_gym.trainer import Trainer, TrainPlan, TrainState
 from gspo_gym.types import Completion, FinishReason, Outcome, Task
 
@@ -182,6 +185,26 @@ def test_refilled_batches_are_full_of_groups_that_teach(tmp_path: Path) -> None:
     for line in read_metrics(tmp_path):
         assert line["batch/refilled_groups"] == line["batch/dropped_constant_groups"]  # each dropped one was replaced
         assert line["rollout/num_episodes"] == 12 + GROUP_SIZE * line["batch/refilled_groups"]
+
+
+def test_tasks_are_counted_on_from_step_to_step_and_none_is_played_twice(tmp_path: Path) -> None:
+    """Refilled groups take numbers, too; a run that is resumed goes on counting."""
+    plan = make_plan(constant_groups="refill")
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    parts, state = train(whole, plan)
+    shutil.copytree(whole, resumed)
+    train(resumed, plan, state=parts.saved[0])
+    refilled = sum(int(line["batch/refilled_groups"]) for line in read_metrics(whole))
+    assert refilled > 0
+    assert state.num_tasks == 4 * 4 + refilled
+
+    def seeds(folder: Path, steps: Sequence[int]) -> list[int]:
+        files = (folder / "episodes" / f"step_{step:06d}.jsonl" for step in steps)
+        return sorted({episode.task.seed for file in files for episode in read_episodes(file)})
+
+    first = training_seed(0, 0)
+    assert seeds(whole, (1, 2, 3, 4)) == list(range(first, first + state.num_tasks))
+    assert seeds(resumed, (3, 4)) == seeds(whole, (3, 4))
 
 
 def test_what_is_trained_on_does_not_depend_on_concurrency(tmp_path: Path) -> None:
