@@ -14,7 +14,11 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
     0 is fine, 1 a failed check, 2 a mistake of the caller's, 130 an interruption from the keyboard.
     """
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # section.key=value after an option: argparse takes all of them at once, and that was before it
+        arguments.overrides = [*arguments.overrides, *rest]
     try:
         status: int = arguments.run(arguments)
     except GymError as error:

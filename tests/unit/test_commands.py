@@ -4,6 +4,7 @@ Pinned here: exit statuses (0 fine, 1 a failed check, 2 a mistake of the caller'
 traceback, what --json writes, and what `env play` shows.
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from gspo_gym import env_commands
 from gspo_gym.cli import main
+from gspo_gym.command_line import parse_and_run
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 
@@ -121,3 +123,29 @@ def test_tools_are_called_like_functions_when_playing(capsys):
     out = play(["SqlAnalyst", "--option", "level=tiny"], ["list_tables()", 'query(sql="SELECT nonsense")'], capsys)
     assert "error" in out
     assert "stopped, return" in out  # end of input, not of the episode
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config.toml", "a.b=1", "--flag"],
+        ["config.toml", "--flag", "a.b=1"],
+        ["--flag", "config.toml", "a.b=1"],
+    ],
+)
+def test_overrides_may_stand_before_or_after_an_option(words):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--flag", action="store_true")
+    seen = []
+    parser.set_defaults(run=lambda arguments: seen.append((arguments.overrides, arguments.flag)) or 0)
+    assert parse_and_run(parser, words) == 0
+    assert seen == [(["a.b=1"], True)]
+
+
+def test_an_option_that_does_not_exist_is_no_override(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "config.toml", "--nonsense"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
