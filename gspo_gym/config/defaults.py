@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gspo_gym.config.words import look_up
+
 # What `algorithm.variety` means. A key that is not here is free; the first value is the default.
 VARIETIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gspo": {"loss.unit": ("trajectory", "segment"), "advantages.level": ("trajectory",)},
@@ -45,15 +47,8 @@ def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
         table[name] = value
 
 
-def _get(values: Mapping[str, Any], key: str) -> Any:
-    """The value of a key (Any: as read), or None."""
-    section, name = key.split(".")
-    table = values.get(section)
-    return table.get(name) if isinstance(table, Mapping) else None
-
-
 def _follow_variety(values: dict[str, Any]) -> None:
-    variety = _get(values, "algorithm.variety") or "gspo"
+    variety = look_up(values, "algorithm.variety") or "gspo"
     for key, allowed in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
         _set_default(values, key, allowed[0])
     if variety == "grpo":
@@ -63,19 +58,19 @@ def _follow_variety(values: dict[str, Any]) -> None:
 
 def _follow_level(values: dict[str, Any]) -> None:
     """As `AdvantageSettings` says, but here, so that the rules see it, too."""
-    if _get(values, "advantages.level") == "turn":
+    if look_up(values, "advantages.level") == "turn":
         _set_default(values, "advantages.baseline", "leave_one_out")
-    if (baseline := _get(values, "advantages.baseline")) in ("batch", "running", "none"):
+    if (baseline := look_up(values, "advantages.baseline")) in ("batch", "running", "none"):
         _set_default(values, "advantages.scale", baseline)
 
 
 def _follow_trainer_mode(values: dict[str, Any]) -> None:
-    if _get(values, "model.trainer_mode") in ("lora", "qlora"):
+    if look_up(values, "model.trainer_mode") in ("lora", "qlora"):
         _set_default(values, "training.lora", {})
 
 
 def _follow_policy_config(values: dict[str, Any]) -> None:
-    policy_config = _get(values, "rollout.policy_config")
+    policy_config = look_up(values, "rollout.policy_config")
     for theirs, ours in POLICY_CONFIG.items() if isinstance(policy_config, Mapping) else ():
         if policy_config.get(theirs) is not None:
             _set_default(values, f"rollout.{ours}", policy_config[theirs])
@@ -94,6 +89,6 @@ def _follow_vllm(values: dict[str, Any]) -> None:
 
 
 def _follow_kl_terms(values: dict[str, Any]) -> None:
-    weights = [_get(values, key) for key in KL_TERMS]
+    weights = [look_up(values, key) for key in KL_TERMS]
     if any(isinstance(weight, int | float) and weight > 0 for weight in weights):
         _set_default(values, "reference.placement", "shared")

@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from gspo_gym.config.nested import flatten
-from gspo_gym.config.words import Problem, show
+from gspo_gym.config.words import Problem, look_up, show
 from gspo_gym.errors import ConfigError, nearest_name
 
+_ABSENT = object()  # where None may be a value
 _OVERRIDE = re.compile(r"\s*(?P<key>[\w-]+(\.[\w-]+)+)\s*=(?P<value>.*)", re.DOTALL)
 
 
@@ -125,10 +126,10 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
     flat = flatten(nested)
     if flat.problems:
         return key, flat.problems[0]
-    targets = [target for target in flat.written if _is_there(flat.values, target)] or [key]
+    targets = [target for target in flat.written if look_up(flat.values, target, _ABSENT) is not _ABSENT] or [key]
     for target in targets:
-        entry = _look_up(flat.values, target)
-        if isinstance(entry, dict) and target != key and _is_there(values, target):
+        entry = look_up(flat.values, target)
+        if isinstance(entry, dict) and target != key and look_up(values, target, _ABSENT) is not _ABSENT:
             continue  # the section itself, whose keys follow
         if (problem := _set(values, target, entry)) is not None:
             return targets[-1], problem
@@ -145,22 +146,6 @@ def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
             return Problem(key, f"{part} is not a table that could hold it, but {show(table)}")
     table[name] = value
     return None
-
-
-def _look_up(values: Any, key: str) -> Any:
-    """The value at a dotted key that is there (Any: as read)."""
-    for part in key.split("."):
-        values = values[part]
-    return values
-
-
-def _is_there(values: Any, key: str) -> bool:
-    """Whether tables (Any: as read) lead to that key."""
-    for part in key.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return False
-        values = values[part]
-    return True
 
 
 def _parse_value(text: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo_gym.config.sections import ModelSection, TrainingSection
 from gspo_gym.config.services import TopologySection
-from gspo_gym.config.words import Problem, show
+from gspo_gym.config.words import Problem, look_up, show
 from gspo_gym.errors import nearest_name
 from gspo_gym.learning.settings import LoraSettings
 
@@ -70,7 +70,7 @@ def flatten(values: Mapping[str, Any]) -> Flat:
         _move_table(flat, table, moves)
     for key, target in _KEYS.items():
         above, name = key.rsplit(".", 1)
-        holder = _look_up(flat.values, above)
+        holder = look_up(flat.values, above)
         if isinstance(holder, dict) and name in holder:
             _put(flat, target, holder.pop(name), written=key)
     return flat
@@ -78,7 +78,7 @@ def flatten(values: Mapping[str, Any]) -> Flat:
 
 def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
     above, _, name = table.rpartition(".")
-    holder = _look_up(flat.values, above) if above else flat.values
+    holder = look_up(flat.values, above) if above else flat.values
     if not isinstance(holder, dict) or name not in holder:
         return
     entries = holder.pop(name)
@@ -119,15 +119,6 @@ def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
         return
     table[name] = value
     flat.written[key] = written
-
-
-def _look_up(values: Any, key: str) -> Any:
-    """The value at a dotted key, or None (Any: as read)."""
-    for part in key.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return None
-        values = values[part]
-    return values
 
 
 def _copy(value: Any) -> Any:

@@ -17,7 +17,7 @@ from gspo_gym.learning.settings import CorrectionSettings, RewardSettings, StepR
 # 1e-3 of 0 (arXiv 2507.18071, section 5.1, clips at 3e-4 and 4e-4).
 WIDE_CLIP = 0.05
 # Aggregations in which a long episode weighs more than a short one.
-_LENGTH_WEIGHTED = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "bnpo", "dr_grpo", "dapo")
+LENGTH_WEIGHTED = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "bnpo", "dr_grpo", "dapo")
 
 
 def _unit_fits_variety(unit: str, variety: str) -> str | None:
@@ -40,7 +40,7 @@ def _fits_variety(key: str, value: str, variety: str) -> str | None:
 
 
 def _weighs_by_length(aggregation: str, unit: str) -> bool:
-    return unit != "token" and aggregation in _LENGTH_WEIGHTED
+    return unit != "token" and aggregation in LENGTH_WEIGHTED
 
 
 def _is_wide(clip_low: float, clip_high: float, unit: str) -> bool:

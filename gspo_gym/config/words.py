@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -33,6 +33,19 @@ def show(value: Any) -> str:
     """
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def look_up(values: Any, key: str, default: Any = None) -> Any:
+    """The value at a dotted key, or the default where tables do not lead there (Any: as read).
+
+    >>> look_up({"model": {"base": "m"}}, "model.base"), look_up({"model": 3}, "model.base")
+    ('m', None)
+    """
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return default
+        values = values[part]
+    return values
 
 
 def sections_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

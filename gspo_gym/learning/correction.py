@@ -42,9 +42,9 @@ class Correction:
 def correct(batch: ScoredBatch, logprobs: Tensor, settings: CorrectionSettings) -> Correction | None:
     """The correction of a micro-batch whose present logprobs are these [B, T]; None: the settings ask for none.
 
-    `off_policy_threshold` (arXiv 2512.02556, section 3.1: off-policy sequence masking) looks at the mean over the
-    trajectory's tokens of log(rollout / now), which grows as the policy moves, and leaves out the trajectory's tokens
-    with a negative advantage.
+    `off_policy_threshold` (off-policy sequence masking, arXiv 2512.02556, as TRL has it but token by token) looks at
+    the mean over the trajectory's tokens of log(rollout / now), which grows as the policy moves, and leaves out the
+    trajectory's tokens with a negative advantage.
     """
     if settings.level == "none" and settings.off_policy_threshold is None:
         return None

@@ -76,8 +76,8 @@ class AdvantageShaper:
             values = [self._with_kl(*each) for each in zip(parts, values, kl, strict=True)]
             metrics |= self._observe_kl(torch.cat([_trajectory_means(*each) for each in zip(parts, kl, strict=True)]))
         if self._advantages.whiten != "none" and parts:
-            values = whiten(values, [_token_weights(part, self._advantages.whiten) for part in parts],
-                            is_sample=self._advantages.whiten == "tokens")  # fmt: skip
+            weights = [_token_weights(part, self._advantages.whiten) for part in parts]
+            values = whiten(values, weights, is_sample=self._advantages.whiten == "tokens")
         if (limit := self._advantages.clip) is not None and parts:
             beyond = torch.cat(values).abs() > limit
             metrics["advantage/clipped_fraction"] = float(beyond.double().mean())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.translate.common import WIDE_CLIP, take_clip, take_sampling, take_single_step_note
+from gspo_gym.translate.common import take_clip, take_sampling, take_single_step_note
 from gspo_gym.translate.draft import Draft
 
 DEFAULTS = {
@@ -62,7 +62,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def translate(draft: Draft) -> None:
     """Read every key out of the draft and set ours."""
-    draft.set("model.base", draft.get("model_name") or draft.get("pretrained_model_name_or_path"))
+    draft.set("model.base", draft.first("model_name", "pretrained_model_name_or_path"))
     draft.set("algorithm.variety", "gspo")
     if draft.get("algo") not in (None, "GSPO"):
         draft.note(f"algo = {draft.get('algo')!r}: translated as GSPO")
@@ -85,8 +85,8 @@ def translate(draft: Draft) -> None:
 
 
 def _take_batches(draft: Draft) -> None:
-    size, micro = draft.count("batch_size") or 16, draft.count("micro_batch_size_per_gpu")
-    group = draft.count("group_size") or 8
+    size, micro = draft.require_count("batch_size"), draft.first_count("micro_batch_size_per_gpu")
+    group, updates = draft.require_count("group_size"), draft.require_count("update_epochs")
     if micro is not None:
         draft.note(f"micro_batch_size_per_gpu = {micro} takes batch_size's place there (without DeepSpeed), as here")
     step = micro or size
@@ -94,9 +94,9 @@ def _take_batches(draft: Draft) -> None:
     total = step if episodes is None else episodes * group
     draft.set("training.group_size", group)
     draft.set("training.batch_size", step)
-    draft.set("training.update_epochs", draft.count("update_epochs"))
+    draft.set("training.update_epochs", updates)
     draft.set("rollout.episodes_per_batch", total)
-    take_single_step_note(draft, num_steps=max(1, total // step) * (draft.count("update_epochs") or 1))
+    take_single_step_note(draft, num_steps=max(1, total // step) * updates)
 
 
 def _take_objective(draft: Draft) -> None:
@@ -108,9 +108,9 @@ def _take_objective(draft: Draft) -> None:
         low, high = 1 - bounds[0], bounds[1] - 1
         draft.note(f"clip_coef = {clip!r} are the ratio's bounds there, and distances from 1 here")
     else:
-        low = high = draft.number("clip_coef") or WIDE_CLIP
+        low = high = draft.require_number("clip_coef")
     take_clip(draft, low, high, is_sequence=True)
-    beta = draft.number("beta") or 0.0
+    beta = draft.require_number("beta")
     if draft.flag("use_kl_advantage_shaping"):
         draft.set("advantages.kl_shaping_coef", beta or None)
         draft.note("use_kl_advantage_shaping: the shaped advantage reaches its own token here; there it averages out")

@@ -22,15 +22,14 @@ _SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
 }
-WIDE_CLIP = 0.05  # from here up, our rules want it acknowledged: a sequence's ratio never moves that far
 
 
 def take_trainer_arguments(draft: Draft) -> None:
     """The keys of transformers' TrainingArguments that mean the same everywhere."""
     draft.set("training.learning_rate", draft.number("learning_rate"))
     beta1, beta2 = draft.number("adam_beta1"), draft.number("adam_beta2")
-    if beta1 is not None and beta2 is not None:
-        draft.set("optimizer.betas", [beta1, beta2])
+    if beta1 is not None or beta2 is not None:  # the one that is missing is transformers' default
+        draft.set("optimizer.betas", [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2])
     draft.set("optimizer.eps", draft.number("adam_epsilon"))
     draft.set("optimizer.weight_decay", draft.number("weight_decay"))
     draft.set("optimizer.max_grad_norm", draft.number("max_grad_norm"))
@@ -73,6 +72,8 @@ def take_reporting(draft: Draft) -> None:
 
 def take_clip(draft: Draft, low: float, high: float, *, is_sequence: bool) -> None:
     """The clip range, as distances from 1."""
+    from gspo_gym.config.rules_objective import WIDE_CLIP  # here: --help need not wait for pydantic
+
     draft.set("loss.clip_low", low)
     draft.set("loss.clip_high", high)
     if is_sequence and max(low, high) >= WIDE_CLIP:
@@ -85,10 +86,12 @@ def take_clip(draft: Draft, low: float, high: float, *, is_sequence: bool) -> No
 
 def take_aggregation(draft: Draft, aggregation: str, *, is_sequence: bool, norm_length: int | None = None) -> None:
     """How token terms become a loss."""
+    from gspo_gym.config.rules_objective import LENGTH_WEIGHTED
+
     draft.set("loss.aggregation", aggregation)
     if aggregation in ("dr_grpo", "seq-mean-token-sum-norm"):
         draft.set("loss.norm_length", norm_length)
-    if is_sequence and aggregation not in ("grpo", "seq-mean-token-mean"):
+    if is_sequence and aggregation in LENGTH_WEIGHTED:
         draft.acknowledge("length_weighting")
         draft.note(
             f"aggregation {aggregation!r} with a sequence ratio weighs an episode by its length; the paper's is "

@@ -70,6 +70,37 @@ class Draft:
         except (TypeError, ValueError):
             raise ConfigError(f"{self.system}: {theirs}: expected a number, got {value!r}") from None
 
+    def require_number(self, theirs: str) -> float:
+        """Their number, of a key that `defaults` holds. A 0 stays a 0: what is out of range is said by our checks."""
+        value = self.number(theirs)
+        assert value is not None, f"{theirs} needs a default"
+        return value
+
+    def require_count(self, theirs: str) -> int:
+        """Their whole number, at least 1, of a key that `defaults` holds.
+
+        Raises:
+            ConfigError: something else.
+        """
+        value = self.first_count(theirs)
+        assert value is not None, f"{theirs} needs a default"
+        return value
+
+    def first_count(self, *theirs: str) -> int | None:
+        """The whole number, at least 1, of the first of several keys that has one; all of them count as read.
+
+        Raises:
+            ConfigError: something else.
+        """
+        values = [(key, value) for key in theirs if (value := self.count(key)) is not None]
+        if wrong := [(key, value) for key, value in values if value < 1]:
+            raise ConfigError(f"{self.system}: {wrong[0][0]}: expected at least 1, got {wrong[0][1]}")
+        return values[0][1] if values else None
+
+    def first(self, *theirs: str) -> Any:
+        """The first value that several keys have (Any: of all types); all of them count as read."""
+        return next((value for value in [self.get(key) for key in theirs] if value is not None), None)
+
     def count(self, theirs: str) -> int | None:
         """Their whole number.
 

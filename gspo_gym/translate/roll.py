@@ -60,7 +60,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 def translate(draft: Draft) -> None:
     """Read every key out of the draft and set ours."""
     take_trainer_arguments(draft)
-    draft.set("model.base", draft.get("pretrain") or draft.get("model_name_or_path"))
+    draft.set("model.base", draft.first("pretrain", "model_name_or_path"))
     name = draft.get("exp_name")
     draft.set("model.label", None if name is None else label_of(str(name)))
     _take_batches(draft)
@@ -84,14 +84,15 @@ def translate(draft: Draft) -> None:
 
 
 def _take_batches(draft: Draft) -> None:
-    prompts, group = draft.count("rollout_batch_size") or 1, draft.count("num_return_sequences_in_group") or 1
-    micro, accumulated = draft.count("per_device_train_batch_size"), draft.count("gradient_accumulation_steps") or 1
+    prompts, group = draft.require_count("rollout_batch_size"), draft.require_count("num_return_sequences_in_group")
+    micro = draft.first_count("per_device_train_batch_size")
+    accumulated = draft.first_count("gradient_accumulation_steps") or 1
     episodes = prompts * group
     draft.set("training.group_size", group)
     draft.set("rollout.episodes_per_batch", episodes)
     draft.set("training.batch_size", micro or episodes)
     draft.set("training.gradient_accumulation_steps", accumulated if micro else None)
-    epochs = draft.count("ppo_epochs") or 1
+    epochs = draft.require_count("ppo_epochs")
     draft.set("training.update_epochs", epochs)
     take_single_step_note(draft, num_steps=max(1, episodes // ((micro or episodes) * accumulated)) * epochs)
 
@@ -105,7 +106,7 @@ def _take_objective(draft: Draft) -> None:
     if key == "ratio_type":
         draft.get("importance_sampling")
         draft.note("ratio_type 'segment' is a run of sampled tokens; here it is a turn, whatever masks do inside it")
-    clip = draft.number("pg_clip") or 0.2
+    clip = draft.require_number("pg_clip")
     low, high = draft.number("pg_clip_low"), draft.number("pg_clip_high")
     uses_range = draft.flag("use_pg_clip_range")
     take_clip(
@@ -117,8 +118,7 @@ def _take_objective(draft: Draft) -> None:
     if draft.flag("dual_clip_loss"):
         draft.set("loss.dual_clip", 1 + 2 * clip)
     aggregation = draft.choice("loss_agg_mode", _AGGREGATIONS)
-    length = draft.count("sequence_length") or _total_length(draft)
-    take_aggregation(draft, aggregation, is_sequence=is_sequence, norm_length=length)
+    take_aggregation(draft, aggregation, is_sequence=is_sequence, norm_length=_total_length(draft))
     if aggregation == "token-mean":
         draft.note("loss_agg_mode 'token-mean' leaves environment tokens out here; ROLL sums over them, too (ROLL#444)")
     draft.set("loss.entropy_coef", draft.number("entropy_loss_coef"))
@@ -159,12 +159,14 @@ def _take_kl(draft: Draft) -> None:
 
 
 def _total_length(draft: Draft) -> int:
-    return (draft.count("prompt_length") or 0) + (draft.count("response_length") or 0)
+    """sequence_length, which wins there where both are given, or the sum of its two parts."""
+    parts = draft.require_count("prompt_length") + draft.require_count("response_length")
+    return draft.first_count("sequence_length") or parts
 
 
 def _take_lengths(draft: Draft) -> None:
-    total = draft.count("sequence_length") or _total_length(draft)
-    response = draft.count("max_new_tokens") or draft.count("response_length")
+    total = _total_length(draft)
+    response = draft.first_count("max_new_tokens", "response_length")
     draft.set("rollout.max_output_tokens", response)
     draft.set("rollout.max_model_len", total)
     sequences = draft.count("num_return_sequences")

@@ -40,7 +40,7 @@ def translate(draft: Draft) -> None:
         draft.set("advantages.level", "turn")
         draft.note("use_gspo_token: every token has its episode's advantage there; here each turn has its own")
     take_clip(
-        draft, draft.number("clip_range_left") or 3e-4, draft.number("clip_range_right") or 4e-4, is_sequence=True
+        draft, draft.require_number("clip_range_left"), draft.require_number("clip_range_right"), is_sequence=True
     )
     take_trainer_arguments(draft)
     take_reporting(draft)
@@ -48,7 +48,7 @@ def translate(draft: Draft) -> None:
     _take_model(draft)
     take_sampling(draft)
     _take_lengths(draft)
-    beta = draft.number("beta") or 0.0
+    beta = draft.require_number("beta")
     if beta:
         draft.set("loss.kl_coef", beta)
         draft.note(
@@ -64,24 +64,26 @@ def translate(draft: Draft) -> None:
 
 
 def _take_batches(draft: Draft) -> None:
-    group, prompts = draft.count("num_generations") or 4, draft.count("generations_per_iteration") or 1
+    group, prompts = draft.require_count("num_generations"), draft.require_count("generations_per_iteration")
     episodes = group * prompts
-    step = draft.count("mini_batch_size") or draft.count("per_device_train_batch_size")
-    accumulated = draft.count("gradient_accumulation_steps")
+    step = draft.first_count("mini_batch_size", "per_device_train_batch_size")
+    accumulated = draft.first_count("gradient_accumulation_steps")
     draft.set("training.group_size", group)
     draft.set("rollout.episodes_per_batch", episodes)
     draft.set("training.iterations_per_epoch", draft.count("num_outer_iterations"))
-    draft.set("training.update_epochs", draft.count("num_iterations"))
+    updates = draft.require_count("num_iterations")
+    draft.set("training.update_epochs", updates)
     draft.set("training.batch_size", step or episodes)
     draft.set("training.gradient_accumulation_steps", accumulated if step else None)
     if step:
         draft.note(f"mini_batch_size and gradient_accumulation_steps: {_IGNORED_THERE}; they act here")
     steps = max(1, episodes // ((step or episodes) * ((accumulated if step else None) or 1)))
-    take_single_step_note(draft, num_steps=steps * (draft.count("num_iterations") or 1))
+    take_single_step_note(draft, num_steps=steps * updates)
 
 
 def _take_model(draft: Draft) -> None:
     r, alpha, dropout = draft.count("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
+    modules = draft.get("lora_target_modules")
     in_8_bits = draft.flag("use_8bit")
     if draft.flag("use_4bit") or in_8_bits:
         draft.set("model.trainer_mode", "qlora")
@@ -94,12 +96,11 @@ def _take_model(draft: Draft) -> None:
     draft.set("training.lora.r", r)
     draft.set("training.lora.alpha", alpha)
     draft.set("training.lora.dropout", dropout)
-    modules = draft.get("lora_target_modules")
     draft.set("training.lora.target_modules", list(modules) if modules else None)
 
 
 def _take_lengths(draft: Draft) -> None:
-    prompt, completion = draft.count("max_prompt_length") or 256, draft.count("max_completion_length") or 256
+    prompt, completion = draft.require_count("max_prompt_length"), draft.require_count("max_completion_length")
     draft.set("rollout.max_output_tokens", completion)
     draft.set("rollout.max_model_len", prompt + completion)
     draft.note(f"max_prompt_length = {prompt}: a longer prompt is not cut here; it counts towards max_model_len")

@@ -61,7 +61,7 @@ def translate(draft: Draft) -> None:
         draft.note('bf16: autocast has no counterpart; model.dtype = "bfloat16" stores a LoRA\'s base so')
     if draft.flag("torch_compile"):
         draft.set("model.torch_compile", True)
-    if draft.flag("use_liger_kernel") or draft.flag("use_liger_loss"):
+    if any([draft.flag("use_liger_kernel"), draft.flag("use_liger_loss")]):  # a list, so that both are read
         draft.set("model.liger_kernels", True)
     if draft.get("log_completions") is not None:
         draft.set("run.log_episodes_every_n_iters", 1 if draft.flag("log_completions") else 0)
@@ -78,14 +78,12 @@ def translate(draft: Draft) -> None:
 
 def _take_batches(draft: Draft) -> None:
     """Trajectories per forward, per optimizer step, and per rollout batch."""
-    micro, accumulated = (
-        draft.count("per_device_train_batch_size") or 1,
-        draft.count("gradient_accumulation_steps") or 1,
-    )
+    micro = draft.require_count("per_device_train_batch_size")
+    accumulated = draft.require_count("gradient_accumulation_steps")
     generation = draft.count("generation_batch_size")
     micro_per_batch = draft.count("steps_per_generation") or accumulated
     episodes = generation if generation is not None else micro * micro_per_batch
-    updates = draft.count("num_iterations") or 1
+    updates = draft.require_count("num_iterations")
     draft.set("training.group_size", draft.count("num_generations"))
     draft.set("training.batch_size", micro)
     draft.set("training.gradient_accumulation_steps", accumulated)
@@ -114,7 +112,7 @@ def _take_objective(draft: Draft) -> None:
         draft.note(
             "the ratio has a stop-gradient form here; value and gradient are the same for one advantage per episode"
         )
-    low, high = draft.number("epsilon") or 0.2, draft.number("epsilon_high")
+    low, high = draft.require_number("epsilon"), draft.number("epsilon_high")
     take_clip(draft, low, low if high is None else high, is_sequence=is_sequence)
     draft.set("loss.dual_clip", draft.number("delta"))
     aggregation = draft.choice("loss_type", _AGGREGATIONS)
@@ -130,7 +128,7 @@ def _take_objective(draft: Draft) -> None:
 
 
 def _take_lengths(draft: Draft) -> None:
-    prompt, completion = draft.count("max_prompt_length"), draft.count("max_completion_length") or 256
+    prompt, completion = draft.count("max_prompt_length"), draft.require_count("max_completion_length")
     draft.set("rollout.max_output_tokens", completion)
     draft.set("rollout.max_model_len", completion + (prompt or 1024))
     draft.note(
@@ -142,9 +140,9 @@ def _take_lengths(draft: Draft) -> None:
 
 
 def _take_reference(draft: Draft) -> None:
-    beta = draft.number("beta") or 0.0
+    beta, is_weighted = draft.require_number("beta"), draft.flag("use_bias_correction_kl")
     draft.set("loss.kl_coef", beta or None)
-    if beta and draft.flag("use_bias_correction_kl"):
+    if beta and is_weighted:
         draft.set("loss.kl_importance_weighted", True)
     if not draft.flag("sync_ref_model"):
         for key in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
@@ -159,11 +157,16 @@ def _take_reference(draft: Draft) -> None:
 
 
 def _take_correction(draft: Draft) -> None:
-    uses_vllm = draft.flag("use_vllm")
+    if not draft.flag("use_vllm"):
+        for key in draft.given:
+            if key.startswith("vllm_"):
+                is_correction = key.startswith("vllm_importance_sampling")
+                draft.leave_out(key, "acts with use_vllm only" if is_correction else _OF_VLLM)
+        return
     mode = draft.get("vllm_importance_sampling_mode")
     cap = draft.number("vllm_importance_sampling_cap")
     wants = draft.get("vllm_importance_sampling_correction")
-    if uses_vllm and wants is not False:
+    if wants is not False:
         level, how = _CORRECTIONS.get(str(mode or "sequence_mask"), ("trajectory", "mask"))
         draft.set("correction.level", level)
         draft.set("correction.mode", how)

@@ -16,8 +16,8 @@ COUNTS = {
     "The hosted trainer's TOML reference": 3 + 2 + 3 + 5 + 2 + 5 + 4 + 9 + 3 + 10 + 6 + 5 + 4 + 3 + 3 + 9,
     "ROLL": 18,
     "AgileRL 2.7: the constructor": 48,
-    "AgileRL 2.7: methods, environments and functions": 20,
-    "stateset-agents": 29,
+    "AgileRL 2.7: methods, environments and functions": 23,
+    "stateset-agents": 33,
     "Unsloth / TRL": 23,
 }
 # The constructor's arguments, from its signature.

@@ -80,6 +80,7 @@ def test_recipe_trains_on_a_tiny_model(path, tmp_path):
     trained = [line for line in metrics if line.get("batch/trained_tokens", 0) > 0]
     assert trained, "random bytes differ in length, so that there is something to compare"
     assert all(math.isfinite(line["loss/total"]) for line in trained)
+    assert all(line["optim/num_steps"] >= 1 and line["optim/grad_norm"] > 0 for line in trained)
 
 
 def settings_of(path):

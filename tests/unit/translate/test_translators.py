@@ -223,6 +223,10 @@ def test_stateset_example_key_for_key():
         ("trl", {"use_liger_kernel": True}, "model.liger_kernels", True),
         ("trl", {"warmup_steps": 5}, "optimizer.num_warmup_steps", 5),
         ("trl", {"top_k": -1}, "rollout.top_k", None),
+        ("trl", {"epsilon": 0.0}, "loss.clip_low", 0.0),  # which our checks refuse, and nothing replaces
+        ("agilerl", {"clip_coef": 0.0}, "loss.clip_low", 0.0),
+        ("roll", {"adam_beta1": 0.8}, "optimizer.betas", [0.8, 0.999]),
+        ("roll", {"sequence_length": 700, "prompt_length": 100}, "rollout.max_model_len", 700),
         ("trl", {"learning_rate": "5e-6"}, "training.learning_rate", 5e-6),  # YAML 1.1 reads 5e-6 as a text
         ("roll", {"adv_estimator": "grpo"}, "advantages.baseline", "group"),
         ("roll", {"ratio_type": "segment"}, "loss.unit", "turn"),
@@ -329,6 +333,7 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
         ("agilerl", {"cast_logprobs_to_fp32": True}, "always computed in float32"),
         ("trl", {"use_vllm": True}, "samples in the trainer's process"),
         ("trl", {"vllm_gpu_memory_utilization": 0.3}, "samples in the trainer's process"),
+        ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "acts with use_vllm only"),
         ("trl", {"top_entropy_quantile": 0.2}, "has no counterpart"),
         ("roll", {"num_gpus_per_node": 8}, "belongs to its launcher"),
     ],
@@ -338,3 +343,19 @@ def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
     (line,) = translate(system, given).left_out
     assert line.startswith(f"{key} = {value!r}: ")
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("system", "given"),
+    [
+        ("trl", {"use_bias_correction_kl": True, "beta": 0.0}),
+        ("trl", {"use_liger_kernel": True, "use_liger_loss": True}),
+        ("roll", {"pretrain": "m", "model_name_or_path": "m"}),
+        ("roll", {"sequence_length": 700, "prompt_length": 100, "response_length": 600}),
+        ("stateset", {"use_lora": False, "lora_target_modules": ["q_proj"]}),
+        ("agilerl", {"model_name": "m", "pretrained_model_name_or_path": "m"}),
+    ],
+)
+def test_a_known_key_is_never_taken_for_an_unknown_one(system, given):
+    """Not even where another key decides, so that it has no effect."""
+    assert translate(system, given).left_out == ()
