@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import gymnasium
 import numpy as np
@@ -28,12 +28,17 @@ from gspo_gym.types import Message, ToolCall
 
 Observation = str | Sequence[Message | Mapping[str, Any]]
 Info = dict[str, Any]
+# Where an environment's methods run: see `TextEnv.isolation`.
+Isolation = Literal["thread", "process"]
 
 
 class ScriptedPolicy(Protocol):
-    """A player written by hand: it sees the conversation so far and returns its next message or its text."""
+    """A player that is no model of ours: it sees the conversation so far and returns its next message or its text.
 
-    def __call__(self, messages: Sequence[Message], /) -> Message | str: ...
+    It may be async, as a player is that asks an endpoint.
+    """
+
+    def __call__(self, messages: Sequence[Message], /) -> Message | str | Awaitable[Message | str]: ...
 
 
 # Given the environment instance that is being played (so that a reference may read the hidden answer) and a generator.
@@ -77,6 +82,10 @@ class TextEnv(gymnasium.Env[Any, Any]):
             "random" plays legal moves at random and is what warm-up imitates.
         reward_range: smallest and largest possible return of an episode, checked by `check_env`; set on the instance
             where it depends on the constructor's arguments.
+        isolation: where rollouts run it. "thread": plain methods in a thread of the episode's own (async ones in the
+            event loop); "process": in a worker process, which a crash, a hang or a changed global generator cannot
+            leave. None: not said, so a thread, unless it is found to touch what the whole process shares.
+        takes_messages: True: `step` is given the `Message` with its tool calls; False: its text alone.
     """
 
     observation_space: gymnasium.Space[Any] = Conversation()
@@ -84,6 +93,13 @@ class TextEnv(gymnasium.Env[Any, Any]):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # Gymnasium has it unmarked
     policies: ClassVar[Mapping[str, PolicyFactory]] = {}
     reward_range: tuple[float, float] = (-float("inf"), float("inf"))
+    isolation: Isolation | None = None
+    takes_messages: bool = False
+
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """OpenAI function schemas of the tools that the model is offered; () for a plain text environment."""
+        return ()
 
     # Any: the answer of an async override is awaitable.
     def invalid_action(self, error: str) -> Any:
@@ -153,6 +169,7 @@ class ToolEnv(TextEnv):
     """
 
     is_scored: ClassVar[bool] = True
+    takes_messages = True
     num_turns: int = 0
     _own_tools: ClassVar[tuple[Tool, ...]] = ()
     _tools_by_name: Mapping[str, Tool] = {}
@@ -215,6 +232,11 @@ class ToolEnv(TextEnv):
     def tools(self) -> tuple[Tool, ...]:
         """The tools of this instance; override to offer others. Read when the episode starts."""
         return tuple(tool.bound_to(self) for tool in self._own_tools)
+
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Of `tools`, in their order."""
+        return tuple(tool.schema for tool in self.tools)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
         """Starts an episode: (observation, info), or an awaitable of it if `start` is async."""

@@ -98,7 +98,7 @@ async def play_in(
     answers: list[StepResult] = []
     while len(answers) < max_turns and not (answers and answers[-1].done):
         try:
-            said = player(tuple(messages))
+            said = await spoken_by(player, messages)
         except Exception as error:
             raise PlayerError(f"turn {len(answers)}: the player raised {type(error).__name__}: {error}") from error
         actions.append(Message("assistant", said) if isinstance(said, str) else said)
@@ -106,6 +106,12 @@ async def play_in(
             answers.append(await session.step(actions[-1]))
         messages += [actions[-1], *answers[-1].messages]
     return Playthrough(seed, opening, tuple(actions), tuple(answers))
+
+
+async def spoken_by(player: ScriptedPolicy, messages: Sequence[Message]) -> Message | str:
+    """What a player says next, plain or async."""
+    said = player(tuple(messages))
+    return said if isinstance(said, str | Message) else await said
 
 
 def silent_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory

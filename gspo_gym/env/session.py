@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from gspo_gym.env.answers import as_reset_result, as_step_result, described
-from gspo_gym.env.core import ToolEnv
 from gspo_gym.env.workers import OwnThread, Returned
 from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
@@ -54,10 +53,8 @@ class EnvSession:
         self.env = getattr(env, "unwrapped", env)
         self._outer = env
         self._timeout = step_timeout_seconds
-        self._takes_messages = isinstance(self.env, ToolEnv)
-        self.tool_schemas: tuple[Mapping[str, Any], ...] = ()
-        if self._takes_messages:
-            self.tool_schemas = tuple(tool.schema for tool in self.env.tools)
+        self._takes_messages = bool(getattr(self.env, "takes_messages", False))
+        self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(getattr(self.env, "tool_schemas", ()))
         self._thread = thread or OwnThread()
         self._left: str | None = None  # the method whose answer was not awaited to the end
         self._is_thread_busy = False
@@ -83,7 +80,7 @@ class EnvSession:
         return as_reset_result(answer, where=f"{self.env_id}: reset()")
 
     async def step(self, action: Message) -> StepResult:
-        """Answer one action: a `ToolEnv` is given the message, any other environment its text.
+        """Answer one action: an environment that `takes_messages` is given the message, any other its text.
 
         Raises:
             EnvError, EnvTimeoutError: it raised, or did not answer in time.

@@ -15,6 +15,7 @@ import numpy as np
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
+from gspo_gym.env.playing import spoken_by
 from gspo_gym.errors import UnknownNameError, UsageError, nearest_name
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Completion, FinishReason, Int32Array, Message
@@ -127,7 +128,7 @@ class ScriptedActor:
         if policy is None:
             policy = self._make_policy(request.env, generator(request.sampling_seed, "policy"))
             self._policies[request.session_id] = policy
-        spoken = policy(request.messages)
+        spoken = await spoken_by(policy, request.messages)
         message = Message("assistant", spoken) if isinstance(spoken, str) else spoken
         token_ids = request.renderer.action_ids(message)
         if len(token_ids) > request.max_tokens:

@@ -73,7 +73,7 @@ FORBIDDEN = {
     "env": HEAVY,
     "judge": HEAVY,
     "rollout": ("gspo_gym.learning", *HEAVY),
-    "remote": ("gspo_gym.learning", *HEAVY),
+    "remote": ("gspo_gym.learning", *(name for name in HEAVY if name != "fastapi")),  # it serves
     "trainer": (
         "gspo_gym.engine.local",
         "gspo_gym.engine.scripted",

@@ -1,0 +1,143 @@
+"""ChatModel: a model behind any OpenAI-compatible endpoint, as a player, an opponent or a simulated user.
+
+Nothing that it says is trained on: there are no token ids, only messages. Whoever asks it decides what a failure means;
+here it is always an exception, never an empty answer. Called by environments and `gspo-gym env collect`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.errors import ConfigError, EnvError, EnvTimeoutError, MissingExtraError
+from gspo_gym.types import Message, ToolCall
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModelSettings:
+    """Where the model is and how it samples.
+
+    Attributes:
+        model: its name at the endpoint.
+        base_url: such as "http://127.0.0.1:8000/v1"; None is OpenAI's own.
+        api_key_env: the environment variable that holds the key; a local server without one needs none.
+        temperature: of sampling. max_tokens: of one answer.
+        timeout_seconds: for one answer, retries included. max_retries: of transport errors, 429 and 5xx.
+    """
+
+    model: str
+    base_url: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    temperature: float = 1.0
+    max_tokens: int = 512
+    timeout_seconds: float = 60.0
+    max_retries: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("ChatModelSettings.model: expected a model's name, got an empty text")
+        if not (self.temperature >= 0 and self.max_tokens >= 1 and self.timeout_seconds > 0 and self.max_retries >= 0):
+            raise ConfigError(
+                "ChatModelSettings: expected temperature >= 0, max_tokens >= 1, timeout_seconds > 0 and "
+                f"max_retries >= 0, got {self.temperature}, {self.max_tokens}, {self.timeout_seconds} and "
+                f"{self.max_retries}"
+            )
+
+
+class ChatModel:
+    """Asks the endpoint for the next message of a conversation.
+
+    Use one instance within one event loop, and close it. Keys come from the environment and appear in no error.
+
+    Raises:
+        MissingExtraError: the openai package is not installed.
+        ConfigError: OpenAI's own endpoint without a key.
+    """
+
+    def __init__(self, settings: ChatModelSettings) -> None:
+        self.settings = settings
+        try:
+            import openai
+        except ImportError as error:
+            raise MissingExtraError("a model behind an endpoint needs: pip install 'gspo-gym[openai]'") from error
+        key = os.environ.get(settings.api_key_env)
+        if key is None and settings.base_url is None:
+            raise ConfigError(f"ChatModel: expected an API key in the variable {settings.api_key_env}, it is not set")
+        self._client: AsyncOpenAI = openai.AsyncOpenAI(
+            base_url=settings.base_url, api_key=key or "none", max_retries=settings.max_retries
+        )
+
+    async def reply(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), seed: int | None = None
+    ) -> Message:
+        """The model's next message; `tools` are OpenAI function schemas (Any: JSON).
+
+        Raises:
+            EnvTimeoutError: no answer within timeout_seconds.
+            EnvError: the endpoint refused, or its answer is not a chat completion.
+        """
+        import asyncio
+
+        import openai
+
+        settings = self.settings
+        request: dict[str, Any] = {
+            "model": settings.model,
+            "messages": [_wire(message) for message in messages],
+            "temperature": settings.temperature,
+            "max_tokens": settings.max_tokens,
+        }
+        if tools:
+            request["tools"] = list(tools)
+        if seed is not None:
+            request["seed"] = seed % 2**31  # what servers of C's int accept
+        where = f"{settings.model} at {settings.base_url or 'OpenAI'}"
+        try:
+            async with asyncio.timeout(settings.timeout_seconds):
+                answer = await self._client.chat.completions.create(**request)
+        except TimeoutError:
+            raise EnvTimeoutError(f"{where}: no answer within {settings.timeout_seconds:g} seconds") from None
+        except openai.OpenAIError as error:
+            raise EnvError(f"{where}: {type(error).__name__}: {str(error)[:300]}") from error
+        return _message(answer, where)
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._client.close()
+
+
+def _wire(message: Message) -> dict[str, Any]:
+    """The OpenAI wire shape: as `Message.to_dict`, but with arguments as JSON text and without reasoning."""
+    wire = message.to_dict()
+    wire.pop("reasoning_content", None)
+    for call in wire.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return wire
+
+
+def _message(
+    answer: Any, where: str
+) -> Message:  # Any: an endpoint may answer with anything, whatever the client's types say
+    choices = getattr(answer, "choices", None)
+    if not choices or getattr(choices[0], "message", None) is None:
+        raise EnvError(f"{where}: expected a chat completion with a message, got {answer!r:.200}")
+    said = choices[0].message
+    calls = []
+    for call in said.tool_calls or ():
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except json.JSONDecodeError as error:
+            text = call.function.arguments
+            raise EnvError(f"{where}: the arguments of {call.function.name!r} are not JSON: {text!r:.200}") from error
+        if not isinstance(arguments, dict):
+            raise EnvError(f"{where}: expected the arguments of {call.function.name!r} by name, got {arguments!r:.200}")
+        calls.append(ToolCall(call.id, call.function.name, arguments))
+    if not said.content and not calls:
+        raise EnvError(f"{where}: expected a text or a tool call, got an empty message")
+    return Message("assistant", said.content or "", tuple(calls))
