@@ -3,14 +3,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 
-.PHONY: quickstart test lint types unit slow benchmark clean
+# Other projects' environments, each set with an interpreter of its own, which finds our packages after its own.
+SUITES := .venv-foreign
+VERIFIERS := .venv-verifiers
+SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
+
+.PHONY: quickstart test lint types unit slow foreign benchmark clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-test: lint types unit slow
+test: lint types unit slow foreign
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -25,11 +31,15 @@ unit: $(VENV)/.dev
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow tests
 
+foreign: $(SUITES)/.installed $(VERIFIERS)/.installed
+	$(SUITES)/bin/python -m pytest -m "not verifiers" tests/foreign
+	$(VERIFIERS)/bin/python -m pytest -m verifiers tests/foreign
+
 benchmark: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.benchmark engines
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SUITES) $(VERIFIERS) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -41,3 +51,20 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
+
+$(SUITES)/.installed: tests/foreign/requirements-suites.txt constraints.txt | $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(SUITES)
+	$(SUITES)/bin/python $(PIP) --requirement $< --constraint constraints.txt
+	$(call see_ours,$(SUITES))
+
+$(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(VERIFIERS)
+	$(VERIFIERS)/bin/python $(PIP) --requirement $<
+	$(call see_ours,$(VERIFIERS))
+
+# addsitedir and not a plain path, because our packages are installed as editable, which is a .pth file itself.
+define see_ours
+echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE_PACKAGES)")')" \
+	> "$$($(1)/bin/python -c "$(SITE_PACKAGES)")/zz-gspo-gym.pth"
+@touch $(1)/.installed
+endef

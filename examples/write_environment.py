@@ -3,40 +3,50 @@
 Run: python examples/write_environment.py
 """
 
-from gspo_gym import Reward, TextEnv, check_env
+from gspo_gym import TextEnv, check_env
+from gspo_gym.env.rewards import RewardTerms
+from gspo_gym.env.tasks import TaskSource
+
+# A seed names a task, and no training task is held out too. A file or a list of tasks would do as well.
+TASKS = TaskSource(lambda rng: rng.integers(1, 50, size=3).tolist())
+
+
+# Reward terms take what their parameters name; each is logged apart. They may be async.
+def right(action, number):
+    return action.strip() == str(2 * number)
+
+
+def readable(action):
+    return action.strip().isdigit()
+
+
+TERMS = RewardTerms({right: 0.3, readable: 0.03})
 
 
 class Doubling(TextEnv):
-    """Three numbers to double, one a turn; each right answer earns a third."""
+    """Three numbers to double, one a turn."""
 
-    reward_range = (0.0, 1.0)
-
-    def __init__(self, num_rounds: int = 3) -> None:
-        self.num_rounds = num_rounds
-        self.rounds_left = 0
+    reward_range = (0.0, 0.99)
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)  # all randomness comes from self.np_random
-        self.rounds_left, self.num_right = self.num_rounds, 0
-        return self._ask(), {}
+        super().reset(seed=seed)
+        self.numbers = TASKS.task(seed, self.np_random)
+        self.num_right = 0
+        return f"Double {self.numbers[0]}.", {}
 
     def step(self, action: str):
-        is_right = action.strip() == str(2 * self.number)
-        self.rounds_left -= 1
-        self.num_right += is_right
-        is_over = self.rounds_left == 0
-        success = self.num_right == self.num_rounds if is_over else None
-        reward = Reward({"right": is_right / self.num_rounds}, success=success)
-        return "Done." if is_over else self._ask(), reward, is_over, False, {}
-
-    def _ask(self) -> str:
-        self.number = int(self.np_random.integers(1, 50))
-        return f"Double {self.number}."
+        number = self.numbers.pop(0)
+        self.num_right += right(action, number)
+        is_over = not self.numbers
+        success = self.num_right == 3 if is_over else None
+        events = ("flawless",) if success else ()  # what step rewards count and a judge is shown
+        reward = TERMS.score(action=action, number=number, events=events, success=success)
+        return "Done." if is_over else f"Double {self.numbers[0]}.", reward, is_over, False, {}
 
 
 # Players written by hand: one that earns the top score, and one whose legal but random play a warm-up can imitate.
 Doubling.policies = {
-    "reference": lambda env, rng: lambda messages: str(2 * env.number),
+    "reference": lambda env, rng: lambda messages: str(2 * env.numbers[0]),
     "random": lambda env, rng: lambda messages: str(rng.integers(2, 100)),
 }
 

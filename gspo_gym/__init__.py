@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from gspo_gym.env.registry import register as register
     from gspo_gym.env.rewards import Reward as Reward
     from gspo_gym.env.tools import tool as tool
+    from gspo_gym.env.vector import make_vec as make_vec
+    from gspo_gym.episode_collection import collect_episodes as collect_episodes
+    from gspo_gym.episode_files import load_episodes as load_episodes
+    from gspo_gym.episode_files import save_episodes as save_episodes
     from gspo_gym.evaluate import run_evaluation as run_evaluation
     from gspo_gym.models import load_policy as load_policy
     from gspo_gym.rollout.adapter import TokenObservationWrapper as TokenObservationWrapper
@@ -40,12 +44,16 @@ _HOMES = {
     "ToolCall": "types",
     "ToolEnv": "env.core",
     "check_env": "env.checker",
+    "collect_episodes": "episode_collection",
     "load_config": "config.run_config",
+    "load_episodes": "episode_files",
     "load_policy": "models",
     "make": "env.registry",
+    "make_vec": "env.vector",
     "register": "env.registry",
     "run_evaluation": "evaluate",
     "run_training": "train",
+    "save_episodes": "episode_files",
     "tool": "env.tools",
 }
 

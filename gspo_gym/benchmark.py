@@ -1,5 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m gspo_gym.benchmark engines`.
 
+`python -m gspo_gym.benchmark faults` is in `benchmark_faults.py`.
+
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, and the local engine,
 on the same model and the same episodes. Environments answer at once, so this is sampling and nothing else.
 """
@@ -20,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from gspo_gym.benchmark_faults import run_faults
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.errors import EngineError, GymError
@@ -216,10 +219,10 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("what", choices=["engines"], help="what to measure")
+    parser.add_argument("what", choices=["engines", "faults"], help="what to measure")
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
-    parser.add_argument("--episodes", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument(
         "--repeats", type=int, default=3, help="runs of each engine, median kept (default: %(default)s)"
@@ -229,9 +232,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
+    if arguments.what == "faults":
+        return run_faults(arguments.episodes or 2000)
     torch.set_num_threads(arguments.threads)
     policy = load_policy(arguments.model, dtype=arguments.dtype)
-    plans = make_workload(arguments.episodes)
+    plans = make_workload(arguments.episodes or 64)
     turns = [len(plan.num_sampled) for plan in plans]
     parameters = sum(p.numel() for p in policy.model.parameters())
     console = Console()

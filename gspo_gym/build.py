@@ -16,7 +16,9 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.engine.local import LocalEngine
-from gspo_gym.env.registry import make, resolve
+from gspo_gym.env.isolation import IsolatedFactory, isolated_factory
+from gspo_gym.env.process_limits import WorkerLimits
+from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation import Evaluation, evaluate
 from gspo_gym.learning.truncation import Truncation
@@ -37,6 +39,7 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.trainer import Evaluate, Trainer, TrainPlan, TrainState
 from gspo_gym.types import Trajectory
 from gspo_gym.warmup import WarmupPlan
+from gspo_gym.weight_sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,22 @@ def build_actor(config: RunConfig, player: Player, *, temperature: float) -> Eng
     )
 
 
+def build_environment(config: RunConfig) -> IsolatedFactory:
+    """Makes fresh environments of [rollout], each where it is to run: in a thread or a worker process.
+
+    Raises:
+        UnknownNameError: no environment of that name.
+    """
+    rollout = config.rollout
+    return isolated_factory(
+        rollout.env_name,
+        rollout.env_config,
+        rollout.isolation,
+        limits=WorkerLimits(memory_mb=rollout.env_memory_limit_mb, variables=rollout.env_variables),
+        start_timeout_seconds=config.limits.step_timeout_seconds,
+    )
+
+
 def build_pool(
     config: RunConfig,
     renderers: RendererCache,
@@ -187,10 +206,9 @@ def build_pool(
 
     `limits` are `config.episode_limits` if None.
     """
-    env_id = resolve(config.rollout.env_name)
-    env_config = dict(config.rollout.env_config)
+    make_env = build_environment(config)
     return RolloutPool(
-        make_env=lambda _task: make(env_id, **env_config),
+        make_env=lambda _task: make_env(),
         act=act,
         renderers=renderers,
         episode_limits=limits or config.episode_limits,
@@ -220,8 +238,8 @@ def build_scripted_evaluate(config: RunConfig, player: Player, policy_name: str)
     Raises:
         UnknownNameError: it brings none of that name.
     """
-    env = make(resolve(config.rollout.env_name), **config.rollout.env_config)
-    return _evaluation_of(config, player.renderers, ScriptedActor(policy_of(env, policy_name)), None)
+    make_policy = policy_of(build_environment(config)(), policy_name)
+    return _evaluation_of(config, player.renderers, ScriptedActor(make_policy), None)
 
 
 def _evaluation_of(config: RunConfig, renderers: RendererCache, act: Actor, keep: Keep | None) -> Evaluate:
@@ -271,7 +289,7 @@ def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, Warmup
     if warmup is None or settings is None or optimizer is None:
         return None
     env_id = resolve(config.rollout.env_name)
-    make_policy = policy_of(make(env_id, **config.rollout.env_config), warmup.policy)
+    make_policy = policy_of(build_environment(config)(), warmup.policy)
     pool = build_pool(config, player.renderers, ScriptedActor(make_policy), seed_name="warmup")
     return pool, WarmupPlan(env_id, config.run.seed, warmup.num_episodes, optimizer, settings)
 
@@ -342,7 +360,7 @@ def build_trainer(
     return Trainer(
         build_plan(config),
         pool=build_training_pool(config, player, Ledger(recorder.folder / "ledger.jsonl")),
-        engine=player.engine,
+        publish=WeightSync(player.engine).publish,
         learner=learner,
         evaluate=build_evaluate(config, player, recorder.episodes),
         save_checkpoint=save_checkpoint,

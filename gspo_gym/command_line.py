@@ -1,12 +1,17 @@
-"""How every command ends: an exit status, and our own errors as one clear message instead of a traceback."""
+"""What commands share: how an environment is named, and how every command ends.
+
+A command ends with an exit status, and our own errors are one clear message instead of a traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from gspo_gym.errors import GymError
+from gspo_gym.errors import GymError, UsageError
 
 
 def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
@@ -28,3 +33,32 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         print("stopped", file=sys.stderr)
         return 130
     return status
+
+
+def add_environment(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name an environment: `name`, and `option` for `env_config_of`."""
+    parser.add_argument("name", help="GuessNumber, gspo_gym/GuessNumber-v0, my_module:MyEnv-v0, ...")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=JSON", help="argument of the environment's constructor"
+    )
+
+
+def env_config_of(options: Sequence[str]) -> dict[str, Any]:
+    """KEY=JSON texts as keyword arguments (Any: JSON); what is not JSON is taken as text.
+
+    Raises:
+        UsageError: a text is not of that form.
+
+    >>> env_config_of(["high=12", "style=verbose"])
+    {'high': 12, 'style': 'verbose'}
+    """
+    config: dict[str, Any] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--option: expected KEY=JSON, got {option!r}")
+        try:
+            config[key] = json.loads(text)
+        except json.JSONDecodeError:
+            config[key] = text
+    return config

@@ -1,19 +1,22 @@
-"""`gspo-gym env list | check NAME | play NAME`: environments from the command line, without training anything.
+"""`gspo-gym env ...`: environments from the command line, without training anything.
+
+Here are `list` and `play`; the other commands have modules of their own.
 
 `play` lets a person answer in the model's place and shows, on request, exactly the tokens and the mask that a model
-would be given and trained on. `list` and `check` load no torch; `play` loads a tokenizer.
+would be given and trained on. `list` loads no torch; `play` loads a tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.command_line import parse_and_run
+from gspo_gym import env_check_command, env_collect_command, serve_command
+from gspo_gym.authoring import command as authoring_commands
+from gspo_gym.command_line import add_environment, env_config_of, parse_and_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--all", action="store_true", help="Gymnasium's own, too")
     listing.set_defaults(run=list_environments)
 
-    check = commands.add_parser("check", help="run the whole environment contract; exit status 1 if it is broken")
-    _add_environment(check)
-    check.add_argument("--num-seeds", type=int, default=10, help="how many seeds to try (default 10)")
-    check.set_defaults(run=check_environment)
+    env_check_command.add_command(commands)
+    env_collect_command.add_command(commands)
+    serve_command.add_command(commands)
+    authoring_commands.add_commands(commands)
 
     play = commands.add_parser("play", help="play in the terminal and see what a model would see")
-    _add_environment(play)
+    add_environment(play)
     play.add_argument("--seed", type=int, default=0, help="which task (default 0)")
     play.add_argument(
         "--model", default="tiny:qwen3-64", help="whose tokenizer and chat template (default tiny:qwen3-64)"
@@ -55,33 +58,18 @@ def list_environments(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_environment(arguments: argparse.Namespace) -> int:
-    """Print the report of `check_env`; 1 if anything failed."""
-    from gspo_gym.env.checker import check_env
-    from gspo_gym.env.registry import make, resolve
-
-    config = _env_config(arguments.option)
-
-    def fresh() -> Any:
-        return make(arguments.name, **config)
-
-    fresh.__name__ = resolve(arguments.name)  # what the report calls it
-    report = check_env(fresh, seeds=range(arguments.num_seeds))
-    print(report)
-    return 0 if report.passed else 1
-
-
 def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] = input) -> int:
     """Play one episode from the keyboard; an empty line is a legal answer, end of input stops."""
     from rich.console import Console
 
-    from gspo_gym.env.registry import make, resolve
+    from gspo_gym.env.isolation import isolated_factory
+    from gspo_gym.env.registry import resolve
     from gspo_gym.models import load_tokenizer
     from gspo_gym.rollout.adapter import TokenObservationWrapper
 
     console = Console()
     tokenizer = load_tokenizer(arguments.model)
-    env = make(arguments.name, **_env_config(arguments.option))
+    env = isolated_factory(resolve(arguments.name), env_config_of(arguments.option))()
     wrapper = TokenObservationWrapper(
         env,
         tokenizer,
@@ -120,29 +108,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """`python -m gspo_gym.env_commands`, the same as `gspo-gym env`."""
     return parse_and_run(make_parser(), argv)
-
-
-def _add_environment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="GuessNumber, gspo_gym/GuessNumber-v0, my_module:MyEnv-v0, ...")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=JSON", help="argument of the environment's constructor"
-    )
-
-
-def _env_config(options: list[str]) -> dict[str, Any]:
-    """KEY=JSON texts as keyword arguments; what is not JSON is taken as text."""
-    from gspo_gym.errors import UsageError
-
-    config: dict[str, Any] = {}
-    for option in options:
-        key, equals, text = option.partition("=")
-        if not equals or not key.isidentifier():
-            raise UsageError(f"--option: expected KEY=JSON, got {option!r}")
-        try:
-            config[key] = json.loads(text)
-        except json.JSONDecodeError:
-            config[key] = text
-    return config
 
 
 def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:

@@ -22,6 +22,7 @@ from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress, QuietProgress, make_progress
 from gspo_gym.trainer import TrainState
 from gspo_gym.warmup import warm_up
+from gspo_gym.weight_sync import WeightSync
 
 _FREE_ON_RESUME = frozenset(
     {
@@ -71,7 +72,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
         if warmup is not None:
             pool, plan = warmup
             report = await warm_up(policy.model, pool, plan, progress)
-            await player.engine.update_weights(version=0)
+            await WeightSync(player.engine).publish(0)
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         learner = build.build_learner(config, policy)
         return await _train(config, player, learner, recorder, progress, TrainState())
@@ -89,7 +90,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     async with _closing(player, recorder):
         learner = build.build_learner(config, policy)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
-        await player.engine.update_weights(version=state.step)
+        await WeightSync(player.engine).publish(state.step)
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
         return await _train(config, player, learner, recorder, progress, state)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_gym.collect import Collected, ConstantGroups, collect_groups
-from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation import Evaluation
 from gspo_gym.learning.advantages import is_constant
@@ -125,6 +124,8 @@ class TrainState:
 # Plays the evaluation's episodes with the present weights; the text names the occasion.
 Evaluate = Callable[[str], Awaitable[Evaluation]]
 SaveCheckpoint = Callable[[TrainState], None]
+# Makes the learner's present weights the ones that sample, under the given version.
+Publish = Callable[[int], Awaitable[None]]
 
 
 class Trainer:
@@ -135,7 +136,7 @@ class Trainer:
         plan: TrainPlan,
         *,
         pool: RolloutPool,
-        engine: Engine,
+        publish: Publish,
         learner: Learner,
         evaluate: Evaluate,
         save_checkpoint: SaveCheckpoint,
@@ -147,7 +148,7 @@ class Trainer:
         self.plan = plan
         self.state = state or TrainState()
         self._pool = pool
-        self._engine = engine
+        self._publish = publish
         self._learner = learner
         self._evaluate = evaluate
         self._save_checkpoint = save_checkpoint
@@ -196,7 +197,7 @@ class Trainer:
             running=self.state.running,
         )
         learned = {} if built.batch is None else self._learner.update(built.batch).metrics
-        await self._engine.update_weights(version=step)
+        await self._publish(step)
         finished = self._clock()
         metrics = {
             **rollout_metrics(collected.groups, seconds=played_at - started),

@@ -62,6 +62,7 @@ class FrozenLake(TextEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": best_play, "random": random_moves}
+    isolation = "thread"
 
     def __init__(
         self,

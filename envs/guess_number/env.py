@@ -50,6 +50,7 @@ class GuessNumber(TextEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": binary_search, "random": random_guess}
+    isolation = "thread"
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class SqlAnalyst(ToolEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": look_up_and_answer, "random": random_aggregate}
+    isolation = "process"  # it runs what a model wrote
 
     def __init__(
         self,

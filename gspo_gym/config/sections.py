@@ -16,6 +16,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, Field, field_validator
 
+from gspo_gym.env.process_limits import IsolationSettings
 from gspo_gym.learning.settings import (
     LoraSettings,
     OptimizerSettings,
@@ -192,6 +193,9 @@ class RolloutSection(Settings):
     env_config: dict[str, Any] = Field(  # Any: each environment has its own
         default={}, description="keyword arguments of the environment's constructor"
     )
+    isolation: Literal["auto", "thread", "process"] = same(IsolationSettings, "isolation")
+    env_memory_limit_mb: int = same(IsolationSettings, "env_memory_limit_mb")
+    env_variables: tuple[str, ...] = same(IsolationSettings, "env_variables")
     policy_name: str = Field(default="policy", min_length=1, description="recorded with every episode")
     policy_config: PolicyConfigSection | None = Field(default=None, description="[rollout.policy_config]")
     engine: Literal["local", "vllm"] = Field(
@@ -206,9 +210,7 @@ class RolloutSection(Settings):
         ),
     )
     max_output_tokens: int = same(EpisodeLimits, "max_output_tokens")
-    min_output_tokens: int = Field(
-        default=0, ge=0, description="sampled tokens per turn before which no stop token is sampled"
-    )
+    min_output_tokens: int = Field(default=0, ge=0, description="tokens per turn before which no stop token is sampled")
     max_model_len: int = same(EpisodeLimits, "max_model_len")
     temperature: float = Field(
         default=1.0, gt=0, description="divides the logits; the learner scores under the same (1: the model's own)"

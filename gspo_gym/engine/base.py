@@ -7,9 +7,10 @@ where the work happens (this process, a thread, a server) is the engine's own af
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
 
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.types import Completion
@@ -70,58 +71,156 @@ class SamplingParams:
             )
 
 
+# How new weights reach an engine: it shares the learner's ("shared"), or reads a folder that holds all of them
+# (transformers layout, "full") or a LoRA adapter (PEFT layout, "adapter").
+UpdateKind = Literal["shared", "full", "adapter"]
+
+# What becomes of requests in flight when weights change: they finish under the old ones first ("wait"), or freeze and
+# go on under the new ones, everything computed under the old ones computed again ("keep").
+PauseMode = Literal["wait", "keep"]
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine promises.
+    """What an engine promises; a caller asks these, never a class name.
 
     Attributes:
         is_trainable: it returns exact token ids and the logprobs of the sampling distribution.
         seeds_per_request: `SamplingParams.seed` decides the sample.
         reuses_prefixes: a session's earlier tokens are not computed again.
         max_model_len: longest prompt plus completion, in tokens.
+        logprob_mode: of which distribution the logprobs are: the one sampled from ("processed"), the model's own before
+            temperature and truncation ("raw"), or there are none.
+        reports_versions: `Completion.weight_version` is known for every token; otherwise it is -1.
+        update_kinds: how new weights can reach it; () if its weights never change.
+        pause_modes: what it can do with requests in flight.
+        has_checksums: `checksums` answers, so that an update can be attested byte by byte.
+        structured_output: `SamplingParams.json_schema` is obeyed.
     """
 
     is_trainable: bool
     seeds_per_request: bool
     reuses_prefixes: bool
     max_model_len: int
+    logprob_mode: Literal["processed", "raw", "none"] = "processed"
+    reports_versions: bool = True
+    update_kinds: tuple[UpdateKind, ...] = ("shared",)
+    pause_modes: tuple[PauseMode, ...] = ("wait",)
+    has_checksums: bool = False
+    structured_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """New weights, staged: written completely, never written again, and not yet in any engine.
+
+    Attributes:
+        version: what tokens sampled under them carry.
+        kind: how they reach the engine.
+        folder: where they are; None for "shared".
+        checksums: sha256 of each file in the folder, by name; as `checksums` of the engine where it has them.
+    """
+
+    version: int
+    kind: UpdateKind
+    folder: Path | None = None
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.folder is None) != (self.kind == "shared"):
+            raise ConfigError(f"WeightUpdate {self.version}: expected a folder unless shared, got {self.folder}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """How an engine is: `reason` says why it is dead or poisoned, None if it is neither."""
+
+    is_alive: bool
+    is_poisoned: bool
+    num_in_flight: int
+    weight_version: int
+    reason: str | None = None
 
 
 class Engine(Protocol):
-    """The only place where a model generates."""
+    """The only place where a model generates.
+
+    Weights change by a transaction whose steps are `pause`, `apply_weights`, `resume`; `gspo_gym.weight_sync` takes
+    them, in that order, with an attestation before the last. A step that fails poisons the engine.
+    """
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     @property
     def weight_version(self) -> int:
-        """The version that samples now: 0 at first, then what `update_weights` committed last."""
+        """The version that samples now: 0 at first, then what was committed last."""
         ...
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
     ) -> Completion:
-        """Sample one completion.
+        """Sample one completion; while the engine is paused, wait.
 
         `session_id` names the episode: prompts of one session usually extend each other, and an engine may keep what it
         computed. It never changes the result. Cancelling the call frees what it held.
 
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.
+            EngineTimeoutError: no completion within `deadline_seconds`, waiting included; what it held is freed.
             EnginePoisonedError: a weight update failed; the engine must be rebuilt.
             EngineError: anything else that kept it from answering.
         """
+        ...
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls in flight: they raise EngineError. Unknown sessions are fine."""
         ...
 
     async def end_session(self, session_id: str) -> None:
         """Forget a session; unknown ones are fine."""
         ...
 
-    async def update_weights(self, version: int) -> None:
-        """Make the learner's present weights the ones that sample, as `version`.
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin an update: new calls wait until `resume`; what becomes of those in flight is said by `mode`.
 
-        No request may be in flight. After it returns, nothing computed under earlier weights is used again.
+        Raises:
+            ConfigError: a mode that is not in the capabilities.
+            EnginePoisonedError, EngineError: it is poisoned, closed or dead.
         """
+        ...
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Load staged weights into the paused engine; nothing computed under earlier weights is used again.
+
+        Raises:
+            EngineError: it is not paused, or the weights cannot be loaded; the engine may then hold half of them.
+        """
+        ...
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Digest of each tensor the engine holds, by name; {} unless `capabilities.has_checksums`."""
+        ...
+
+    async def resume(self, version: int) -> None:
+        """Commit: calls go on, and what they sample carries `version`.
+
+        Raises:
+            EnginePoisonedError: it was poisoned meanwhile.
+        """
+        ...
+
+    def poison(self, reason: str) -> None:
+        """Never answer again: every call, waiting or in flight or later, raises EnginePoisonedError."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """How it is; never raises."""
         ...
 
     async def close(self) -> None:

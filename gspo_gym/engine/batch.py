@@ -126,7 +126,7 @@ class Batch(ABC):
         if self.shared.weights_changed() or (self._is_unchecked and self.shared.contents_changed()):
             return self.fail_all(
                 f"the model's weights changed since version {self.weight_version} was published, so keys and values in "
-                "the cache belong to other weights: call update_weights(version) after every change"
+                "the cache belong to other weights: publish them after every change"
             )
         self._is_unchecked = False
         self._admit()

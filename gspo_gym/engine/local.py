@@ -13,17 +13,25 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gspo_gym.engine.base import Capabilities, SamplingParams, num_tokens_to_sample
+from gspo_gym.engine.base import (
+    Capabilities,
+    EngineHealth,
+    PauseMode,
+    SamplingParams,
+    WeightUpdate,
+    num_tokens_to_sample,
+)
 from gspo_gym.engine.batch import Batch, Counters, Request
 from gspo_gym.engine.batcher import Batcher
 from gspo_gym.engine.caching import Caching
+from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.general import GeneralBatch
 from gspo_gym.engine.packed_model import PackedModel
 from gspo_gym.engine.plain_model import PlainModel
@@ -70,7 +78,13 @@ class LocalEngine:
     """
 
     def __init__(
-        self, model: Any, *, max_model_len: int, max_batch_size: int = 256, device: str | torch.device | None = None
+        self,
+        model: Any,
+        *,
+        max_model_len: int,
+        max_batch_size: int = 256,
+        device: str | torch.device | None = None,
+        source: Any = None,
     ) -> None:
         """Share `model` and start the thread.
 
@@ -83,6 +97,8 @@ class LocalEngine:
             max_batch_size: most requests in work plus sessions kept between turns; further requests wait, and take the
                 place of the session that has waited longest.
             device: where the model is expected to be; None asks nothing.
+            source: the learner's model, if `model` is a copy of it (equal names and shapes) so that sampling may go on
+                while the learner changes its own; an update copies its weights. None: `model` is the learner's.
 
         Raises:
             ConfigError: the model is no causal language model, or cannot read so many tokens, or is not on that device.
@@ -98,6 +114,8 @@ class LocalEngine:
             raise ConfigError(f"LocalEngine: the model is on {shared.device}, expected {device}; move it first")
         self._max_model_len = max_model_len
         self._vocab_size = shared.vocab_size
+        self._model, self._source = model, source
+        self._gate = Gate()
         self._worker = _Worker(batch)
         self._thread = threading.Thread(target=self._worker.run, name="gspo-gym-engine", daemon=True)
         self._thread.start()
@@ -121,7 +139,7 @@ class LocalEngine:
 
     @property
     def weight_version(self) -> int:
-        return self._worker.batch.weight_version
+        return self._gate.weight_version
 
     @property
     def counters(self) -> Counters:
@@ -129,7 +147,12 @@ class LocalEngine:
         return replace(self._worker.batch.counters)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
     ) -> Completion:
         """Sample one completion; see `Engine.generate`.
 
@@ -138,8 +161,9 @@ class LocalEngine:
 
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.
-            EngineError: the logits are not finite, the weights changed without `update_weights`, a prompt token is not
-                in the vocabulary, or the engine is closed or dead.
+            EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
+            EngineError: the logits are not finite, the weights changed without an update, a prompt token is not in the
+                vocabulary, or the engine is closed or dead.
         """
         max_new = num_tokens_to_sample(len(prompt_token_ids), sampling, self._max_model_len)
         prompt = np.asarray(prompt_token_ids, np.int32)
@@ -148,41 +172,85 @@ class LocalEngine:
                 f"generate: prompt tokens must be in [0, {self._vocab_size}), got {prompt.min()}..{prompt.max()}"
             )
         request = Request(prompt, sampling, max_new, session_id)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._worker.post(lambda batch: batch.submit(request), key=request, future=answer)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
-                self._worker.post(lambda batch: batch.cancel(request))
-            raise
+        async with self._gate.admit(session_id, deadline_seconds):
+            answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self._worker.post(lambda batch: batch.submit(request), key=request, future=answer)
+            try:
+                return await answer
+            except asyncio.CancelledError:
+                with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
+                    self._worker.post(lambda batch: batch.cancel(request))
+                raise
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls; see `Engine.abort`."""
+        self._gate.abort(session_id)
 
     async def end_session(self, session_id: str) -> None:
         """Free the keys and values kept for a session; unknown ones are fine."""
         self._worker.post(lambda batch: batch.end_session(session_id))
 
-    async def update_weights(self, version: int) -> None:
-        """Sample under the model's present weights, as `version`; everything computed under others is dropped.
+    async def pause(self, mode: PauseMode) -> None:
+        """Admit nobody and wait until no call is in flight; see `Engine.pause`."""
+        if mode != "wait":
+            raise ConfigError(f"LocalEngine.pause: expected mode 'wait', got {mode!r}")
+        self._gate.pause()
+        await self._gate.drained()
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Take the learner's present weights, as `update.version`; everything computed under others is dropped.
 
         Raises:
-            EngineError: a request is in flight (nothing has changed then), or the engine is closed or dead.
+            EngineError: the engine is not paused, closed or dead. ConfigError: the weights are in a folder.
         """
+        if update.kind != "shared":
+            raise ConfigError(f"LocalEngine: expected an update of kind 'shared', got {update.kind!r}")
+        self._gate.require_paused()
+        await self._do(lambda batch: self._take(batch, update.version))
+
+    async def checksums(self) -> Mapping[str, str]:
+        """None: the weights are the learner's own tensors, or were copied from them."""
+        return {}
+
+    async def resume(self, version: int) -> None:
+        """Admit again; see `Engine.resume`."""
+        self._gate.resume(version)
+
+    def poison(self, reason: str) -> None:
+        """Never answer again; see `Engine.poison`."""
+        self._gate.poison(reason)
+
+    async def health(self) -> EngineHealth:
+        """How it is."""
+        return self._gate.health(self._worker.failure)
+
+    def _take(self, batch: Batch, version: int) -> None:
+        if self._source is not None:
+            copied = self._source.state_dict()
+            with torch.no_grad():
+                for name, tensor in self._model.state_dict().items():
+                    tensor.copy_(copied[name])
+        batch.update_weights(version)
+
+    async def _do(self, command: Callable[[Batch], object]) -> None:
+        """Run a command in the engine's thread, between two steps; raises what it raises."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = object()
 
-        def update(batch: Batch) -> None:
+        def run(batch: Batch) -> None:
             error = None
             try:
-                batch.update_weights(version)
-            except EngineError as raised:
-                error = raised
+                command(batch)
+            except Exception as raised:
+                error = raised if isinstance(raised, EngineError) else EngineError(f"{type(raised).__name__}: {raised}")
             self._worker.settle([(key, error)])
 
-        self._worker.post(update, key=key, future=answer)
+        self._worker.post(run, key=key, future=answer)
         await answer
 
     async def close(self) -> None:
         """Stop the thread. Requests in flight, and all later calls, raise EngineError."""
+        self._gate.close()
         await asyncio.to_thread(self._stop)
 
 
@@ -243,6 +311,12 @@ class _Worker:
         for loop, settled in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle_in_loop, settled)
+
+    @property
+    def failure(self) -> str | None:
+        """What ended the thread before it was told to; None if nothing did."""
+        with self._changed:
+            return None if self._failure is None else f"the engine's thread died: {self._failure!r}"
 
     def close(self) -> None:
         """Let the thread end after its present step."""

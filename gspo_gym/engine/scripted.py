@@ -14,7 +14,15 @@ from typing import Literal
 
 import numpy as np
 
-from gspo_gym.engine.base import Capabilities, SamplingParams, num_tokens_to_sample
+from gspo_gym.engine.base import (
+    Capabilities,
+    EngineHealth,
+    PauseMode,
+    SamplingParams,
+    WeightUpdate,
+    num_tokens_to_sample,
+)
+from gspo_gym.engine.gate import Gate
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.seeding import generator
 from gspo_gym.types import Completion, FinishReason
@@ -80,7 +88,7 @@ class ScriptedEngine:
     """Replays replies. A reply is cut after its first stop token, at max_tokens and at the context's end.
 
     A reply that ends before a stop token counts as cut off by its length (`FinishReason.LENGTH`), so that truncated
-    turns can be scripted. `calls` and `num_failures` are there to be read by tests.
+    turns can be scripted. `calls`, `updates` and `num_failures` are there to be read by tests.
 
     >>> engine = ScriptedEngine([[7, 8, 2], [9, 9, 9, 9]])
     >>> sampling = SamplingParams(max_tokens=3, stop_token_ids=(2,), seed=0)
@@ -104,6 +112,7 @@ class ScriptedEngine:
         """`logprob`, in nats, is reported for every token. `sleep` replaces the clock; it is called once per call."""
         self.calls: list[Call] = []
         self.num_failures = 0
+        self.updates: list[WeightUpdate] = []
         self._replies = replies
         self._max_model_len = max_model_len
         self._latency = latency
@@ -111,22 +120,30 @@ class ScriptedEngine:
         self._logprob = logprob
         self._sleep = sleep
         self._turns: Counter[str] = Counter()
-        self._num_in_flight = 0
-        self._weight_version = 0
-        self._is_closed = False
+        self._gate = Gate()
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            is_trainable=True, seeds_per_request=False, reuses_prefixes=False, max_model_len=self._max_model_len
+            is_trainable=True,
+            seeds_per_request=False,
+            reuses_prefixes=False,
+            max_model_len=self._max_model_len,
+            update_kinds=("shared", "full", "adapter"),
+            pause_modes=("wait", "keep"),
         )
 
     @property
     def weight_version(self) -> int:
-        return self._weight_version
+        return self._gate.weight_version
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
     ) -> Completion:
         """The next reply of the script. See `Engine.generate`.
 
@@ -134,42 +151,59 @@ class ScriptedEngine:
             EngineError: the script says so, has no (further) reply, or the engine is closed.
             ContextOverflowError: the prompt leaves no room for a single token.
         """
-        self._check_open()
         prompt = tuple(int(token) for token in prompt_token_ids)
         max_new = num_tokens_to_sample(len(prompt), sampling, self._max_model_len)
-        index = len(self.calls)
-        self.calls.append(Call(prompt, sampling, session_id))
-        reply = _cut(self._reply(prompt, session_id, index), sampling.stop_token_ids, max_new)
-        self._num_in_flight += 1
-        try:
+        async with self._gate.admit(session_id, deadline_seconds):
+            index = len(self.calls)
+            self.calls.append(Call(prompt, sampling, session_id))
+            reply = _cut(self._reply(prompt, session_id, index), sampling.stop_token_ids, max_new)
+            version = self._gate.weight_version
             await self._take_time_or_fail(index, len(reply))
-        finally:
-            self._num_in_flight -= 1
         return Completion(
             token_ids=np.array(reply, np.int32),
             logprobs=np.full(len(reply), self._logprob, np.float32),
             finish_reason=FinishReason.STOP if reply[-1] in sampling.stop_token_ids else FinishReason.LENGTH,
-            weight_version=np.full(len(reply), self._weight_version, np.int32),
+            weight_version=np.full(len(reply), version, np.int32),
         )
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls; see `Engine.abort`."""
+        self._gate.abort(session_id)
 
     async def end_session(self, session_id: str) -> None:
         """Forget how many turns the session had."""
         self._turns.pop(session_id, None)
 
-    async def update_weights(self, version: int) -> None:
-        """Note the version; there are no weights. Refused while a call is in flight, as by every engine."""
-        self._check_open()
-        if self._num_in_flight:
-            raise EngineError(f"update_weights: expected no request in flight, got {self._num_in_flight}")
-        self._weight_version = version
+    async def pause(self, mode: PauseMode) -> None:
+        """Admit nobody; with "wait", until no call is in flight. One that is kept carries the version it began with."""
+        self._gate.pause()
+        if mode == "wait":
+            await self._gate.drained()
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Note the version; there are no weights."""
+        self._gate.require_paused()
+        self.updates.append(update)
+
+    async def checksums(self) -> Mapping[str, str]:
+        """None: there are no weights."""
+        return {}
+
+    async def resume(self, version: int) -> None:
+        """Admit again; see `Engine.resume`."""
+        self._gate.resume(version)
+
+    def poison(self, reason: str) -> None:
+        """Never answer again; see `Engine.poison`."""
+        self._gate.poison(reason)
+
+    async def health(self) -> EngineHealth:
+        """How it is."""
+        return self._gate.health()
 
     async def close(self) -> None:
         """Further calls raise EngineError."""
-        self._is_closed = True
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineError("the engine is closed")
+        self._gate.close()
 
     def _reply(self, prompt: tuple[int, ...], session_id: str | None, index: int) -> Sequence[int]:
         turn = 0

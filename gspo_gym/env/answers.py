@@ -17,6 +17,8 @@ from gspo_gym.errors import ContractError, RecordError, nearest_name
 from gspo_gym.types import Message, StepResult, ToolCall
 
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_IMAGE_PARTS = ("image_url", "input_image", "image")
 _MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 
 
@@ -72,8 +74,10 @@ def as_step_result(answer: object, *, where: str) -> StepResult:
 def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
     """A string as one user message; a sequence of messages, or of mappings in the OpenAI shape, as messages.
 
+    Content may be a list of text parts, which become lines of one text (as vLLM shows them to a text model).
+
     Raises:
-        ContractError: it is anything else, or a text that cannot be encoded. Starts with `where`.
+        ContractError: it is anything else, an image, or a text that cannot be encoded. Starts with `where`.
 
     >>> as_messages([{"role": "user", "content": "Hi."}], where="here")[0].content
     'Hi.'
@@ -100,6 +104,9 @@ def _as_message(item: object, where: str) -> Message:
         return _checked(item, where)
     if not isinstance(item, Mapping):
         raise ContractError(f"{where}: expected a Message or a mapping with role and content, got {described(item)}")
+    if "role" not in item and isinstance(item.get("type"), str):
+        _text_of_part(item, where)  # an image is said to be one
+        raise ContractError(f'{where}: expected a message, got a part of one; put it into {{"role", "content": [...]}}')
     for key in item:
         if key not in _KEYS:
             raise ContractError(f"{where}: unknown key {key!r}; {nearest_name(str(key), _KEYS)}")
@@ -107,13 +114,34 @@ def _as_message(item: object, where: str) -> Message:
     content = item.get("content")
     if content is None and calls:
         content = ""  # the OpenAI API sends null with calls
-    if not isinstance(content, str):
-        raise ContractError(f"{where}: expected content as text, got {described(content)}")
+    content = _as_text(content, where)
     rest = {key: item[key] for key in ("tool_call_id", "name", "reasoning_content") if key in item}
     try:
         return _checked(Message(item.get("role", "(none)"), content, calls, **rest), where)
     except RecordError as error:
         raise ContractError(f"{where}: {error}") from error
+
+
+def _as_text(content: object, where: str) -> str:
+    """Content in any of the OpenAI shapes: a text, or a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple) or not content:
+        raise ContractError(f"{where}: expected content as text or a list of text parts, got {described(content)}")
+    return "\n".join(_text_of_part(part, f"{where}: part {index}") for index, part in enumerate(content))
+
+
+def _text_of_part(part: object, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _IMAGE_PARTS:
+        raise ContractError(
+            f"{where}: expected text, got an image ({kind!r}); no renderer here shows images to a model: leave it out, "
+            "or say in text what it shows"
+        )
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind not in _TEXT_PARTS or not isinstance(text, str):
+        raise ContractError(f'{where}: expected {{"type": "text", "text": ...}}, got {described(part)}')
+    return text
 
 
 def _as_call(call: object, where: str) -> ToolCall:

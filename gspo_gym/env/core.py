@@ -82,6 +82,8 @@ class TextEnv(gymnasium.Env[Any, Any]):
             "random" plays legal moves at random and is what warm-up imitates.
         reward_range: smallest and largest possible return of an episode, checked by `check_env`; set on the instance
             where it depends on the constructor's arguments.
+        reference_is_perfect: False: what even the best play earns depends on luck or on the task (dice, a distance), so
+            "reference" need not earn the top score or succeed, but only more than other play does on average.
         isolation: where rollouts run it. "thread": plain methods in a thread of the episode's own (async ones in the
             event loop); "process": in a worker process, which a crash, a hang or a changed global generator cannot
             leave. None: not said, so a thread, unless it is found to touch what the whole process shares.
@@ -93,6 +95,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # Gymnasium has it unmarked
     policies: ClassVar[Mapping[str, PolicyFactory]] = {}
     reward_range: tuple[float, float] = (-float("inf"), float("inf"))
+    reference_is_perfect: bool = True
     isolation: Isolation | None = None
     takes_messages: bool = False
 
@@ -146,6 +149,7 @@ class ToolEnv(TextEnv):
 
     Attributes:
         num_turns: actions taken in this episode, the present one included.
+        reset_seed: what this episode's `reset` was given; None: no seed.
         is_scored: True: a turn to which no reward was added earned 0. Set it to False where a judge scores: such a turn
             then has no reward (None).
 
@@ -171,6 +175,7 @@ class ToolEnv(TextEnv):
     is_scored: ClassVar[bool] = True
     takes_messages = True
     num_turns: int = 0
+    reset_seed: int | None = None
     _own_tools: ClassVar[tuple[Tool, ...]] = ()
     _tools_by_name: Mapping[str, Tool] = {}
     _turn: _OpenTurn | None = None  # None: no episode is being played
@@ -241,7 +246,7 @@ class ToolEnv(TextEnv):
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
         """Starts an episode: (observation, info), or an awaitable of it if `start` is async."""
         super().reset(seed=seed)
-        self._turn, self.num_turns = None, 0
+        self._turn, self.num_turns, self.reset_seed = None, 0, seed
         self._tools_by_name = require_distinct_names(self.tools)
         authored = [self.start, self.no_tool_call, self.end_turn, *(t.function for t in self._tools_by_name.values())]
         self._is_async = any(map(inspect.iscoroutinefunction, authored))

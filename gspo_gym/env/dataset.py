@@ -19,6 +19,7 @@ from gspo_gym.env.dataset_questions import ConversationTemplate, Questions, Read
 from gspo_gym.env.dataset_rewards import GRADERS, RewardFunction, RowReward, reference_text
 from gspo_gym.env.dataset_rows import Row, RowSource
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.splits import checked_fraction
 from gspo_gym.errors import ConfigError
 
 _DEFAULT_FRACTION = 0.1
@@ -68,11 +69,9 @@ class DatasetEnv(TextEnv):
         columns: Mapping[str, str] | None = None,
         max_prompt_characters: int | None = None,
     ) -> None:
-        if held_out is not None and held_out_fraction is not None:
-            raise ConfigError("DatasetEnv: held_out is a set of its own, so held_out_fraction has no effect; remove it")
-        fraction = _DEFAULT_FRACTION if held_out_fraction is None else held_out_fraction
-        if not 0 < fraction < 1:
-            raise ConfigError(f"DatasetEnv: expected held_out_fraction in (0, 1), got {fraction}")
+        fraction = checked_fraction(
+            held_out_fraction, _DEFAULT_FRACTION, has_own_held_out=held_out is not None, where="DatasetEnv"
+        )
         if max_prompt_characters is not None and max_prompt_characters < 1:
             raise ConfigError(f"DatasetEnv: expected max_prompt_characters >= 1, got {max_prompt_characters}")
         self._named_reward = reward

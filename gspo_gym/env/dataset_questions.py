@@ -7,7 +7,6 @@ The two sides never share a question, whatever the files hold, and a seed names 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import string
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.env.dataset_rows import Row, RowSource, read_rows
+from gspo_gym.env.splits import Entry, Sides, content_hash, in_order, split_by_content, without
 from gspo_gym.errors import ConfigError, nearest_name
-from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, Role
 
 _ROLES: tuple[Role, ...] = ("system", "user", "assistant")
@@ -87,34 +86,16 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The questions of both sides, in the order in which seeds name them. Copies share it: nothing in it changes.
+class Questions(Sides[Row]):
+    """The questions of both sides; no conversation of one is on the other.
 
     Attributes:
-        train: rows that are trained on.
-        held_out: rows for evaluation. No conversation of one side is on the other.
         num_too_long: rows left out for their length.
         num_in_both: rows left out of a given training set because the given held-out set asks the same.
     """
 
-    train: tuple[Row, ...]
-    held_out: tuple[Row, ...]
     num_too_long: int = 0
     num_in_both: int = 0
-
-    def of_seed(self, seed: int) -> Row:
-        """The row of a task: of the held-out rows below 2**31, of the training rows from there up.
-
-        As many consecutive seeds as there are rows name every row once: 0, 1, 2, ... go through the held-out rows,
-        2**31, 2**31 + 1, ... through the training rows, each in its shuffled order, again and again. A training run
-        counts its tasks on (`seeding.training_seed`), so that it meets every row once before it meets one again.
-        """
-        if seed < FIRST_TRAINING_SEED:
-            return self.held_out[seed % len(self.held_out)]
-        return self.train[(seed - FIRST_TRAINING_SEED) % len(self.train)]
-
-    def __deepcopy__(self, memo: Any) -> Questions:
-        return self
 
 
 def load_questions(
@@ -141,23 +122,20 @@ def _load(
 ) -> Questions:
     asked, too_long = _checked(rows, reading, split_seed)
     if held_out is None:
-        limit = held_out_fraction * 2**64
-        train = [entry for entry in asked if entry[0] >= limit]
-        kept = [entry for entry in asked if entry[0] < limit]
+        train, kept = split_by_content(asked, held_out_fraction)
         advice = f"; {len(asked)} rows were split by held_out_fraction {held_out_fraction:g}: change it or split_seed"
         in_both = 0
     else:
         kept, also_too_long = _checked(held_out, reading, split_seed)
         too_long += also_too_long
-        others = {key for key, _, _ in kept}
-        train = [entry for entry in asked if entry[0] not in others]
+        train = without(asked, kept)
         in_both, advice = len(asked) - len(train), ""
     for name, side in (("training", train), ("held-out", kept)):
         if not side:
             raise ConfigError(
                 f"rows: expected a {name} row, got none ({too_long} too long, {in_both} in both sets){advice}"
             )
-    return Questions(_in_order(train), _in_order(kept), too_long, in_both)
+    return Questions(in_order(train), in_order(kept), too_long, in_both)
 
 
 _loading = threading.Lock()
@@ -184,20 +162,13 @@ def _stamp(source: str | Path | None) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-_Entry = tuple[int, int, Row]  # (hash of the question, position in the source, row)
-
-
-def _in_order(entries: Iterable[_Entry]) -> tuple[Row, ...]:
-    return tuple(row for _, _, row in sorted(entries, key=lambda entry: entry[:2]))
-
-
-def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[_Entry], int]:
+def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[Entry[Row]], int]:
     """Every row that is short enough, with its question's hash; and how many were not.
 
     Raises:
         ConfigError: names the first bad rows.
     """
-    entries: list[_Entry] = []
+    entries: list[Entry[Row]] = []
     problems: list[str] = []
     num_too_long = 0
     rows = read_rows(source)
@@ -211,7 +182,7 @@ def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list
         if reading.max_prompt_characters is not None and len(text) > reading.max_prompt_characters:
             num_too_long += 1
             continue
-        entries.append((_hash(text, split_seed), index, row))
+        entries.append((content_hash(text, split_seed), index, row))
     if problems:
         more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(f"{len(problems)} bad rows:\n  " + "\n  ".join(problems[:_SHOWN]) + more)
@@ -233,12 +204,6 @@ def _problem(row: Row, columns: Iterable[str]) -> str | None:
         if value is None or (isinstance(value, float) and not math.isfinite(value)) or value == "":
             return f"column {column!r}: expected a value, got {value!r}"
     return None
-
-
-def _hash(text: str, split_seed: int) -> int:
-    """In [0, 2**64)."""
-    content = f"{split_seed}\x1f{' '.join(text.split())}"
-    return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def _pieces(content: str, where: str) -> list[tuple[str, str | None]]:

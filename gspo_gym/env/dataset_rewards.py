@@ -7,9 +7,8 @@ terms, a `Reward`, or None for "not scored here". Called by `dataset.py`.
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from types import MappingProxyType
@@ -19,10 +18,11 @@ import numpy as np
 
 from gspo_gym.env.dataset_questions import as_text
 from gspo_gym.env.dataset_rows import named_object
+from gspo_gym.env.keyword_calls import AnyFunction, KeywordFunction
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, ContractError, UnknownNameError, nearest_name
+from gspo_gym.errors import ContractError, UnknownNameError, nearest_name
 
-RewardFunction = Callable[..., Any]  # Any: which columns it takes, and whether it has to be awaited, is its own affair
+RewardFunction = AnyFunction
 
 # "1,234.5", "-3", ".5"; a minus between two numbers is an operator
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)-?\.\d+")
@@ -86,23 +86,15 @@ GRADERS: Mapping[str, RewardFunction] = MappingProxyType(
 
 @dataclass(frozen=True)
 class RowReward:
-    """A reward function, and which columns it takes.
+    """A reward function of what the model said and of a row's columns.
 
     Attributes:
-        function: as the user gave it.
         name: of it, in errors.
-        takes_completion: whether it looks at what the model said.
-        required: columns that it must be given.
-        optional: columns that it is given where a row has them; None: every column.
-        is_async: its answer must be awaited.
+        function: which columns it takes.
     """
 
-    function: RewardFunction
     name: str
-    takes_completion: bool
-    required: frozenset[str]
-    optional: frozenset[str] | None
-    is_async: bool
+    function: KeywordFunction
 
     @classmethod
     def of(cls, reward: str | RewardFunction) -> RowReward:
@@ -114,36 +106,24 @@ class RowReward:
         """
         function = _named_function(reward) if isinstance(reward, str) else reward
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", repr(reward))
-        if not callable(function):
-            raise ConfigError(f"reward {name!r}: expected a function, got {function!r:.80}")
-        parameters = inspect.signature(function).parameters.values()
-        for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-                raise ConfigError(f"reward {name!r}: expected parameters to be given by keyword, got {parameter}")
-        named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        takes_all = len(named) < len(parameters)
-        optional = frozenset(parameter.name for parameter in named if parameter.default is not parameter.empty)
-        names = frozenset(parameter.name for parameter in named)
-        return cls(
-            function=function,
-            name=name,
-            takes_completion=takes_all or "completion" in names,
-            required=names - optional - {"completion"},
-            optional=None if takes_all else optional,
-            # the second: an object with an async __call__
-            is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
-        )
+        return cls(name, KeywordFunction.of(function, f"reward {name!r}"))
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Columns that it must be given."""
+        return self.function.required - {"completion"}
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its answer must be awaited."""
+        return self.function.is_async
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Any:
         """What the function answers, or an awaitable of it (Any: judged by `as_reward`).
 
         A column named "completion" is hidden by what the model said.
         """
-        wanted = row.keys() if self.optional is None else self.required | self.optional
-        given = {name: value for name, value in row.items() if name in wanted}
-        if self.takes_completion:
-            given["completion"] = completion
-        return self.function(**given)
+        return self.function({**row, "completion": completion})
 
     def as_reward(self, answered: Any, top: float) -> Reward | None:
         """The function's answer as a reward; a plain number is a success from `top` up, if that is finite.

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.env.core import PolicyFactory, ScriptedPolicy, ToolEnv
+from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.types import Message, StepResult, ToolCall
 
 _COMPARED = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events")  # not info
 
-# Entered around each call of the environment, with the method's name and the turn (-1 for reset).
+# Entered around each call of the environment, with the method's name and the turn (-1 before the first).
 Watch = Callable[[str, int], AbstractContextManager[None]]
 
 
@@ -92,7 +92,10 @@ async def play_in(
     watch = watch or (lambda _method, _turn: nullcontext())
     with watch("reset", -1):
         opening = (await session.reset(seed)).messages
-    player = policy(session.env, np.random.default_rng((seed, 1)))
+    try:
+        player = policy(session.env, np.random.default_rng((seed, 1)))
+    except Exception as error:
+        raise PlayerError(f"making the player raised {type(error).__name__}: {error}") from error
     messages = list(opening)
     actions: list[Message] = []
     answers: list[StepResult] = []
@@ -114,39 +117,58 @@ async def spoken_by(player: ScriptedPolicy, messages: Sequence[Message]) -> Mess
     return said if isinstance(said, str | Message) else await said
 
 
-def silent_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
-    """Says nothing."""
-    return lambda _messages: ""
-
-
-def echo_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
-    """Repeats what it was last told."""
-    return lambda messages: messages[-1].content
-
-
 def tool_calling_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     """Calls a random tool with random arguments that fit its schema; without tools, says random digits."""
-    tools = tuple(getattr(env, "tools", ())) if isinstance(env, ToolEnv) else ()
+    schemas = schemas_of(env)
 
     def play(messages: Sequence[Message]) -> Message | str:
-        if not tools:
+        if not schemas:
             return str(rng.integers(100))
-        tool = tools[int(rng.integers(len(tools)))]
-        arguments = {name: _value(tool.parameters["properties"][name], rng) for name in sorted(tool.required)}
-        return Message("assistant", "", (ToolCall(f"call_{len(messages)}", tool.name, arguments),))
+        schema = schemas[int(rng.integers(len(schemas)))]
+        call = ToolCall(f"call_{len(messages)}", schema["name"], arguments_for(schema, rng))
+        return Message("assistant", "", (call,))
 
     return play
 
 
+def schemas_of(env: Any) -> tuple[Mapping[str, Any], ...]:
+    """Name, description and parameters of each tool that an environment takes calls of; () if it takes text only.
+
+    Any: authors need not subclass anything, and schemas are JSON.
+    """
+    if not getattr(env, "takes_messages", False):
+        return ()
+    return tuple(schema["function"] for schema in getattr(env, "tool_schemas", ()))
+
+
+def arguments_for(schema: Mapping[str, Any], rng: np.random.Generator, *, text: str | None = None) -> dict[str, Any]:
+    """Small arguments that a tool's schema allows (Any: JSON): the required ones and, if `text` is given, it as each
+    string."""
+    parameters = schema.get("parameters") or {}
+    properties = parameters.get("properties", {})
+    required = sorted(name for name in parameters.get("required", ()) if name in properties)
+    values = {name: _value(properties[name], rng) for name in required}
+    if text is not None:
+        values |= {name: text for name, kind in properties.items() if _is_free_text(kind)}
+    return values
+
+
+def _is_free_text(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") == "string" and "enum" not in schema
+
+
 def _value(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
-    """A small value that fits a schema of `tools.py` (Any: JSON)."""
+    """A small value that fits a JSON schema, as far as its first alternative says what it is (Any: JSON)."""
     if "enum" in schema:
         return schema["enum"][int(rng.integers(len(schema["enum"])))]
-    if "anyOf" in schema:
-        return _value(schema["anyOf"][0], rng)
+    for alternatives in ("anyOf", "oneOf"):
+        if alternatives in schema:
+            return _value(schema[alternatives][0], rng)
+    kind = schema.get("type", "string")
     number = int(rng.integers(10))
-    values = {"string": str(number), "integer": number, "number": float(number), "boolean": number % 2 == 0}
-    return values.get(schema["type"], {"array": [], "object": {}}.get(schema["type"]))
+    values: dict[str, Any] = {"string": str(number), "integer": number, "number": float(number)}
+    values |= {"boolean": number % 2 == 0, "array": [], "object": {}, "null": None}
+    return values.get(kind if isinstance(kind, str) else kind[0])
 
 
 def replaying(actions: Sequence[Message]) -> PolicyFactory:

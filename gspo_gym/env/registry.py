@@ -43,7 +43,7 @@ def register(env_id: str, entry_point: Callable[..., Any] | str, **kwargs: Any) 
         raise ConfigError(f"cannot register environment {env_id!r}: {error}") from error
 
 
-def make(env_id: str, **kwargs: Any) -> Any:
+def make(env_id: str, /, **kwargs: Any) -> Any:
     """A fresh environment; keyword arguments go to its constructor.
 
     Of Gymnasium's wrappers it has only a time limit, if it was registered with `max_episode_steps`. A registered class
@@ -53,7 +53,16 @@ def make(env_id: str, **kwargs: Any) -> Any:
         UnknownNameError: no environment of that name; says the nearest.
         ConfigError: the constructor takes no such argument; says the nearest.
     """
-    spec: EnvSpec = copy.copy(gymnasium.registry[resolve(env_id)])
+    return make_from(gymnasium.registry[resolve(env_id)], **kwargs)
+
+
+def make_from(spec: EnvSpec, **kwargs: Any) -> Any:
+    """Like `make`, from a specification that need not be registered.
+
+    Raises:
+        ConfigError: the constructor takes no such argument; says the nearest.
+    """
+    spec = copy.copy(spec)
     spec.disable_env_checker, spec.order_enforce = True, False
     creator: Any = spec.entry_point  # Any: a class or function of the author's
     if isinstance(creator, str):

@@ -1,17 +1,21 @@
 """Named, weighted reward terms -> one reward that Gymnasium accepts as a number.
 
-Environment authors return a `Reward` (or a plain float) from `step`; None means "not scored here".
+Environment authors return a `Reward` (or a plain float) from `step`; None means "not scored here". `RewardTerms` makes
+one from small functions with weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from gspo_gym.errors import ContractError
+from gspo_gym.env.keyword_calls import AnyFunction, KeywordFunction
+from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, UsageError
 
 
 class Reward(np.float64):
@@ -80,3 +84,103 @@ class Reward(np.float64):
 
 def _rebuilt(terms: Mapping[str, float], events: tuple[str, ...], success: bool | None) -> Reward:
     return Reward(terms, events=events, success=success)
+
+
+class RewardTerms:
+    """Small functions with weights, each a term of the reward under the function's name.
+
+    A function takes, by keyword, what its parameters name of what the environment gives it, and returns a number or a
+    bool; or None for "not scored", which makes the whole reward None, never 0. It may be async.
+
+    Args:
+        functions: the weight of each, finite; a negative one makes a penalty.
+
+    Attributes:
+        weights: by name.
+
+    Raises:
+        ConfigError: two have the same name, one has none, cannot be called by keyword, or a weight is not finite.
+
+    >>> def correct(action, answer):
+    ...     return action == answer
+    >>> def length(action):
+    ...     return len(action)
+    >>> terms = RewardTerms({correct: 1.0, length: -0.01})
+    >>> reward = terms.score(action="4", answer="4", success=True)
+    >>> float(reward), dict(reward.terms)
+    (0.99, {'correct': 1.0, 'length': -0.01})
+    """
+
+    def __init__(self, functions: Mapping[AnyFunction, float]) -> None:
+        named: dict[str, KeywordFunction] = {}
+        for function, weight in functions.items():
+            name = getattr(function, "__name__", "")
+            if not name.isidentifier():
+                raise ConfigError(f"RewardTerms: expected functions with a name (def), got {function!r:.80}")
+            if name in named:
+                raise ConfigError(f"RewardTerms: expected one function of each name, got {name!r} twice")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise ConfigError(f"RewardTerms: expected a finite weight for {name!r}, got {weight!r}")
+            named[name] = KeywordFunction.of(function, f"reward term {name!r}")
+        self._functions = named
+        self.weights: Mapping[str, float] = MappingProxyType(
+            dict(zip(named, map(float, functions.values()), strict=True))
+        )
+
+    def score(self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any) -> Reward | None:
+        """The reward of a turn; None: a term is not scored. `events` and `success` as in `Reward`.
+
+        Any: what the functions look at (action, task, state, messages, ...); they may ask for `events` and `success`,
+        too, and for what they have a default they need not be given.
+
+        Raises:
+            ContractError: a term asks for something that is not given, or is not a finite number.
+            EnvError: a function raised; names it.
+            UsageError: a function is async: await `score_async`.
+        """
+        asynchronous = [name for name, function in self._functions.items() if function.is_async]
+        if asynchronous:
+            raise UsageError(f"RewardTerms.score: {asynchronous} are async; await score_async instead")
+        return self._weighted({**given, "events": events, "success": success}, {})
+
+    async def score_async(
+        self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any
+    ) -> Reward | None:
+        """As `score`, for terms of which some are async; these are awaited one after another.
+
+        Raises:
+            ContractError, EnvError: as `score`.
+        """
+        given = {**given, "events": events, "success": success}
+        awaited: dict[str, Any] = {}
+        for name, function in self._functions.items():
+            if function.is_async:
+                with _naming(name):
+                    awaited[name] = await function(given)
+        return self._weighted(given, awaited)
+
+    def _weighted(self, given: Mapping[str, Any], awaited: Mapping[str, Any]) -> Reward | None:
+        """`awaited`: what the async functions answered."""
+        scores: dict[str, float] = {}
+        for name, function in self._functions.items():
+            with _naming(name):
+                scored = awaited[name] if function.is_async else function(given)
+            if scored is None:
+                return None
+            if not isinstance(scored, int | float | np.number | np.bool_) or not math.isfinite(scored):
+                raise ContractError(
+                    f"reward term {name!r}: expected a finite number, a bool or None (not scored), got {scored!r:.80}"
+                )
+            scores[name] = float(scored)
+        return Reward.weighted(scores, self.weights, events=given["events"], success=given["success"])
+
+
+@contextmanager
+def _naming(term: str) -> Iterator[None]:
+    """Makes an EnvError that names the term of what its function raises; our own errors say enough."""
+    try:
+        yield
+    except GymError:
+        raise
+    except Exception as error:
+        raise EnvError(f"reward term {term!r} raised {type(error).__name__}: {error}") from error

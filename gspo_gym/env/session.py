@@ -216,11 +216,12 @@ def _read(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-async def open_session(factory: Callable[[], Any], *, env_id: str, step_timeout_seconds: float) -> EnvSession:
+async def open_session(factory: Callable[[], Any], *, env_id: str, step_timeout_seconds: float | None) -> EnvSession:
     """A session around a fresh environment, which is made in the session's own thread.
 
     So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
     in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
+    `step_timeout_seconds` None waits for ever.
 
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
@@ -235,7 +236,7 @@ async def open_session(factory: Callable[[], Any], *, env_id: str, step_timeout_
         raise
 
 
-async def _open_session(factory: Callable[[], Any], env_id: str, step_timeout_seconds: float) -> EnvSession:
+async def _open_session(factory: Callable[[], Any], env_id: str, step_timeout_seconds: float | None) -> EnvSession:
     thread = OwnThread()
     made: list[Any] = []
     try:
@@ -246,6 +247,8 @@ async def _open_session(factory: Callable[[], Any], env_id: str, step_timeout_se
         raise EnvTimeoutError(text) from None
     if returned.error is not None:
         thread.release()
+        if isinstance(returned.error, EnvError):
+            raise returned.error  # a worker process says all there is to say
         text = f"{env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
         raise EnvError(text) from returned.error
     return EnvSession(made[0], env_id=env_id, step_timeout_seconds=step_timeout_seconds, thread=thread)

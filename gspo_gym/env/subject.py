@@ -1,29 +1,25 @@
-"""What `checks.py` checks, and what it has found: the environment with its players and episodes, and the problems."""
+"""What the checks check, and what they have found: the environment with its players and episodes, and the problems."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from gspo_gym.env.core import PolicyFactory
-from gspo_gym.env.playing import (
-    Playthrough,
-    echo_policy,
-    play,
-    replaying,
-    silent_policy,
-    tool_calling_policy,
-)
+from gspo_gym.env.playing import Playthrough, play_in, replaying, tool_calling_policy
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.types import Message
 
-TRIVIAL: Mapping[str, PolicyFactory] = {"saying nothing": silent_policy, "repeating what was said": echo_policy}
 PROBE = "arbitrary actions"
 _SHOWN = 3  # problems of one check that are told in full
+_MAX_BESIDE = 64  # episodes beside each other in this process
+_MAX_WORKERS = 4  # worker processes beside each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +30,28 @@ class Problem:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that a check measured, in words."""
+
+    check: str
+    text: str
+
+
 @dataclass(slots=True)
 class Findings:
-    """Problems and notes so far, and the check that is running."""
+    """What was found so far, and the check that is running.
+
+    Attributes:
+        problems, facts, notes: as in `checker.CheckReport`.
+        measurements: the facts' numbers, by name (Any: JSON).
+        check: the one that is running.
+    """
 
     problems: list[Problem] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    measurements: dict[str, Any] = field(default_factory=dict)
     check: str = ""
     _counts: dict[str, int] = field(default_factory=dict)
 
@@ -49,6 +61,10 @@ class Findings:
         if self._counts[self.check] <= _SHOWN:
             self.problems.append(Problem(self.check, text))
 
+    def tell(self, text: str) -> None:
+        """Report what the running check measured."""
+        self.facts.append(Fact(self.check, text))
+
     def close(self) -> None:
         """Report how many problems were only counted."""
         for check, count in self._counts.items():
@@ -56,50 +72,118 @@ class Findings:
                 self.problems.append(Problem(check, f"... and {count - _SHOWN} more like these"))
 
 
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """As `checker.check_env` takes them."""
+
+    seeds: tuple[int, ...]
+    max_turns: int
+    step_timeout_seconds: float
+    reference: str
+    random: str
+    max_step_seconds: float | None
+    num_leak_episodes: int
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How long one call of the environment took, and where."""
+
+    method: str
+    where: str
+    seconds: float
+
+
 @dataclass(slots=True)
 class Subject:
     """The environment under check.
 
     Attributes:
-        factory, name, seeds, max_turns, timeout: as given to `check_env`.
-        reference, random: names of the policies with these roles.
-        policies, reward_range, max_steps: what an instance declares; max_steps is Gymnasium's time limit.
+        name: of the environment.
+        factory: makes one in this process.
+        in_worker: makes one in a worker process, if one can.
+        settings: of the check.
+        policies, reward_range, reference_is_perfect, isolation: what an instance declares.
+        max_steps: Gymnasium's time limit.
+        rubric: what the environment says of its grading.
         runs: the episodes that were played with nothing else running, by player and seed.
+        calls: of `reset` and `step` in those.
+        needs_worker: episodes are played in worker processes.
     """
 
-    factory: Callable[[], Any]  # Any: authors need not subclass anything
     name: str
-    seeds: tuple[int, ...]
-    max_turns: int
-    timeout: float
-    reference: str
-    random: str
+    factory: Callable[[], Any]  # Any, here and below: authors need not subclass anything
+    in_worker: Callable[[], Any]
+    settings: CheckSettings
     policies: Mapping[str, PolicyFactory] = field(default_factory=dict)
     reward_range: tuple[float, float] = (-math.inf, math.inf)
+    reference_is_perfect: bool = True
+    isolation: str | None = None
     max_steps: int | None = None
+    rubric: str = ""
     runs: dict[tuple[str, int], Playthrough] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    needs_worker: bool = False
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.settings.seeds
 
     @property
     def players(self) -> dict[str, PolicyFactory]:
-        named = {name: self.policies[name] for name in (self.random, self.reference) if name in self.policies}
-        return {**named, PROBE: tool_calling_policy, **TRIVIAL}
+        """Those whose episodes are recorded: random and reference play, if there are any, and arbitrary actions."""
+        names = [name for name in (self.settings.random, self.settings.reference) if name in self.policies]
+        return {**{name: _own_policy(name) for name in names}, PROBE: tool_calling_policy}
 
     def runs_of(self, player: str) -> list[Playthrough]:
         return [run for (name, _), run in self.runs.items() if name == player]
 
     def mean_return(self, player: str) -> float:
-        return float(np.mean([run.episode_return or 0.0 for run in self.runs_of(player)]))
+        return mean_return(self.runs_of(player))
 
     async def open(self) -> EnvSession:
-        return await open_session(self.factory, env_id=self.name, step_timeout_seconds=self.timeout)
+        """A session around a fresh environment, in a worker process if it needs one."""
+        return await self._opened(self.in_worker if self.needs_worker else self.factory)
+
+    async def open_here(self) -> EnvSession:
+        """The same in this process always."""
+        return await self._opened(self.factory)
 
     async def replay(self, actions: Sequence[Message], seed: int) -> Playthrough:
         """The episode that these actions make in a fresh instance."""
-        return await play(
-            self.factory,
-            replaying(actions),
-            seed=seed,
-            name=self.name,
-            max_turns=len(actions),
-            step_timeout_seconds=self.timeout,
-        )
+        session = await self.open()
+        try:
+            return await play_in(session, replaying(actions), seed=seed, max_turns=len(actions))
+        finally:
+            await session.close()
+
+    async def replay_all(self, episodes: Sequence[tuple[Sequence[Message], int]]) -> list[Playthrough | BaseException]:
+        """`replay` of all (actions, seed), beside each other."""
+        limit = asyncio.Semaphore(_MAX_WORKERS if self.needs_worker else _MAX_BESIDE)
+
+        async def replay(actions: Sequence[Message], seed: int) -> Playthrough:
+            async with limit:
+                return await self.replay(actions, seed)
+
+        return await asyncio.gather(*(replay(*episode) for episode in episodes), return_exceptions=True)
+
+    @contextmanager
+    def timing(self, method: str, where: str) -> Iterator[None]:
+        """Notes how long a call took."""
+        started = self.settings.clock()
+        yield
+        self.calls.append(Call(method, where, self.settings.clock() - started))
+
+    async def _opened(self, factory: Callable[[], Any]) -> EnvSession:
+        return await open_session(factory, env_id=self.name, step_timeout_seconds=self.settings.step_timeout_seconds)
+
+
+def mean_return(runs: Sequence[Playthrough]) -> float:
+    """Of some episodes, at least one; one without any reward counts as 0."""
+    return float(np.mean([run.episode_return or 0.0 for run in runs]))
+
+
+def _own_policy(name: str) -> PolicyFactory:
+    """The policy of that name of the instance that is played, which in a worker process plays there."""
+    return lambda env, rng: env.policies[name](env, rng)

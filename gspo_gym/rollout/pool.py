@@ -67,6 +67,7 @@ class RolloutPool:
         run_seed: all sampling seeds derive from it.
         ledger: what was dispatched and how it ended; a new one in memory if None.
         on_episode: called with every finished attempt, for progress; must be quick.
+        keep_unscored: keep episodes in which the environment scored no turn, for whoever scores them afterwards.
         clock: seconds, monotonic.
 
     Attributes:
@@ -84,6 +85,7 @@ class RolloutPool:
         run_seed: int,
         ledger: Ledger | None = None,
         on_episode: OnEpisode | None = None,
+        keep_unscored: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         self.ledger = Ledger() if ledger is None else ledger
@@ -94,6 +96,7 @@ class RolloutPool:
         self._pool_limits = pool_limits
         self._run_seed = run_seed
         self._on_episode = on_episode
+        self._keep_unscored = keep_unscored
         self._clock = clock
         self._slots: asyncio.Semaphore | None = None
         self._slots_loop: asyncio.AbstractEventLoop | None = None
@@ -160,7 +163,7 @@ class RolloutPool:
                 self._settle(trajectory, Disposition.RETRIED, trajectory.error)
                 self._report(trajectory, Disposition.RETRIED)
                 continue
-            reason = _reason_to_drop(trajectory)
+            reason = _reason_to_drop(trajectory, keep_unscored=self._keep_unscored)
             finished[trajectory.trajectory_id] = _Finished(trajectory, reason)
             self._report(trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED)
             return
@@ -228,11 +231,11 @@ def _trajectory_id(request: GroupRequest, member: int) -> str:
     return f"{request.group_id}/{member}"
 
 
-def _reason_to_drop(trajectory: Trajectory) -> str | None:
+def _reason_to_drop(trajectory: Trajectory, *, keep_unscored: bool) -> str | None:
     """Why a finished episode cannot be used; None if it can."""
     if trajectory.error is not None:
         return trajectory.error
-    if not trajectory.is_scored:
+    if not (trajectory.is_scored or keep_unscored):
         return (
             f"{trajectory.task.env_id}: not scored: the reward of every turn was None; an environment must give a "
             "number at one turn at least"

@@ -62,6 +62,9 @@ OTHER = {
     "model.liger_kernels": (True, {}),
     "rollout.env_name": ("FrozenLake", {"warmup.policy": "reference"}),
     "rollout.env_config": ({"high": 5}, {}),
+    "rollout.isolation": ("process", {}),
+    "rollout.env_memory_limit_mb": (0, {}),
+    "rollout.env_variables": (["NLTK_DATA"], {}),
     "rollout.policy_config.system_prompt": ("Be brief.", {}),
     "rollout.policy_config.temperature": (0.7, {}),
     "rollout.policy_config.top_p": (0.7, {"algorithm.acknowledge": ["truncated_sampling"], "rollout.min_p": 0.1}),
@@ -293,11 +296,12 @@ def _what_is_built(config, monkeypatch):
     finally:
         asyncio.run(player.engine.close())
     env = make(config.rollout.env_name, **config.rollout.env_config)
+    make_env = build.build_environment(config)
     sinks, settings = build.build_sinks(config)
     adapter = getattr(policy.model, "peft_config", None)
     return (
         build.build_plan(config),
-        (pool._episode_limits, pool._pool_limits, pool._run_seed, type(env), env.reset(seed=0)[0]),
+        (pool._episode_limits, pool._pool_limits, pool._run_seed, type(env), env.reset(seed=0)[0], make_env),
         (evaluation_pool._episode_limits, player.renderers.system_prompt, player.renderers._template_kwargs),
         (learner._loss, learner._settings, learner._correction, learner._reference_settings, learner._seed),
         (learner._shaper._advantages, learner._shaper._rewards, learner._scorer.temperature),

@@ -24,6 +24,7 @@ from gspo_gym.engine.local import LocalEngine
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.models import load_policy
 from gspo_gym.types import Completion
+from gspo_gym.weight_sync import WeightSync
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]  # nothing to skip where there is no GPU
 MODELS: dict[str, Callable[[], Any]] = {
@@ -123,7 +124,7 @@ async def _play_under_two_versions(model: Any) -> list[tuple[list[int], Completi
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    await engine.update_weights(1)
+    await WeightSync(engine).publish(1)
     turns, *_ = await asyncio.gather(*(_play(engine, index) for index in range(len(LENGTHS))))
     await engine.end_session("0")
     await engine.close()

@@ -15,6 +15,7 @@ EXAMPLES = {
     "dataset_gym.py": (("2",), "training questions: mean reward"),
     "evaluate_model.py": ((), "scripted:reference against scripted:random"),
     "train_from_python.py": (("2",), "final_eval mean return"),
+    "collect_episodes.py": ((), "of 50 episodes succeeded and are in careful.parquet"),
     "credit_comparison.py": (
         (
             "--num-seeds=1",

@@ -45,6 +45,8 @@ FLOORS = {
     "evaluation": 4,
     "evaluation_stats": 4,
     "report": 4,
+    "episode_files": 4,
+    "weight_sync": 4,
     "collect": 5,
     "trainer": 5,
     "warmup": 5,
@@ -56,10 +58,18 @@ FLOORS = {
     "train": 7,
     "evaluate": 7,
     "benchmark": 7,
+    "benchmark_faults": 6,
+    "benchmark_faulty": 5,
     "env_commands": 7,
+    "serve_command": 7,
+    "authoring": 7,
+    "env_check_command": 7,
+    "env_collect_command": 7,
+    "episode_collection": 7,
     "command_line": 7,
     "doctor": 7,
     "search": 7,
+    "token_audit": 7,
     "cli": 7,
 }
 # Beyond the floors: what a unit must not import from outside, or from lower floors.
@@ -317,9 +327,12 @@ def test_everything_public_has_a_docstring(house: dict[str, Module]) -> None:
 def test_nothing_is_pickled_and_nobody_touches_global_random_state(
     house: dict[str, Module], envs: dict[str, Module]
 ) -> None:
-    # the checker reads the global generators' state, to see that an environment leaves it alone
-    watcher = "gspo_gym.env.checks: imports random"
-    assert [problem for module in (house | envs).values() for problem in unsafe_code(module)] == [watcher]
+    allowed = [
+        "gspo_gym.env.adapters.own_generators: imports random",  # gives a foreign suite generators of its own
+        "gspo_gym.env.global_state: imports random",  # reads it, to see that an environment leaves it alone
+        "gspo_gym.env.process_worker: imports random.seed",  # in worker processes, which play one episode at a time
+    ]
+    assert [problem for module in (house | envs).values() for problem in unsafe_code(module)] == allowed
 
 
 # What a fresh process may have loaded afterwards, and how long it may take. The limit on the time is ten times what a

@@ -86,7 +86,7 @@ class Parts:
         self.batches.append(batch)
         return SimpleNamespace(metrics={"batch/trained_tokens": float(batch.num_actions)})
 
-    async def update_weights(self, *, version: int) -> None:
+    async def publish(self, version: int) -> None:
         self.versions.append(version)
 
     async def evaluate(self, label: str) -> Evaluation:
@@ -134,7 +134,7 @@ def train(
     trainer = Trainer(
         plan,
         pool=pool,
-        engine=parts,  # type: ignore[arg-type]
+        publish=parts.publish,
         learner=parts,  # type: ignore[arg-type]
         evaluate=parts.evaluate,
         save_checkpoint=parts.saved.append,

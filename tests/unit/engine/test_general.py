@@ -22,6 +22,7 @@ from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.models import add_lora, load_policy
 from gspo_gym.types import Completion
+from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 512
 TOLERANCE = 1e-5  # float32 rounding, five times over
@@ -147,7 +148,7 @@ def test_cancelling_a_request_frees_its_slot_and_leaves_its_session_sound(model:
         with pytest.raises(asyncio.CancelledError):
             await hog
         _assert_exact(model, _prompt(3), completion, plain_logprobs)
-        await engine.update_weights(1)  # nothing is in flight any more
+        await WeightSync(engine).publish(1)  # nothing is in flight any more
 
     _run(model, use, max_batch_size=1)
 
@@ -186,9 +187,9 @@ def test_caches_of_older_weights_cannot_be_used(
         first = await engine.generate(prompt, _sampling(4), session_id="a")
         change(max(model.parameters(), key=torch.Tensor.numel))
         history = [*prompt, *first.token_ids.tolist(), 4]
-        with pytest.raises(EngineError, match=r"weights changed since version 0 .* call update_weights"):
+        with pytest.raises(EngineError, match=r"weights changed since version 0 .* publish them"):
             await engine.generate(history, _sampling(4), session_id="a")
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         completion = await engine.generate(history, _sampling(4), session_id="a")
         _assert_exact(model, history, completion, plain_logprobs)
         assert completion.weight_version.tolist() == [1] * 4
@@ -223,12 +224,12 @@ def test_weights_that_give_nan_are_an_error_and_the_engine_recovers(model: Any, 
     async def use(engine: LocalEngine) -> None:
         with torch.no_grad():
             weight.fill_(float("nan"))
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         with pytest.raises(EngineError, match="logits are not finite \\(weights of version 1\\)"):
             await engine.generate(_prompt(8), _sampling(3), session_id="a")
         with torch.no_grad():
             weight.copy_(sound)
-        await engine.update_weights(2)
+        await WeightSync(engine).publish(2)
         completion = await engine.generate(_prompt(8), _sampling(3), session_id="a")
         _assert_exact(model, _prompt(8), completion, plain_logprobs)
 
@@ -331,7 +332,7 @@ def test_a_cache_whose_fault_shows_only_in_other_weights_is_dropped_when_they_co
             for parameter in jamba.parameters():
                 if parameter.ndim > 1:
                     parameter.mul_(4)
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         seen.append(engine.path.caching)
         history = _prompt(12)
         for seed in range(2):
@@ -406,7 +407,7 @@ def test_a_model_that_accelerate_has_placed_is_sampled_from_where_it_is(
             completion = await engine.generate(prompt, _sampling(5, version), session_id="a")
             _assert_exact(reference, prompt, completion, plain_logprobs)
             prompt = [*prompt, *completion.token_ids.tolist(), 9]
-            await engine.update_weights(version + 1)
+            await WeightSync(engine).publish(version + 1)
         await engine.close()
 
     asyncio.run(main())

@@ -17,6 +17,7 @@ from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.models import add_lora, load_policy
 from gspo_gym.types import Completion, FinishReason
+from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 256
 # float32 carries 24 bits; the shape of a batch changes the order of sums, which moved these logprobs by at most 2e-6
@@ -249,7 +250,7 @@ def test_after_an_update_logprobs_are_the_new_weights_and_carry_the_new_version(
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         model(torch.tensor([old[-1][0]])).logits.square().mean().backward()
         optimizer.step()
-        await engine.update_weights(3)
+        await WeightSync(engine).publish(3)
         prompt, before = old[-1]  # the session's own history, whose keys the engine still held
         after = await engine.generate(prompt, _sampling(303, len(before.token_ids)), session_id="s0")
         _assert_exact(model, [(prompt, after)], plain_logprobs)
@@ -285,9 +286,9 @@ def test_keys_of_older_weights_cannot_be_used(
         change(model.model.layers[0].self_attn.k_proj.weight)
         history = [*prompt, *first.token_ids.tolist()]
         for session in ("a", "other", None):
-            with pytest.raises(EngineError, match=r"weights changed since version 0 .* call update_weights"):
+            with pytest.raises(EngineError, match=r"weights changed since version 0 .* publish them"):
                 await engine.generate(history, _sampling(1), session_id=session)
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         before = engine.counters
         completion = await engine.generate(history, _sampling(1), session_id="a")
         assert engine.counters.num_kept_tokens == before.num_kept_tokens
@@ -335,7 +336,7 @@ def test_a_lora_model_samples_with_its_adapter_and_follows_its_updates(model: An
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:
                     parameter.fill_(0.2)
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         completion = await engine.generate(prompt, _sampling(0), session_id="a")
         np.testing.assert_allclose(completion.logprobs, plain(prompt, completion), rtol=0, atol=TOLERANCE)
         with adapted.disable_adapter():
@@ -361,7 +362,7 @@ def test_an_update_takes_over_an_adapter_that_was_put_on_or_merged_meanwhile(mod
                     parameter.fill_(0.2)
         for version, change in enumerate((lambda: None, adapted.merge_adapter), start=1):
             change()
-            await engine.update_weights(version)
+            await WeightSync(engine).publish(version)
             completion = await engine.generate(prompt, _sampling(0))
             _assert_exact(adapted, [(prompt, completion)], plain_logprobs)
             assert np.abs(plain_logprobs(adapted, prompt, plain.token_ids.tolist()) - plain.logprobs).max() > 0.01
@@ -376,7 +377,7 @@ def test_the_learners_model_is_left_as_it_was(model: Any) -> None:
 
     async def use(engine: LocalEngine) -> None:
         await _play(engine, 0)
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
 
     _run(model, use)
     assert model.training
@@ -408,14 +409,14 @@ def test_weights_that_give_nan_are_an_error_for_each_request_and_the_engine_reco
         await engine.generate(_prompt(0, 30), _sampling(0), session_id="a")
         with torch.no_grad():
             weight.fill_(float("nan"))
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         results = await asyncio.gather(
             *(engine.generate(_prompt(i, 20), _sampling(i), session_id="a") for i in range(3)), return_exceptions=True
         )
         assert [str(r) for r in results] == ["the model's logits are not finite (weights of version 1)"] * 3
         with torch.no_grad():
             weight.copy_(sound)
-        await engine.update_weights(2)
+        await WeightSync(engine).publish(2)
         for length in (5, 50):  # shorter than what the poisoned slots held, and longer
             prompt = _prompt(9, length)
             _assert_exact(model, [(prompt, await engine.generate(prompt, _sampling(0)))], plain_logprobs)

@@ -19,6 +19,7 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.errors import ConfigError
 from gspo_gym.types import Completion
+from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 64
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -205,7 +206,7 @@ def test_every_family_is_exact_before_and_after_an_update_whatever_else_runs(nam
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.2)
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         updated = await _play(engine, 0)
         assert_exact(updated)
         prompt, before = alone[0]

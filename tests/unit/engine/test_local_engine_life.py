@@ -16,6 +16,7 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.batcher import Batcher
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.errors import EngineError
+from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 1024
 
@@ -62,7 +63,7 @@ def test_cancelling_a_request_frees_its_slot_for_the_next(model: Any) -> None:
         with pytest.raises(asyncio.CancelledError):
             await hog
         assert engine.counters.num_sampled_tokens < 1000
-        await engine.update_weights(1)  # nothing is in flight any more
+        await WeightSync(engine).publish(1)  # nothing is in flight any more
 
     _run(model, use, max_batch_size=1)
 
@@ -74,7 +75,7 @@ def test_cancelling_a_request_that_still_waits_drops_it(model: Any) -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await first
-        await engine.update_weights(1)
+        await WeightSync(engine).publish(1)
         return engine.counters.num_sampled_tokens
 
     assert _run(model, use, max_batch_size=1) == 50
@@ -92,16 +93,17 @@ def test_a_cancelled_sessions_cache_is_sound(model: Any, plain_logprobs: Any) ->
     _run(model, use)
 
 
-def test_an_update_is_refused_while_a_request_is_in_flight_and_changes_nothing(model: Any) -> None:
+def test_an_update_waits_until_no_request_is_in_flight(model: Any) -> None:
     async def use(engine: LocalEngine) -> None:
         task = asyncio.create_task(engine.generate([1, 2, 3], _sampling(300)))
         await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="expected no request in flight, got 1"):
-            await engine.update_weights(1)
-        assert engine.weight_version == 0
+        update = asyncio.create_task(WeightSync(engine).publish(1))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(engine.generate([1, 2, 3], _sampling(3)))
         assert (await task).weight_version.tolist() == [0] * 300
-        await engine.update_weights(1)
+        await update
         assert engine.weight_version == 1
+        assert (await later).weight_version.tolist() == [1] * 3
 
     _run(model, use)
 
@@ -131,7 +133,7 @@ def test_closing_fails_what_is_in_flight_and_all_later_calls(model: Any) -> None
         with pytest.raises(EngineError, match="closed"):
             await engine.generate([1], _sampling(1))
         with pytest.raises(EngineError, match="closed"):
-            await engine.update_weights(1)
+            await WeightSync(engine).publish(1)
         with pytest.raises(EngineError, match="closed"):
             await engine.end_session("a")
 
@@ -168,7 +170,7 @@ def test_if_the_thread_dies_everybody_hears_of_it(model: Any, monkeypatch: pytes
             await engine.generate([1], _sampling(1))
         assert isinstance(caught.value.__cause__, RuntimeError)
         with pytest.raises(EngineError, match="thread died"):
-            await engine.update_weights(1)
+            await WeightSync(engine).publish(1)
         await engine.close()
 
     asyncio.run(main())

@@ -10,6 +10,7 @@ from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.types import Completion, FinishReason
+from gspo_gym.weight_sync import WeightSync
 
 STOP = 2
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(STOP,), seed=0)
@@ -87,18 +88,19 @@ def test_random_failures_are_decided_by_the_seed_and_come_at_their_rate() -> Non
     assert abs(sum(hits) - 400) < 4 * 17.9
 
 
-def test_a_hanging_call_can_be_cancelled_and_then_holds_nothing() -> None:
+def test_an_update_waits_for_a_hanging_call_until_it_is_cancelled() -> None:
     engine = ScriptedEngine([[STOP], [STOP]], failures=Failures(every=1, kind="hang"))
 
     async def run() -> None:
         task = asyncio.create_task(engine.generate([1], SAMPLING))
         await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="expected no request in flight, got 1"):
-            await engine.update_weights(1)
+        update = asyncio.create_task(WeightSync(engine).publish(1))
+        await asyncio.sleep(0)
+        assert (engine.weight_version, update.done()) == (0, False)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await engine.update_weights(1)
+        await update
 
     asyncio.run(run())
     assert engine.weight_version == 1
@@ -107,7 +109,7 @@ def test_a_hanging_call_can_be_cancelled_and_then_holds_nothing() -> None:
 def test_tokens_carry_the_version_that_was_current() -> None:
     engine = ScriptedEngine([[7, STOP], [STOP]])
     first = _generate(engine, [1])
-    asyncio.run(engine.update_weights(5))
+    asyncio.run(WeightSync(engine).publish(5))
     assert first.weight_version.tolist() == [0, 0]
     assert _generate(engine, [1]).weight_version.tolist() == [5]
 

@@ -67,10 +67,13 @@ def test_a_reward_keeps_its_parts() -> None:
         (({"role": "user", "content": "x"}, 0.0, False, False, {}), "got one message; put it into a list"),
         ((["x"], 0.0, False, False, {}), "message 0: expected a Message or a mapping with role and content, got str"),
         (([{"role": "wizard", "content": "x"}], 0.0, False, False, {}), "expected system, user, assistant or tool"),
-        (([{"role": "user"}], 0.0, False, False, {}), "message 0: expected content as text, got NoneType"),
+        (
+            ([{"role": "user"}], 0.0, False, False, {}),
+            "message 0: expected content as text or a list of text parts, got NoneType",
+        ),
         (
             ([{"role": "user", "content": [{"type": "text"}]}], 0.0, False, False, {}),
-            "expected content as text, got list",
+            """message 0: part 0: expected {"type": "text", "text": ...}, got dict""",
         ),
         (
             ([{"role": "user", "contents": "x"}], 0.0, False, False, {}),
@@ -136,3 +139,50 @@ def test_arguments_that_are_not_json_are_described() -> None:
     call = {"function": {"name": "look", "arguments": "{"}}
     with pytest.raises(ContractError, match="the arguments of 'look' are not JSON"):
         as_messages([{"role": "assistant", "content": "", "tool_calls": [call]}], where="E")
+
+
+def test_text_parts_become_lines_of_one_text() -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "input_text", "text": "Be brief."}]
+    (message,) = as_messages([{"role": "user", "content": parts}], where="E")
+    assert message == Message("user", "What is this?\nBe brief.")
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_image", "image_url": "https://example.com/a.png"},
+        {"type": "image", "image": object()},
+    ],
+    ids=lambda part: part["type"],
+)
+def test_an_image_is_refused_with_its_place_and_with_what_to_do(image: dict[str, Any]) -> None:
+    parts = [{"type": "text", "text": "Look."}, image]
+    with pytest.raises(ContractError) as caught:
+        as_messages([Message("system", "x"), {"role": "user", "content": parts}], where="E: step()")
+    assert str(caught.value) == (
+        f"E: step(): message 1: part 1: expected text, got an image ('{image['type']}'); no renderer here shows images "
+        "to a model: leave it out, or say in text what it shows"
+    )
+    with pytest.raises(ContractError, match=r"^E: message 0: expected text, got an image"):
+        as_messages([image], where="E")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ([], "expected content as text or a list of text parts, got list of length 0"),
+        ([{"type": "input_audio", "input_audio": {}}], "part 0: expected {"),
+        (["text"], "part 0: expected {"),
+        ([{"type": "text", "text": 3}], "part 0: expected {"),
+    ],
+)
+def test_other_parts_are_described(content: Any, complaint: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        as_messages([{"role": "user", "content": content}], where="E")
+    assert complaint in str(caught.value)
+
+
+def test_a_part_without_its_message_is_told_where_it_belongs() -> None:
+    with pytest.raises(ContractError, match="expected a message, got a part of one; put it into"):
+        as_messages([{"type": "text", "text": "x"}], where="E")

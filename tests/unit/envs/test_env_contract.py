@@ -21,6 +21,15 @@ from gspo_gym.env.registry import make
         ("FrozenLake", {"map": "random", "size": 3, "style": "verbose"}),
         ("SqlAnalyst", {}),
         ("SqlAnalyst", {"level": "tiny", "tools": ["query", "answer"], "style": "verbose"}),
+        ("Countdown", {}),
+        ("Countdown", {"num_numbers": 6, "max_number": 100, "max_target": 999, "max_turns": 8, "style": "verbose"}),
+        ("Wordle", {}),
+        ("Wordle", {"words": ["cat", "cot", "dog", "dot"], "style": "verbose"}),
+        ("TicTacToe", {}),
+        ("TicTacToe", {"opponent": "minimax", "style": "verbose"}),
+        ("TicTacToe", {"opponent": "self"}),
+        ("Homestead", {}),
+        ("Homestead", {"size": 12, "max_actions": 4, "style": "verbose"}),
     ],
 )
 def test_the_contract_is_kept(name: str, kwargs: dict[str, Any]) -> None:

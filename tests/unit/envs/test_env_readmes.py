@@ -15,9 +15,15 @@ READMES = sorted(str(path.relative_to(ENVS)) for path in ENVS.rglob("README.md")
 def test_every_environment_has_a_readme_with_its_licence_and_known_cheats() -> None:
     assert READMES == [
         "README.md",
+        "code_repair/README.md",
+        "countdown/README.md",
         "frozen_lake/README.md",
         "guess_number/README.md",
+        "homestead/README.md",
         "sql_analyst/README.md",
+        "support_desk/README.md",
+        "tic_tac_toe/README.md",
+        "wordle/README.md",
     ]
     for name in READMES[1:]:
         text = (ENVS / name).read_text()

@@ -15,6 +15,7 @@ from gspo_gym.learning.settings import LoraSettings, LossSettings, OptimizerSett
 from gspo_gym.learning.update import Learner
 from gspo_gym.models import adapt_policy, load_policy
 from gspo_gym.models_options import prepare_for_training
+from gspo_gym.weight_sync import WeightSync
 
 DENSE, MOE = "tiny:qwen3-64", "tiny:qwen3-moe-64"
 LORA = LoraSettings(r=4, alpha=8)
@@ -92,7 +93,7 @@ def test_the_engine_samples_from_a_trained_adapter_with_the_logprobs_the_learner
     async def sample() -> tuple[list[int], list[float]]:
         engine = LocalEngine(policy.model, max_model_len=64)
         train(policy.model, make_batch())
-        await engine.update_weights(version=1)
+        await WeightSync(engine).publish(1)
         completion = await engine.generate([2, 5, 8], SamplingParams(max_tokens=6, stop_token_ids=(), seed=0))
         await engine.close()
         return list(completion.token_ids), list(completion.logprobs)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from pydantic import ValidationError
 
+from gspo_gym.env.achievements import Achievements
 from gspo_gym.errors import UnscoredError
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.learning.step_rewards import step_rewards
@@ -47,6 +48,17 @@ def test_unique_counts_what_the_episode_had_not_seen_and_absolute_counts_all(ear
     events = (["wood", "stone"], ["wood", "drink"], ["wood"])
     assert earn(*events, **DECISION) == [2.0, 1.0, 0.0]
     assert earn(*events, **DECISION, kind="absolute") == [2.0, 2.0, 1.0]
+
+
+def test_what_an_environment_unlocks_again_counts_where_the_kind_is_absolute(earn):
+    achievements = Achievements(["wood", "stone"])
+    turns = []
+    for unlocked in (["wood", "wood"], [], ["wood", "stone"]):
+        for name in unlocked:
+            achievements.unlock(name)
+        turns.append(achievements.turn_events())
+    assert earn(*turns, **DECISION) == [1.0, 0.0, 1.0]
+    assert earn(*turns, **DECISION, kind="absolute") == [1.0, 0.0, 2.0]
 
 
 def test_a_turn_that_names_an_event_twice_reached_it_once(earn):

@@ -1,0 +1,1 @@
+"""CodeRepair: edit a small Python file until its tests pass."""

@@ -1,0 +1,1 @@
+"""SupportDesk: serve the customers of a shop by talking and by tools, within a written policy."""

@@ -1,0 +1,67 @@
+"""The hand-written players of SupportDesk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.env.core import ScriptedPolicy
+from gspo_gym.types import Message, ToolCall
+
+from .rules import STEPS
+
+Move = str | tuple[str, Mapping[str, Any]]  # words, or a call
+
+
+def by_the_book(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
+    """Asks, verifies, does what the policy asks for and closes.
+
+    `env` is a `SupportDesk` after `reset` (Any: `PolicyFactory` fixes the type).
+    """
+    case = env.case
+    moves: list[Move] = [*_verification(env), *case.calls]
+    return _plan([*moves, ("close_case", {"resolution": case.resolution})])
+
+
+def random_clerk(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """Verifies, looks the order up, does one random thing for it with one chance in two, and closes in a random way."""
+    order = {"order_id": env.case.order_id}
+    price = env.price_cents
+    things: list[Move] = [
+        ("refund", {**order, "amount_cents": price}),
+        ("give_credit", {**order, "amount_cents": max(1, price // 10)}),
+        ("replace_article", order),
+        ("update_address", {**order, "address": "1 Main Street"}),
+        ("create_ticket", {**order, "kind": str(rng.choice(["carrier", "paid_repair"]))}),
+        ("escalate", {"reason": str(rng.choice(["identity", "large_refund", "safety"]))}),
+        ("guide_customer", {"step": STEPS[0]}),
+    ]
+    moves = [*_verification(env), ("get_order", order)]
+    if rng.random() < 0.5:
+        moves.append(things[int(rng.integers(len(things)))])
+    resolution = str(rng.choice(["resolved", "declined", "handed_over"]))
+    return _plan([*moves, ("close_case", {"resolution": resolution})])
+
+
+def _verification(env: Any) -> list[Move]:
+    """Asks for what is needed, and verifies what was said."""
+    email, postcode = env.case.caller
+    return [
+        "What is your e-mail, please?",
+        "And your postcode?",
+        "Which order is it about, and is there a new address?",
+        ("verify_identity", {"email": email, "postcode": postcode}),
+    ]
+
+
+def _plan(moves: Sequence[Move]) -> ScriptedPolicy:
+    def play(messages: Sequence[Message]) -> Message:
+        turn = sum(message.role == "assistant" for message in messages)
+        move = moves[min(turn, len(moves) - 1)]
+        if isinstance(move, str):
+            return Message("assistant", move)
+        return Message("assistant", "", tool_calls=(ToolCall(f"call_{turn}", move[0], move[1]),))
+
+    return play

@@ -1,0 +1,179 @@
+"""Gate: who may sample from an engine, who must wait, and what must never be sampled again.
+
+Every engine has one, so that pausing, poisoning, deadlines and aborts mean the same everywhere. All methods are called
+in the event loop; an engine may be used by several loops one after another, not at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from gspo_gym.engine.base import EngineHealth
+from gspo_gym.errors import EngineError, EnginePoisonedError, EngineTimeoutError
+
+
+class Gate:
+    """Admits calls, unless it is paused (they wait), poisoned or closed (they raise).
+
+    Attributes:
+        num_in_flight: calls that were admitted and have not ended; those that wait are not counted.
+        weight_version: of what was committed last.
+        is_paused: between `pause` and `resume`.
+    """
+
+    def __init__(self) -> None:
+        self.num_in_flight = 0
+        self.weight_version = 0
+        self.is_paused = False
+        self._reason: str | None = None
+        self._is_closed = False
+        self._waiting: list[asyncio.Future[None]] = []  # for resume, poison or close
+        self._draining: list[asyncio.Future[None]] = []  # for the last call in flight
+        self._tasks: dict[str, set[asyncio.Task[object]]] = {}
+        self._aborted: set[asyncio.Task[object]] = set()
+        self._stopped: set[asyncio.Task[object]] = set()  # in flight when the engine was poisoned
+
+    @asynccontextmanager
+    async def admit(self, session_id: str | None = None, deadline_seconds: float | None = None) -> AsyncIterator[None]:
+        """Around one call: waits while paused, and ends the call when it is aborted, poisoned or out of time.
+
+        Raises:
+            EngineTimeoutError, EnginePoisonedError, EngineError: see `Engine.generate`.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watchdog = asyncio.timeout(deadline_seconds)
+        mine = self._tasks.setdefault(session_id or "", set())
+        mine.add(task)
+        try:
+            async with watchdog, self._in_flight():
+                yield
+        except TimeoutError as error:
+            if not watchdog.expired():
+                raise
+            raise EngineTimeoutError(f"generate: no completion within {deadline_seconds:g} seconds") from error
+        except asyncio.CancelledError:
+            if task in self._stopped:
+                task.uncancel()
+                raise EnginePoisonedError(f"the engine is poisoned: {self._reason}") from None
+            if task in self._aborted:
+                task.uncancel()
+                raise EngineError(f"session {session_id}: the call was aborted") from None
+            raise
+        finally:
+            mine.discard(task)
+            self._aborted.discard(task)
+            self._stopped.discard(task)
+            if not mine:
+                self._tasks.pop(session_id or "", None)
+
+    def abort(self, session_id: str) -> None:
+        """End the session's calls, waiting or in flight, with EngineError."""
+        for task in self._tasks.get(session_id, set()) - self._aborted - self._stopped:
+            self._aborted.add(task)
+            task.cancel()
+
+    def require_open(self) -> None:
+        """Raise if no call can ever be admitted again.
+
+        Raises:
+            EnginePoisonedError, EngineError: it is poisoned or closed.
+        """
+        if self._reason is not None:
+            raise EnginePoisonedError(f"the engine is poisoned: {self._reason}")
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+
+    def pause(self) -> None:
+        """Admit nobody until `resume`.
+
+        Raises:
+            EngineError: it is paused already: two updates at once.
+        """
+        self.require_open()
+        if self.is_paused:
+            raise EngineError("pause: the engine is paused already; one update at a time")
+        self.is_paused = True
+
+    async def drained(self) -> None:
+        """Wait until no call is in flight."""
+        while self.num_in_flight:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._draining.append(future)
+            await future
+        self.require_open()
+
+    def require_paused(self) -> None:
+        """Raise unless an update has begun.
+
+        Raises:
+            EngineError: none has. EnginePoisonedError: it has failed.
+        """
+        self.require_open()
+        if not self.is_paused:
+            raise EngineError("apply_weights: expected a paused engine; call pause first")
+
+    def resume(self, version: int) -> None:
+        """Admit again, under that version.
+
+        Raises:
+            EngineError, EnginePoisonedError: no update has begun, or it has failed.
+        """
+        self.require_paused()
+        self.weight_version = version
+        self.is_paused = False
+        _wake(self._waiting)
+
+    def poison(self, reason: str) -> None:
+        """Admit nobody ever again; calls in flight end at once. The first reason counts."""
+        if self._reason is not None:
+            return
+        self._reason = reason
+        for task in set().union(*self._tasks.values()) if self._tasks else ():
+            self._stopped.add(task)
+            task.cancel()
+        _wake(self._waiting)
+        _wake(self._draining)
+
+    def close(self) -> None:
+        """Admit nobody; those who wait raise. Calls in flight are the engine's own affair."""
+        self._is_closed = True
+        _wake(self._waiting)
+
+    def health(self, failure: str | None = None) -> EngineHealth:
+        """As `Engine.health`; `failure` says why the engine behind the gate is dead, None if it is not."""
+        return EngineHealth(
+            is_alive=failure is None and not self._is_closed,
+            is_poisoned=self._reason is not None,
+            num_in_flight=self.num_in_flight,
+            weight_version=self.weight_version,
+            reason=self._reason or failure or ("closed" if self._is_closed else None),
+        )
+
+    @asynccontextmanager
+    async def _in_flight(self) -> AsyncIterator[None]:
+        await self._wait_for_admission()
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if self.num_in_flight == 0:
+                _wake(self._draining)
+
+    async def _wait_for_admission(self) -> None:
+        self.require_open()
+        while self.is_paused:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
+            self.require_open()
+
+
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+    futures.clear()

@@ -1,0 +1,243 @@
+"""PlainEnv: any environment of ours as a plain synchronous `gymnasium.Env` with strings in and out.
+
+For code that knows nothing of messages: wrappers, vector environments, other people's loops. Text, tool, async and
+process-isolated environments all look the same. Rollouts do not use it (`session.py` is their way).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
+
+import gymnasium
+
+from gspo_gym.env.isolation import isolated_factory
+from gspo_gym.env.registry import resolve
+from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.types import Message, StepResult, ToolCall
+
+_MAX_LENGTH = 1_000_000  # characters of one observation or action; longer ones are not in the spaces
+_PRINTABLE = "".join(map(chr, range(32, 127)))
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)  # Hermes' form, which Qwen's templates use, too
+
+
+class AnyText(gymnasium.spaces.Text):
+    """Every text up to a length: Gymnasium's `Text`, whose own set of characters would have to list all of Unicode."""
+
+    def __init__(self, max_length: int = _MAX_LENGTH) -> None:
+        super().__init__(max_length, min_length=0, charset=_PRINTABLE)
+
+    def contains(self, x: Any) -> bool:
+        """Any string that is not too long."""
+        return isinstance(x, str) and len(x) <= self.max_length
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """Up to 8 printable ASCII characters: what is longer says no more."""
+        del mask, probability
+        length = int(self.np_random.integers(0, 9))
+        return "".join(_PRINTABLE[int(i)] for i in self.np_random.integers(len(_PRINTABLE), size=length))
+
+    def __repr__(self) -> str:
+        return f"AnyText({self.max_length})"
+
+
+def as_gymnasium(env: str | Callable[[], Any] | Any, **kwargs: Any) -> PlainEnv:
+    """A plain Gymnasium environment; close it, because it keeps a thread.
+
+    Args:
+        env: a registered name, which runs where the environment says (see `TextEnv.isolation`), a function or class
+            that makes an environment, or an instance (Any: authors need not subclass anything).
+        **kwargs: for the constructor, with a name.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        ConfigError: arguments without a name.
+        EnvError, ContractError: the environment cannot be made, or is none.
+
+    >>> with as_gymnasium("GuessNumber") as env:
+    ...     env.reset(options={"number": 6})[0]
+    ...     env.step("4")[:3]
+    'Guess 1-8. 4 tries.'
+    ('higher', 0.0, False)
+    """
+    if isinstance(env, str):
+        name = resolve(env)
+        return PlainEnv(isolated_factory(name, kwargs), name=name)
+    if kwargs:
+        raise ConfigError(f"as_gymnasium: arguments {sorted(kwargs)} go with an environment's name, got {env!r:.80}")
+    if inspect.isclass(env) or not hasattr(env, "step"):
+        return PlainEnv(env, name=getattr(env, "__name__", "environment"))
+    return PlainEnv(lambda: env, name=type(env).__name__)
+
+
+class PlainEnv(gymnasium.Env[str, str]):
+    """The environment that `factory` makes, driven from an event loop in a thread of its own.
+
+    An observation is the contents of the turn's new messages, parted by blank lines. An action is text; with tools it
+    is either text, or calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (any number, beside text), or
+    one such JSON object alone. Calls that cannot be read are answered by the environment's `invalid_action`.
+
+    A turn that is not scored has reward 0.0, because Gymnasium demands a number; `info["is_scored"]` tells them apart.
+    `info` also has the messages (OpenAI's shape), reward_terms, events, and is_success once it is decided; after
+    `reset` the messages and tool_schemas.
+
+    Raises:
+        EnvError, EnvTimeoutError, ContractError: the environment failed, in the constructor and in every method.
+        UsageError: it was closed.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # Gymnasium has it unmarked
+
+    def __init__(self, factory: Callable[[], Any], *, name: str, step_timeout_seconds: float = 60.0) -> None:
+        self.observation_space = AnyText()
+        self.action_space = AnyText()
+        self._name = name
+        self._num_calls = 0
+        self._loop: asyncio.AbstractEventLoop | None = asyncio.new_event_loop()
+        thread = threading.Thread(target=_run_loop, args=(self._loop,), daemon=True, name="gspo-gym-plain")
+        thread.start()
+        self._stop = weakref.finalize(self, _stop_loop, self._loop, thread)
+        try:
+            self.session: EnvSession = self._run(
+                open_session(factory, env_id=name, step_timeout_seconds=step_timeout_seconds)
+            )
+        except BaseException:
+            self._stop()
+            raise
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Starts an episode; without a seed, of a task that the last seed leads to."""
+        super().reset(seed=seed)
+        self._num_calls = 0
+        drawn = int(self.np_random.integers(2**31))
+        result = self._run(self.session.reset(drawn if seed is None else seed, options))
+        schemas = [dict(schema) for schema in self.session.tool_schemas]
+        return _text(result), {"messages": _messages(result), "tool_schemas": schemas}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answers one action."""
+        try:
+            message = self._message(str(action))
+        except ValueError as error:
+            result = self._run(self.session.invalid_action(f"error: {error}"))
+        else:
+            result = self._run(self.session.step(message))
+        info = {
+            "messages": _messages(result),
+            "is_scored": result.reward is not None,
+            "reward_terms": dict(result.reward_terms),
+            "events": list(result.events),
+        }
+        if result.success is not None:
+            info["is_success"] = result.success
+        reward = 0.0 if result.reward is None else float(result.reward)
+        return _text(result), reward, result.terminated, result.truncated, info
+
+    def close(self) -> None:
+        """Closes the environment and ends the thread; again, it does nothing."""
+        if self._loop is None:
+            return
+        try:
+            self._run(self.session.close())
+        finally:
+            self._loop = None
+            self._stop()
+
+    def _run(self, answer: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine answers in the private loop (Any: any coroutine)."""
+        if self._loop is None:
+            answer.close()
+            raise UsageError(f"{self._name}: the environment is closed")
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+
+    def _message(self, text: str) -> Message:
+        """The assistant message that an action is.
+
+        Raises:
+            ValueError: a tool call that cannot be read; says why, for the model.
+        """
+        if not self.session.tool_schemas:
+            return Message("assistant", text)
+        read = read_tool_calls(text)
+        if read is None:
+            return Message("assistant", text)
+        said, calls = read
+        named = [
+            ToolCall(f"call_{self._num_calls + index}", name, arguments)
+            for index, (name, arguments) in enumerate(calls)
+        ]
+        self._num_calls += len(named)
+        return Message("assistant", said, tuple(named))
+
+
+def read_tool_calls(text: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]] | None:
+    """What is said beside the calls, and the calls as (name, arguments); None if the text has no call.
+
+    Raises:
+        ValueError: there is a call that cannot be read.
+
+    >>> read_tool_calls('Look. <tool_call>{"name": "query", "arguments": {"sql": "SELECT 1"}}</tool_call>')
+    ('Look.', [('query', {'sql': 'SELECT 1'})])
+    >>> read_tool_calls("42") is None
+    True
+    """
+    if "<tool_call>" not in text:
+        alone = _as_call(text)
+        return None if alone is None else ("", [alone])
+    calls = []
+    for block in _TOOL_CALL.findall(text):
+        call = _as_call(block)
+        if call is None:
+            raise ValueError(
+                f'expected {{"name": ..., "arguments": {{...}}}} in a tool call, got {block.strip()!r:.80}'
+            )
+        calls.append(call)
+    said = _TOOL_CALL.sub("", text).strip()
+    if "<tool_call>" in said:
+        raise ValueError("expected </tool_call> after a tool call")
+    return said, calls
+
+
+def _as_call(text: str) -> tuple[str, Mapping[str, Any]] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not value.keys() <= {"name", "arguments"}:
+        return None
+    name, arguments = value.get("name"), value.get("arguments", {})
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+def _text(result: StepResult) -> str:
+    return "\n\n".join(message.content for message in result.messages)
+
+
+def _messages(result: StepResult) -> list[dict[str, Any]]:
+    return [message.to_dict() for message in result.messages]
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        left: Sequence[asyncio.Task[Any]] = tuple(asyncio.all_tasks(loop))
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(timeout=5.0)

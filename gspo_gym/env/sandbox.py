@@ -1,0 +1,383 @@
+"""Runs model-written programs in a temporary folder, with limits and without the environment of this process.
+
+Meant against accidents and cheats: endless loops, full memory, endless output, forgotten processes, secrets in
+variables. **It is no security boundary against hostile code**: the program runs on this kernel and may read every file
+that its user may. Put a container in front for that (`wrapper`):
+
+- bwrap, for programs in /usr: ("bwrap", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink",
+  "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--bind", "{folder}", "{folder}",
+  "--chdir", "{folder}", "--unshare-all", "--die-with-parent")
+- docker: ("docker", "run", "--rm", "-i", "--network", "none", "--memory", "512m", "--pids-limit", "32", "--user",
+  str(os.getuid()), "-v", "{folder}:{folder}", "-w", "{folder}", "python:3.11-slim", "timeout", "20"). A container
+  outlives its killed client, hence the `timeout`; add "--runtime=runsc" (gVisor) where the code may be hostile.
+
+What is done without a wrapper, beside the limits: a session, standard streams only, an empty environment, and, where
+Linux lets this user make namespaces (measured once a process, about 3 ms a run), no network, no sight of other
+processes and a certain end of every process started. Root becomes nobody where the program can be read by others.
+Called by environments, from threads as they like; nothing here runs Python between fork and exec.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import IO
+
+from gspo_gym.errors import ConfigError, EnvError
+
+_NOBODY = 65534
+_CHUNK_BYTES = 65_536
+_POLL_SECONDS = 0.05  # how late the end of a program is seen whose children hold its output open
+_DRAIN_SECONDS = 0.5  # for what is still in the pipes after everything was killed
+
+# From the most confined to no namespace at all: `unshare` of util-linux, without rights inside. It dies with the thread
+# that started it, which waits here all the time, and so do all below it that have a process namespace.
+_UNSHARE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-current-user", "--net")
+_CONFINEMENTS: tuple[tuple[str, ...], ...] = (
+    (*_UNSHARE, "--pid", "--fork", "--kill-child", "--mount-proc"),
+    (*_UNSHARE, "--pid", "--fork", "--kill-child"),
+    _UNSHARE,
+    (),
+)
+
+# $1..$6 are the limits. Hard limits, set inside the namespace, where a user's processes are counted anew. The shell
+# stays: the first process of a namespace would ignore the signals that end programs. bash says -u, dash -p.
+_LAUNCH = (
+    'ulimit -c 0; ulimit -t "$1"; ulimit -v "$2"; ulimit -f "$3"; ulimit -n "$4"; '
+    '{ ulimit -u "$5" 2>/dev/null || ulimit -p "$5"; } || exit 126; shift 5; "$@"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What a program may use. All are of one process but the clock, the number of processes and the output.
+
+    Attributes:
+        max_seconds: on the clock; then everything it started is killed.
+        max_cpu_seconds: of computing, whole seconds.
+        max_memory_bytes: of address space; an allocation beyond it fails. Python alone needs some 20 MB.
+        max_file_bytes: of each file written.
+        max_processes: at one time, threads included, beside one for ourselves. Without namespaces the kernel counts all
+            processes of the user, so that few or none can be started; of root it counts none.
+        max_open_files: descriptors, the three standard ones included.
+        max_output_bytes: kept of stdout and of stderr each; the rest is read and dropped.
+    """
+
+    max_seconds: float = 10.0
+    max_cpu_seconds: int = 5
+    max_memory_bytes: int = 512 * 2**20
+    max_file_bytes: int = 16 * 2**20
+    max_processes: int = 16
+    max_open_files: int = 64
+    max_output_bytes: int = 65_536
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if not value > 0 or (name != "max_seconds" and not isinstance(value, int)):
+                kind = "a number" if name == "max_seconds" else "a whole number"
+                raise ConfigError(f"SandboxLimits.{name}: expected {kind} > 0, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """How a program ended and what it said.
+
+    Attributes:
+        exit_code: that it chose; None if it was killed.
+        signal: by which it was killed, such as 9; None if it ended itself. An exit code of 129 to 192 is read as a
+            signal, as shells do.
+        stdout, stderr: the first `max_output_bytes`, as UTF-8 with replacements.
+        timed_out: it was killed at `max_seconds`.
+        stdout_truncated, stderr_truncated: more was said than was kept.
+        seconds: on the clock, from start to end.
+    """
+
+    exit_code: int | None
+    signal: int | None
+    stdout: str
+    stderr: str
+    timed_out: bool
+    stdout_truncated: bool
+    stderr_truncated: bool
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """It ended itself with exit code 0."""
+        return self.exit_code == 0
+
+
+def run_sandboxed(
+    argv: Sequence[str],
+    *,
+    files: Mapping[str, str],
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    wrapper: Sequence[str] = (),
+) -> SandboxResult:
+    """Run a program in a fresh folder that holds `files`, wait for its end and remove the folder.
+
+    Args:
+        argv: the program, by its path or by its name in /usr/bin and /bin, and its arguments.
+        files: text by relative path; the folder is where the program starts.
+        stdin: what it reads.
+        limits: None: the defaults.
+        wrapper: put in front, with {folder} replaced by the folder's path; it stands in for namespaces and for nobody.
+
+    Raises:
+        ConfigError: an empty `argv`, or a file's name that leaves the folder.
+        EnvError: the program (or the wrapper) cannot be started.
+    """
+    limits = limits or SandboxLimits()
+    if not argv:
+        raise ConfigError("run_sandboxed: expected a program, got an empty argv")
+    user = None if wrapper else _other_user(argv[0])
+    folder = Path(tempfile.mkdtemp(prefix="gspo_gym_sandbox_")).resolve()
+    try:
+        _write(folder, files, user)
+        front = [part.replace("{folder}", str(folder)) for part in wrapper] or _confinement(user)
+        with tempfile.TemporaryFile() as stdin_file:
+            stdin_file.write(stdin.encode("utf-8", "surrogateescape"))
+            stdin_file.seek(0)
+            return _run([*front, *_limited(argv, limits)], folder, user, stdin_file, limits)
+    finally:
+        _remove(folder)
+
+
+def run_python(
+    code: str,
+    *,
+    files: Mapping[str, str] | None = None,
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    wrapper: Sequence[str] = (),
+    python: str | None = None,
+) -> SandboxResult:
+    """Run a program in Python, with the standard library and the modules among `files`, without site-packages.
+
+    Args:
+        code: becomes main.py. python: the interpreter; None: this one.
+
+    Raises:
+        ConfigError, EnvError: as `run_sandboxed`.
+
+    >>> run_python("print(6 * 7)").stdout
+    '42\\n'
+    """
+    argv = (python or sys.executable, "-E", "-s", "-S", "-B", "-X", "utf8", "main.py")
+    return run_sandboxed(argv, files={**(files or {}), "main.py": code}, stdin=stdin, limits=limits, wrapper=wrapper)
+
+
+def confinement() -> str:
+    """What this machine adds to the limits, in words, for people.
+
+    >>> confinement().startswith("sandbox: ")
+    True
+    """
+    front = _confinement(None)
+    facts = [
+        "no network" if "--net" in front else "the network is reachable",
+        "own process table" if "--mount-proc" in front else "other processes are visible",
+        "every process ends" if "--pid" in front else "a process that starts a session of its own may survive",
+    ]
+    return "sandbox: " + ", ".join(facts)
+
+
+def _limited(argv: Sequence[str], limits: SandboxLimits) -> list[str]:
+    numbers = (
+        _allowed(limits.max_cpu_seconds, resource.RLIMIT_CPU),
+        max(1, _allowed(limits.max_memory_bytes, resource.RLIMIT_AS) // 1024),
+        max(1, _allowed(limits.max_file_bytes, resource.RLIMIT_FSIZE) // 512),
+        _allowed(limits.max_open_files, resource.RLIMIT_NOFILE),
+        _allowed(limits.max_processes + 1, resource.RLIMIT_NPROC),  # 1: the shell
+    )
+    return ["/bin/sh", "-c", _LAUNCH, "sh", *map(str, numbers), *argv]
+
+
+def _allowed(wanted: int, kind: int) -> int:
+    """The limit, or our own if that is lower: it cannot be raised, and a shell that fails to is no result."""
+    hardest = resource.getrlimit(kind)[1]
+    return wanted if hardest == resource.RLIM_INFINITY else min(wanted, hardest)
+
+
+def _write(folder: Path, files: Mapping[str, str], user: int | None) -> None:
+    for name, text in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder) or path == folder:
+            raise ConfigError(f"run_sandboxed: expected a file's name inside the folder, got {name!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
+    if user is not None:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, user, user)
+
+
+def _run(argv: Sequence[str], folder: Path, user: int | None, stdin: IO[bytes], limits: SandboxLimits) -> SandboxResult:
+    home = str(folder)
+    started = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"},
+            close_fds=True,
+            start_new_session=True,
+            umask=0o077,
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+        )
+    except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+        raise EnvError(f"run_sandboxed: cannot start {argv[0]!r}: {error}") from error
+    deadline = started + limits.max_seconds
+    with process:
+        try:
+            stdout, stderr, timed_out = _read(process, deadline, limits.max_output_bytes)
+        finally:
+            _kill(process)
+    seconds = time.monotonic() - started
+    code = process.returncode
+    ended_by = -code if code < 0 else code - 128 if 128 < code <= 192 else None
+    return SandboxResult(
+        exit_code=None if ended_by or timed_out else code,
+        signal=signal.SIGKILL if timed_out else ended_by,
+        stdout=stdout.kept.decode("utf-8", "replace"),
+        stderr=stderr.kept.decode("utf-8", "replace"),
+        timed_out=timed_out,
+        stdout_truncated=stdout.is_truncated,
+        stderr_truncated=stderr.is_truncated,
+        seconds=seconds,
+    )
+
+
+@dataclass(slots=True)
+class _Output:
+    """What was read from a pipe: the first bytes, and whether more came."""
+
+    max_bytes: int
+    kept: bytearray = field(default_factory=bytearray)
+    is_truncated: bool = False
+
+    def take(self, chunk: bytes) -> None:
+        room = self.max_bytes - len(self.kept)
+        self.kept += chunk[:room]
+        self.is_truncated |= len(chunk) > room
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> tuple[_Output, _Output, bool]:
+    """stdout, stderr, and whether the deadline passed. The end of the program is the end of all that it started."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stdout, stderr = _Output(max_bytes), _Output(max_bytes)
+    timed_out = has_ended = False
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout.fileno(), selectors.EVENT_READ, stdout)
+        selector.register(process.stderr.fileno(), selectors.EVENT_READ, stderr)
+        while selector.get_map() and (not has_ended or time.monotonic() < deadline):
+            _read_some(selector, min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            if not has_ended and (_is_dead(process) or time.monotonic() >= deadline):
+                timed_out = not _is_dead(process)
+                has_ended = True
+                deadline = time.monotonic() + _DRAIN_SECONDS
+                _kill_group(process)
+    if not has_ended:  # it closed its output: wait for the rest of it
+        timed_out = not _ends_before(process, deadline)
+    return stdout, stderr, timed_out
+
+
+def _read_some(selector: selectors.BaseSelector, seconds: float) -> None:
+    """A chunk from each pipe that has one; a pipe at its end is not watched any more."""
+    for key, _ in selector.select(seconds):
+        chunk = os.read(key.fd, _CHUNK_BYTES)
+        if chunk:
+            key.data.take(chunk)
+        else:
+            selector.unregister(key.fd)
+
+
+def _is_dead(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended; leaves it a zombie, so that its group's number stays taken until the group is killed."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _ends_before(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    pause = 0.0005  # almost always it is about to end
+    while not _is_dead(process):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
+    return True
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Everything in its session's group, and with a process namespace everything it started; then forget it."""
+    if process.returncode is None:
+        _kill_group(process)
+        process.wait()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder, also what is read-only in it or nested too deep for Python."""
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        for command in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", str(folder)]):
+            subprocess.run(command, env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=False)
+
+
+def _other_user(program: str) -> int | None:
+    """Nobody's id where we are root and others may read the program; None: keep the user."""
+    if os.geteuid() != 0:
+        return None
+    found = shutil.which(program, path="/usr/bin:/bin")
+    if found is None:
+        return None
+    home = (sys.base_prefix,) if os.path.realpath(found) == os.path.realpath(sys.executable) else ()
+    paths = [Path(path) for path in (found, os.path.realpath(found), *home, tempfile.gettempdir())]
+    return _NOBODY if all(_is_open_to_all(path) for path in paths) else None
+
+
+def _is_open_to_all(path: Path) -> bool:
+    return all(parent.stat().st_mode & 0o001 for parent in (path, *path.absolute().parents))
+
+
+@functools.cache
+def _confinement(user: int | None) -> tuple[str, ...]:
+    """The first kind of namespaces that works here, tried by running a program that does nothing."""
+    for front in _CONFINEMENTS[:-1]:
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                [*front, "/bin/sh", "-c", "exit 0"],
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
+                cwd="/",
+                env={"PATH": "/usr/bin:/bin"},
+                capture_output=True,
+                check=True,
+                timeout=10,
+            )
+            return front
+    return _CONFINEMENTS[-1]

@@ -1,0 +1,64 @@
+"""`gspo-gym env collect NAME --policy WHO --out FILE`: a data set of episodes, as JSON lines or Parquet."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.command_line import add_environment, env_config_of
+
+
+def add_command(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
+    """The command line of `env collect`."""
+    parser = subparsers.add_parser("collect", help="play episodes with any policy and keep them in a file")
+    add_environment(parser)
+    parser.add_argument(
+        "--policy",
+        required=True,
+        metavar="WHO",
+        help="scripted:NAME, a model (tiny:qwen3-64, a folder, a hub id), or openai:MODEL[@BASE_URL]",
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="a new file, .jsonl or .parquet")
+    parser.add_argument("--seeds", default="0:100", help='which tasks, such as "0:100" or "3,5,8" (default 0:100)')
+    parser.add_argument("--per-seed", type=int, default=1, help="episodes of each (default 1)")
+    parser.add_argument("--max-turns", type=int, default=50, help="actions per episode (default 50)")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="tokens per action (default 1024)")
+    parser.add_argument("--concurrent", type=int, default=16, help="episodes at once (default 16)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of a model's sampling (default 1)")
+    parser.add_argument("--only-successes", action="store_true", help="keep episodes in which the task was achieved")
+    parser.set_defaults(run=collect)
+
+
+def collect(arguments: argparse.Namespace) -> int:
+    """Collect and write; 0 if every episode asked for was played, 1 if some could not be (which are told)."""
+    from gspo_gym.episode_collection import CollectSettings, collect_episodes
+    from gspo_gym.episode_files import require_writable, save_episodes
+    from gspo_gym.settings import parse_seeds
+
+    require_writable(arguments.out)
+    collected = collect_episodes(
+        arguments.name,
+        arguments.policy,
+        seeds=parse_seeds(arguments.seeds),
+        env_config=env_config_of(arguments.option),
+        settings=CollectSettings(
+            episodes_per_seed=arguments.per_seed,
+            max_turns=arguments.max_turns,
+            max_output_tokens=arguments.max_tokens,
+            max_concurrent=arguments.concurrent,
+            temperature=arguments.temperature,
+        ),
+    )
+    kept = [t for t in collected.trajectories if t.success or not arguments.only_successes]
+    save_episodes(arguments.out, kept, policy_name=collected.policy_name, tools=collected.tools)
+    returns = [trajectory.reward for trajectory in kept if trajectory.is_scored]
+    mean = f", mean return {sum(returns) / len(returns):.3f}" if returns else ""
+    print(f"{len(kept)} episodes of {collected.env_id} by {collected.policy_name}{mean} -> {arguments.out}")
+    if left_out := len(collected.trajectories) - len(kept):
+        print(f"{left_out} without success left out")
+    for reason, count in Counter(dropped.reason for dropped in collected.dropped).most_common():
+        print(f"{count} could not be played: {reason}", file=sys.stderr)
+    return 1 if collected.dropped else 0

@@ -1,0 +1,75 @@
+"""Every generator of reasoning-gym, played and scored by the real package."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+
+import pytest
+
+from gspo_gym.env.registry import make
+from gspo_gym.errors import ConfigError, UnknownNameError
+
+# What does not pass, and why.
+KNOWN_FAILURES: dict[str, str] = {}
+SETTINGS = {"composite": {"datasets": [{"name": "chain_sum", "weight": 2}, {"name": "gcd"}]}}
+
+
+def test_every_generator_keeps_the_contract(check_into_table):
+    names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
+    failed = set()
+    for name in names:
+        config = {"dataset": name, **SETTINGS.get(name, {})}
+        if not check_into_table("reasoning-gym", name, "ReasoningGym", config).passed:
+            failed.add(name)
+    assert failed == set(KNOWN_FAILURES)
+    assert len(names) - len(failed) >= 60
+
+
+def test_the_reward_is_the_package_s_own_score_of_what_stands_between_the_tags():
+    env = make("ReasoningGym", dataset="gsm_symbolic")
+    for answer in ("1", "12", "no number"):
+        env.reset(seed=3)
+        entry = env.unwrapped._entry
+        expected = env.unwrapped._scorer.score_answer(answer, entry)
+        assert env.step(f"Thinking. <answer>0</answer> No: <answer> {answer} </answer>")[1] == expected
+
+
+def test_settings_reach_the_generator():
+    env = make("ReasoningGym", dataset="chain_sum", min_terms=3, max_terms=3, min_digits=1, max_digits=1, prompt=None)
+    question = env.reset(seed=0)[0][-1].content
+    assert sum(question.count(sign) for sign in "+-") == 2, question
+
+
+def test_what_evaluation_asks_training_never_does():
+    env = make("ReasoningGym", dataset="gcd", max_value=12, min_value=1)
+    held_out = {env.reset(seed=seed)[0][-1].content for seed in range(200)}
+    training = {env.reset(seed=2**31 + seed)[0][-1].content for seed in range(200)}
+    assert len(held_out) > 3
+    assert len(training) > 30
+    assert not held_out & training
+
+
+def test_a_scorer_that_cannot_read_an_answer_has_refused_it():
+    env = make("ReasoningGym", dataset="prime_factorization", prompt=None)
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step("three times five")
+    assert (float(reward), reward.success, terminated) == (0.0, False, True)
+    assert info["refused"].startswith("ValueError")
+
+
+def test_unknown_generators_prompts_and_settings_are_refused_with_what_there_is():
+    with pytest.raises(UnknownNameError, match="did you mean 'chain_sum'"):
+        make("ReasoningGym", dataset="chain_sums")
+    with pytest.raises(UnknownNameError, match="did you mean 'simple'"):
+        make("ReasoningGym", dataset="gcd", prompt="simpel")
+    with pytest.raises(ConfigError, match=r"gcd refused .*min_number"):
+        make("ReasoningGym", dataset="gcd", min_number=3)
+    with pytest.raises(ConfigError, match="min_terms"):
+        make("ReasoningGym", dataset="chain_sum", min_terms=9, max_terms=3)
+    with pytest.raises(ConfigError, match="seed has no effect"):
+        make("ReasoningGym", dataset="gcd", seed=3)
+
+
+def test_the_version_is_the_one_that_gem_fixes():
+    assert version("reasoning-gym") == "0.1.23"

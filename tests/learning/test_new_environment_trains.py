@@ -1,0 +1,60 @@
+"""From nothing to the first training step of an environment of one's own, in under two minutes, as a newcomer does it.
+
+The real commands, each in a process of its own: `env new`, `pip install -e`, `env check`, `train` with the config that
+was written. The two minutes are the deadline of all of them together.
+"""
+
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+
+import pytest
+from safetensors.torch import load_file
+
+from gspo_gym.authoring.new import KINDS
+from gspo_gym.recording import read_events, read_metrics
+
+DEADLINE_SECONDS = 120
+
+
+def make_home(folder):
+    """A virtual environment of its own, for the package to be installed into, that sees the packages of this one."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = next((folder / "lib").glob("python*/site-packages"))
+    # addsitedir, unlike a plain line, also follows the .pth files there: the editable install of this checkout is one
+    (site / "outer.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_environment_is_trained_on_within_two_minutes(kind, tmp_path):
+    started = time.monotonic()
+    python = make_home(tmp_path / "venv")
+    project = tmp_path / "first-try-env"
+
+    def run(*command, program=python, folder=project):
+        left = DEADLINE_SECONDS - (time.monotonic() - started)
+        done = subprocess.run([program, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=left)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("gspo_gym.cli", "env", "new", "FirstTry", "--kind", kind, folder=tmp_path)
+    pip = ("pip", "--python", str(python), "--disable-pip-version-check", "--quiet")
+    run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ".", program=sys.executable)
+    assert "passed" in run("gspo_gym.cli", "env", "check", "FirstTry", folder=tmp_path)  # found by its name, anywhere
+    # two steps, because what the second changes shows in their two checkpoints; before the first there is none
+    two_steps = ("training.iterations_per_epoch=2", "training.checkpoint_every_n_iters=1", "evaluation.seeds=0:20")
+    run("gspo_gym.train", "train.toml", *two_steps)
+    print(f"{kind}: {time.monotonic() - started:.0f} seconds from nothing to the end of the second step")
+
+    folder = project / "runs" / "first_try"
+    assert [event["kind"] for event in read_events(folder)][:3] == ["started", "warmup", "evaluation"]
+    metrics = read_metrics(folder)
+    assert [(line["step"], line["rollout/num_episodes"]) for line in metrics] == [(1, 128), (2, 128)]
+    assert all(line["rollout/reward_std"] > 0 for line in metrics)  # else there would be nothing to learn from
+    first, second = (load_file(folder / "checkpoints" / f"step_00000{n}" / "model.safetensors") for n in (1, 2))
+    assert first.keys() == second.keys()
+    assert any(not first[name].equal(second[name]) for name in first)

@@ -1,0 +1,107 @@
+"""ProcessPool: idle workers are bounded, dead ones are noticed, and a server that died is started again."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from gspo_gym.env.process_channel import frame_of
+from gspo_gym.env.process_limits import WorkerLimits
+from gspo_gym.env.process_pool import ProcessPool, WorkerProcess
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessPool]:
+    pool = ProcessPool(max_idle=2)
+    yield pool
+    pool.close()
+
+
+def lease(pool: ProcessPool, kind: str = "a") -> WorkerProcess:
+    return pool.lease((kind,), memory_limit_mb=0)
+
+
+def answers(worker: WorkerProcess) -> bool:
+    """Whether it can be talked to: a close without an environment is answered."""
+    frame = frame_of({"method": "close"}, max_bytes=100, where="a test")
+    return "result" in worker.channel.exchange(frame, timeout_seconds=30)
+
+
+def status_of(ended: Future[int | None]) -> int | None:
+    return ended.result(timeout=30)
+
+
+def test_a_worker_is_given_again_to_its_own_kind_only(pool: ProcessPool) -> None:
+    first = lease(pool)
+    assert answers(first)
+    pool.give_back(first)
+    other = lease(pool, "b")
+    assert other is not first
+    assert lease(pool) is first
+    assert pool.counts == {"started": 2, "reused": 1}
+
+
+def test_of_too_many_idle_workers_the_longest_waiting_ends(pool: ProcessPool) -> None:
+    workers = [lease(pool) for _ in range(3)]
+    for worker in workers:
+        pool.give_back(worker)
+    assert pool.num_idle == 2
+    assert status_of(workers[0].kill()) == signal.SIGKILL
+    assert pool.counts["retired"] == 1
+    assert answers(lease(pool))
+
+
+def test_a_worker_that_died_while_idle_is_not_given_out(pool: ProcessPool) -> None:
+    worker = lease(pool)
+    pool.give_back(worker)
+    handle = os.pidfd_open(worker.pid)
+    os.kill(worker.pid, signal.SIGTERM)
+    assert select.select([handle], [], [], 30)[0]
+    os.close(handle)
+    successor = lease(pool)
+    assert successor is not worker
+    assert answers(successor)
+    assert pool.counts == {"started": 2, "died": 1}
+    assert status_of(worker.kill()) == signal.SIGTERM
+
+
+def test_a_server_that_died_takes_its_workers_along_and_is_started_again(pool: ProcessPool) -> None:
+    worker = lease(pool)
+    assert answers(worker)
+    assert pool._server._process is not None
+    handle = os.pidfd_open(worker.pid)
+    pool._server._process.kill()
+    assert select.select([handle], [], [], 30)[0]
+    os.close(handle)
+    assert answers(lease(pool))
+    assert status_of(pool.discard(worker, "died")) is None  # nobody is left who could know
+
+
+def test_closing_leaves_no_process_and_the_pool_can_be_used_again(pool: ProcessPool) -> None:
+    idle, used = lease(pool), lease(pool)
+    pool.give_back(idle)
+    pool.close()
+    for worker in (idle, used):
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.pid, 0)
+    assert answers(lease(pool))
+
+
+@pytest.mark.parametrize(
+    ("grown", "reason"),
+    [
+        ({}, None),
+        ({"open files": 8, "threads": 8, "MiB of memory": 256, "child processes": 0}, None),
+        ({"open files": 9}, "leaked 9 open files"),
+        ({"MiB of memory": 257, "threads": 9}, "leaked 257 MiB of memory, 9 threads"),
+        ({"child processes": 1}, "leaked 1 child processes"),
+        ({"MiB of memory": -300}, None),
+    ],
+)
+def test_a_worker_is_replaced_when_it_has_grown_beyond_its_limits(grown: dict[str, int], reason: str | None) -> None:
+    assert WorkerLimits().reason_to_replace(grown) == reason

@@ -1,0 +1,280 @@
+"""The sandbox against real offenders: each limit, what is not inherited, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gspo_gym.env.sandbox import SandboxLimits, confinement, run_python, run_sandboxed
+from gspo_gym.errors import ConfigError, EnvError
+
+SMALL = SandboxLimits(
+    max_seconds=10.0,
+    max_cpu_seconds=1,
+    max_file_bytes=2**20,
+    max_processes=8,
+    max_output_bytes=1_000,
+    max_open_files=32,
+)
+ENDLESS_IN_C = "sum(iter(int, 1))"  # one call that never returns to the interpreter's loop
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Sandboxes are made here, and none is left at the end of any test; others may enter it, unlike pytest's own."""
+    del tmp_path  # asked for, so that pytest's own is made before the patch
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o711)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    folder.rmdir()  # fails if anything is left
+
+
+def test_a_program_reads_its_input_and_files_and_its_answer_comes_back() -> None:
+    code = "import sys, sibling; print(sibling.x + open('data/a.txt').read() + sys.stdin.read()); sys.exit(3)"
+    result = run_python(code, files={"sibling.py": "x = 'é'", "data/a.txt": "b\r\n"}, stdin="c\ud800"[:1], limits=SMALL)
+    assert (result.exit_code, result.signal, result.stdout, result.stderr) == (3, None, "éb\nc\n", "")
+    assert (result.ok, result.timed_out, result.stdout_truncated, result.stderr_truncated) == (False,) * 4
+
+
+def test_large_input_that_nobody_reads_blocks_nothing() -> None:
+    # More than a pipe holds (64 KiB), to a program that ends at once.
+    assert run_python("print('done')", stdin="x" * 1_000_000, limits=SMALL).stdout == "done\n"
+    assert run_python("import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
+
+
+def test_an_endless_loop_in_c_is_stopped_by_the_count_of_cpu_seconds() -> None:
+    result = run_python(ENDLESS_IN_C, limits=SMALL)
+    assert (result.exit_code, result.signal, result.timed_out) == (None, 9, False)
+    assert result.seconds < 9  # the clock's limit is 10
+
+
+def test_a_sleeper_is_stopped_by_the_clock_with_what_it_said_kept() -> None:
+    result = run_python(
+        "import time; print('going', flush=True); time.sleep(60)", limits=SandboxLimits(max_seconds=0.3)
+    )
+    assert (result.stdout, result.exit_code, result.signal, result.timed_out) == ("going\n", None, 9, True)
+    assert 0.3 <= result.seconds < 5
+
+
+def test_closing_the_output_does_not_outlive_the_clock() -> None:
+    result = run_python(
+        "import os, time; os.close(1); os.close(2); time.sleep(60)", limits=SandboxLimits(max_seconds=0.3)
+    )
+    assert result.timed_out
+
+
+def test_memory_beyond_the_limit_is_refused_inside_the_program() -> None:
+    code = "try:\n    bytearray(200 * 2**20)\nexcept MemoryError:\n    print('refused')"
+    assert run_python(code, limits=SandboxLimits(max_memory_bytes=128 * 2**20)).stdout == "refused\n"
+    assert run_python(code, limits=SandboxLimits(max_memory_bytes=1024 * 2**20)).stdout == ""
+
+
+def test_a_file_beyond_the_limit_is_refused() -> None:
+    legal = "open('a', 'w').write('x' * 2**20)\n"
+    code = legal + "try:\n    open('b', 'w').write('x' * 2**21)\nexcept OSError as e:\n    print(e)"
+    assert "File too large" in run_python(code, limits=SMALL).stdout
+
+
+def test_descriptors_beyond_the_limit_are_refused() -> None:
+    code = (
+        "kept = []\ntry:\n    while True:\n        kept.append(open('main.py'))\nexcept OSError:\n    print(len(kept))"
+    )
+    assert int(run_python(code, limits=SMALL).stdout) <= 32 - 3  # three are the standard streams
+
+
+def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(own_temporary_folder: Path) -> None:
+    # The shell can be read by all: where the tests run as root, it runs as nobody, whose processes are counted.
+    bomb = "i=0; while [ $i -lt 200 ]; do sleep 60 & i=$((i+1)); done; echo all $i"
+    result = run_sandboxed(["sh", "-c", bomb], files={}, limits=SandboxLimits(max_seconds=5.0, max_processes=8))
+    assert "all" not in result.stdout
+    assert "fork" in result.stderr  # "Cannot fork", "fork: retry: ..."
+    assert sleepers_of(own_temporary_folder) == []
+
+
+def sleepers_of(folder: Path) -> list[str]:
+    """Command lines of this machine's processes that work in the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str((process / "cwd").readlink()).startswith(str(folder)):
+                found.append((process / "cmdline").read_text())
+        except OSError:
+            continue  # ended, or somebody else's
+    return found
+
+
+@pytest.mark.parametrize("keeps_output_open", [True, False])
+def test_children_left_behind_are_killed(own_temporary_folder: Path, keeps_output_open: bool) -> None:
+    close = "" if keeps_output_open else "os.close(1); os.close(2); "
+    code = f"import os, time\nif os.fork() == 0:\n    {close}time.sleep(60)\n"
+    result = run_python(code, limits=SMALL)
+    assert (result.exit_code, result.timed_out) == (0, False)
+    assert result.seconds < 5
+    assert sleepers_of(own_temporary_folder) == []
+
+
+def test_a_child_with_a_session_of_its_own_is_killed_where_there_are_process_namespaces(
+    own_temporary_folder: Path,
+) -> None:
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(2)\n"
+    result = run_python(code, limits=SMALL)
+    assert (result.exit_code, result.timed_out) == (0, False)
+    if "every process ends" in confinement():
+        assert sleepers_of(own_temporary_folder) == []
+
+
+def test_endless_output_is_kept_up_to_its_limit_only() -> None:
+    code = "import sys\nwhile True:\n    sys.stdout.write('o' * 9999)\n    sys.stderr.write('e' * 9999)"
+    result = run_python(code, limits=SMALL)
+    assert (result.stdout, result.stderr) == ("o" * 1_000, "e" * 1_000)
+    assert (result.stdout_truncated, result.stderr_truncated) == (True, True)
+
+
+def test_output_of_exactly_the_limit_is_not_truncated_and_broken_utf8_is_replaced() -> None:
+    result = run_python("import sys; sys.stdout.buffer.write(b'\\xff' + b'x' * 999)", limits=SMALL)
+    assert (result.stdout, result.stdout_truncated) == ("\ufffd" + "x" * 999, False)
+
+
+def test_secrets_in_variables_are_not_inherited_nor_found_in_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hunter2-in-a-variable")
+    code = "import os; print(sorted(os.environ)); print(os.environ.get('SECRET_KEY'))"
+    assert run_python(code).stdout == "['HOME', 'LANG', 'PATH', 'PWD', 'TMPDIR']\nNone\n"
+    if "own process table" in confinement():  # what the parent was started with is in /proc/<pid>/environ
+        seen = run_python("import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]))").stdout
+        assert int(seen) <= 3  # the shell, Python, and no other
+
+
+def test_open_descriptors_are_not_inherited(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    descriptor = os.open(secret, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
+    try:
+        code = f"import os\ntry:\n    print(os.read({descriptor}, 9))\nexcept OSError as error:\n    print(error.errno)"
+        assert run_python(code).stdout == "9\n"  # EBADF
+    finally:
+        os.close(descriptor)
+
+
+def test_the_network_is_gone_where_there_are_network_namespaces() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        connect = f"socket.create_connection(('127.0.0.1', {port}), 2)"
+        code = f"import socket\ntry:\n    {connect}\n    print('reached')\nexcept OSError:\n    print('gone')"
+        expected = "gone" if "no network" in confinement() else "reached"
+        assert run_python(code).stdout == f"{expected}\n"
+
+
+def test_read_only_deep_and_linked_leftovers_are_removed_and_links_not_followed(
+    own_temporary_folder: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    code = (
+        "import os\n"
+        "os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0o500); os.chmod('a', 0)\n"
+        f"os.symlink({str(outside)!r}, 'link')\n"
+        "for _ in range(1100):\n    os.mkdir('d'); os.chdir('d')\n"
+        "print('made')"
+    )
+    assert run_python(code).stdout == "made\n"
+    assert list(own_temporary_folder.iterdir()) == []
+    assert (outside / "kept").read_text() == "kept"
+
+
+def test_a_crash_is_told_by_its_signal() -> None:
+    assert run_python("import os; os.abort()").signal == 6
+    assert run_python("import os; os.kill(os.getpid(), 15)").signal == 15
+
+
+def test_a_wrapper_goes_in_front_and_learns_the_folder() -> None:
+    result = run_sandboxed(
+        ["/bin/cat", "a.txt"],
+        files={"a.txt": "inside"},
+        wrapper=["/bin/sh", "-c", 'echo "wrapped in $1"; shift; "$@"', "sh", "{folder}"],
+    )
+    folder, said = result.stdout.removeprefix("wrapped in ").split("\n")
+    assert Path(folder).name.startswith("gspo_gym_sandbox_")
+    assert said == "inside"
+
+
+def test_many_threads_may_run_programs_at_the_same_time() -> None:
+    said: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        said[number] = run_python(f"print({number})").stdout
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == {number: f"{number}\n" for number in range(12)}
+
+
+def test_starting_is_quick() -> None:
+    run_python("pass")
+    started = time.monotonic()
+    for _ in range(5):
+        run_python("pass")
+    # 0.015 s each on an idle 2-core machine; the bound only finds a sleep or a second interpreter's imports.
+    assert (time.monotonic() - started) / 5 < 0.5
+
+
+def test_programs_die_with_us_where_there_are_process_namespaces(own_temporary_folder: Path) -> None:
+    run = "import tempfile\nfrom gspo_gym.env.sandbox import run_sandboxed\n"
+    run += f"tempfile.tempdir = {str(own_temporary_folder)!r}\n"
+    run += "run_sandboxed(['sh', '-c', 'echo started > told; sleep 60'], files={})"
+    with subprocess.Popen([sys.executable, "-c", run]) as parent:
+        wait_until(lambda: any(own_temporary_folder.glob("*/told")))
+        parent.kill()
+    if "every process ends" in confinement():
+        wait_until(lambda: sleepers_of(own_temporary_folder) == [])
+    shutil.rmtree(next(own_temporary_folder.iterdir()))  # whoever is killed cannot tidy up
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns when it holds; fails after twenty seconds."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_limits_above_our_own_are_lowered_and_the_program_still_runs() -> None:
+    lowered = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+    run = "from gspo_gym.env.sandbox import run_python\nprint(run_python('print(42)'))"
+    finished = subprocess.run([sys.executable, "-c", lowered + run], capture_output=True, text=True, check=True)
+    assert "exit_code=0, signal=None, stdout='42\\n'" in finished.stdout
+
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", ""])
+def test_files_outside_the_folder_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="inside the folder"):
+        run_sandboxed(["true"], files={name: "x"})
+
+
+def test_what_cannot_be_started_is_an_error_and_not_a_result() -> None:
+    with pytest.raises(ConfigError, match="empty argv"):
+        run_sandboxed([], files={})
+    with pytest.raises(EnvError, match="cannot start"):
+        run_sandboxed(["true"], files={}, wrapper=["/no/such/container"])
+    assert run_sandboxed(["no-such-program"], files={}).exit_code == 127  # the shell's word for it
+
+
+@pytest.mark.parametrize("setting", [{"max_seconds": 0}, {"max_cpu_seconds": 0.5}, {"max_processes": -1}])
+def test_impossible_limits_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}: expected a .*number > 0"):
+        SandboxLimits(**setting)  # type: ignore[arg-type]
