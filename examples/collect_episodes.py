@@ -14,7 +14,7 @@ def careful(env, rng):
     return lambda messages: str(sum(message.role == "assistant" for message in messages) + 1)
 
 
-# "scripted:reference", a model ("tiny:qwen3-64", a folder, a hub id) or "openai:MODEL@http://host:8000/v1" play as well.
+# "scripted:reference", a model ("tiny:qwen3-64", a folder, a hub id) or "openai:MODEL@http://host/v1" play as well.
 collected = collect_episodes("GuessNumber", careful, seeds=range(50), env_config={"high": 8})
 successes = [episode for episode in collected.trajectories if episode.success]
 

@@ -112,7 +112,9 @@ def collect_episodes(
     sample = factory()  # its policies, and its tools for the record
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
     tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))
-    make_policy = policy_of(sample, policy.removeprefix(SCRIPTED)) if _is_scripted(policy) else policy
+    make_policy = policy
+    if isinstance(policy, str) and policy.startswith(SCRIPTED):
+        make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
 
     async def play() -> CollectedEpisodes:
         try:
@@ -125,10 +127,6 @@ def collect_episodes(
                 await closing
 
     return asyncio.run(play())
-
-
-def _is_scripted(policy: str | PolicyFactory) -> bool:
-    return isinstance(policy, str) and policy.startswith(SCRIPTED)
 
 
 def _pool(factory: Callable[[], Any], player: _Player, settings: CollectSettings) -> RolloutPool:

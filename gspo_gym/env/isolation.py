@@ -26,7 +26,7 @@ from gspo_gym.env.process_env import ProcessEnv
 from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.process_pool import is_supported
 from gspo_gym.env.process_target import target_of
-from gspo_gym.env.registry import make, resolve
+from gspo_gym.env.registry import make, require_known_arguments, resolve
 from gspo_gym.env.session import open_session
 from gspo_gym.env.workers import OwnThread
 from gspo_gym.errors import ConfigError, GymError
@@ -103,7 +103,7 @@ def isolated_factory(
 
     Raises:
         UnknownNameError: no environment of that name.
-        ConfigError: `isolation` is something else.
+        ConfigError: `isolation` is something else, or the constructor takes no such argument.
 
     >>> isolated_factory("GuessNumber", {"high": 4}, "thread")().reset(seed=0)[0]
     'Guess 1-4. 4 tries.'
@@ -111,6 +111,8 @@ def isolated_factory(
     if isolation not in _CHOICES:
         raise ConfigError(f"isolation: expected one of {_CHOICES}, got {isolation!r}")
     env = resolve(env) if isinstance(env, str) else env
+    if (creator := _creator_of(env)) is not None:
+        require_known_arguments(_name_of(env), creator, kwargs or {})
     asked: IsolationChoice = isolation  # type: ignore[assignment]  # it is one of them
     return IsolatedFactory(env, dict(kwargs or {}), asked, limits or WorkerLimits(), start_timeout_seconds)
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
@@ -69,7 +69,7 @@ def make_from(spec: EnvSpec, **kwargs: Any) -> Any:
         creator = load_env_creator(creator)
     if creator is None:
         raise ConfigError(f"environment {spec.id!r} is registered without an entry_point for single environments")
-    _require_known_arguments(spec.id, creator, kwargs)
+    require_known_arguments(spec.id, creator, kwargs)
     if isinstance(creator, type) and not issubclass(creator, gymnasium.Env):
         if spec.max_episode_steps is not None:
             raise ConfigError(
@@ -162,7 +162,12 @@ def _nearest(name: str) -> str:
     return nearest_name(name, set(ids))
 
 
-def _require_known_arguments(env_id: str, creator: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+def require_known_arguments(env_id: str, creator: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse names of arguments that the class or function does not take, before anything is made.
+
+    Raises:
+        ConfigError: there is one; says the nearest.
+    """
     try:
         parameters = inspect.signature(creator).parameters.values()
     except (TypeError, ValueError):  # written in C: it will say itself what it does not take

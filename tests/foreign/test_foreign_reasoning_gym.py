@@ -10,20 +10,29 @@ import pytest
 from gspo_gym.env.registry import make
 from gspo_gym.errors import ConfigError, UnknownNameError
 
-# What does not pass, and why.
-KNOWN_FAILURES: dict[str, str] = {}
+# What does not pass, and why: two scorers can be cheated, which is theirs to mend.
+KNOWN_FAILURES = {
+    "game_of_life_halting": "its scorer accepts the question as an answer",
+    "puzzle24": "its scorer accepts any four numbers that make 24, not only those given",
+}
+NOT_TRIED = {"futoshiki": "making one question may take five seconds, so that a check takes minutes; not tried"}
+# Where the answer is 0 or 1, two questions may well have the same: random play needs more of them to be told apart.
+SEEDS = {"circuit_logic": range(8)}
 SETTINGS = {"composite": {"datasets": [{"name": "chain_sum", "weight": 2}, {"name": "gcd"}]}}
 
 
-def test_every_generator_keeps_the_contract(check_into_table):
+def test_every_generator_keeps_the_contract(check_into_table, foreign_table):
     names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
-    failed = set()
-    for name in names:
+    for name, reason in NOT_TRIED.items():
+        foreign_table("reasoning-gym", version("reasoning-gym"), name, False, reason)
+    reports = {}
+    for name in sorted(set(names) - set(NOT_TRIED)):
         config = {"dataset": name, **SETTINGS.get(name, {})}
-        if not check_into_table("reasoning-gym", name, "ReasoningGym", config).passed:
-            failed.add(name)
-    assert failed == set(KNOWN_FAILURES)
-    assert len(names) - len(failed) >= 60
+        seeds = SEEDS.get(name, range(2))
+        reports[name] = check_into_table("reasoning-gym", name, "ReasoningGym", config, seeds=seeds)
+    failed = {name: str(report) for name, report in reports.items() if not report.passed}
+    assert set(failed) == set(KNOWN_FAILURES), {n: text for n, text in failed.items() if n not in KNOWN_FAILURES}
+    assert len(reports) - len(failed) >= 60
 
 
 def test_the_reward_is_the_package_s_own_score_of_what_stands_between_the_tags():

@@ -9,15 +9,13 @@ def build_order(needs: dict[str, list[str]]) -> list[str]:
     >>> build_order({"app": ["lib", "core"], "lib": ["core"]})
     ['core', 'lib', 'app']
     """
-    names = set(needs)
-    for needed in needs.values():
-        names.update(needed)
+    names = sorted(set(needs).union(*needs.values()))
     order: list[str] = []
     while len(order) < len(names):
         ready = [name for name in names if name not in order and all(need in order for need in needs.get(name, []))]
         if not ready:
             raise ValueError("circle")
-        order.append(min(ready))
+        order.append(ready[0])
     return order
 
 

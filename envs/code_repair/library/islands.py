@@ -39,9 +39,8 @@ def largest_island(map_rows: list[str]) -> int:
     while land:
         island = [land.pop()]
         for r, c in island:
-            for near in ((r + 1, c), (r - 1, c), (r, c + 1), (r, c - 1)):
-                if near in land:
-                    land.remove(near)
-                    island.append(near)
+            touching = land.intersection([(r + 1, c), (r - 1, c), (r, c + 1), (r, c - 1)])
+            land -= touching
+            island.extend(touching)
         largest = max(largest, len(island))
     return largest

@@ -22,9 +22,7 @@ def fewest_coins(coins: list[int], amount: int) -> int:
     """
     fewest = [0] + [-1] * amount
     for total in range(1, amount + 1):
-        for coin in coins:
-            if coin <= total and fewest[total - coin] >= 0:
-                count = fewest[total - coin] + 1
-                if fewest[total] < 0 or count < fewest[total]:
-                    fewest[total] = count
+        counts = [fewest[total - coin] + 1 for coin in coins if coin <= total and fewest[total - coin] >= 0]
+        if counts:
+            fewest[total] = min(counts)
     return fewest[amount]

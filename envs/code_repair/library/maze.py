@@ -11,15 +11,12 @@ def steps(maze: list[str], start: list[int], goal: list[int]) -> int:
     seen = {(start[0], start[1])}
     distance = 0
     while frontier:
-        following = []
-        for row, column in frontier:
-            if [row, column] == goal:
-                return distance
-            for cell in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
-                if is_free(maze, cell[0], cell[1]) and cell not in seen:
-                    seen.add(cell)
-                    following.append(cell)
-        frontier = following
+        if (goal[0], goal[1]) in frontier:
+            return distance
+        near = [(row + down, column) for row, column in frontier for down in (-1, 1)]
+        near += [(row, column + right) for row, column in frontier for right in (-1, 1)]
+        frontier = [cell for cell in near if is_free(maze, cell[0], cell[1]) and cell not in seen]
+        seen.update(frontier)
         distance += 1
     return -1
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from gymnasium.error import ResetNeeded
 
+from gspo_gym.env.adapters.own_generators import OwnGenerators
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.splits import content_hash, is_held_out_content, is_held_out_seed
@@ -29,8 +30,6 @@ Entry = dict[str, Any]  # Any: "metadata" holds whatever a generator needs to sc
 _DEFAULT_FRACTION = 0.1
 _MAX_DRAWS = 200  # a side with a tenth of the questions is missed with probability 0.9^200 = 7e-10
 _NO_ANSWER = "(no answer)"
-# Generators that seed numpy's global generator: beside others in one process they would make each other's questions.
-_SEED_THE_PROCESS = ("pool_matrix",)
 # Where a right answer is kept by generators whose entries have none under "answer".
 _EXAMPLES = ("example_correct_answer", "example_answer", "possible_answer")
 
@@ -65,12 +64,16 @@ class _Source:
         """The entry of a seed, and the dataset that scores it: `made`, if that can give it.
 
         Entry 7 of seed 0 is entry 0 of seed 7, so one dataset gives them all; some prepare a list, of one here.
+
+        Some also draw from the process's generators (list_functions), or seed them (pool_matrix); they are given their
+        own, by the seed.
         """
-        try:
-            return made, made[seed]
-        except IndexError:
-            own = self.made(seed)
-            return own, own[0]
+        with OwnGenerators(seed).in_place():
+            try:
+                return made, made[seed]
+            except IndexError:
+                own = self.made(seed)
+                return own, own[0]
 
     def _converted(self) -> dict[str, Any]:
         """The settings; the parts of "composite" may be mappings, as a config file has them."""
@@ -129,7 +132,6 @@ class ReasoningGymEnv(TextEnv):
         settings_text = json.dumps(generator_config, sort_keys=True, default=repr)
         self._source = _Source(dataset, held_out_fraction, settings_text, generator_config)
         self.dataset_name = dataset
-        self.isolation = "process" if dataset in _SEED_THE_PROCESS else None
         # A copy: what a dataset keeps in attributes is its own, and the tables that some load are not loaded again.
         self._made = copy.copy(_loaded(self._source))
         self._entry: Entry | None

@@ -1,4 +1,4 @@
-"""The gate of every engine: who waits, who is ended, and with which error; and publishing through it as a transaction."""
+"""The gate of every engine: who waits, who is ended, and with which error; and publishing through it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_call_whose_caller_is_cancelled_stays_cancelled() -> None:
 
 def test_a_deadline_counts_the_waiting_too_and_frees_the_place() -> None:
     async def body(gate: Gate) -> None:
-        with pytest.raises(EngineTimeoutError, match="within 0.01 seconds"):
+        with pytest.raises(EngineTimeoutError, match=r"within 0\.01 seconds"):
             await hold(gate, deadline_seconds=0.01)
         gate.pause()
         with pytest.raises(EngineTimeoutError):

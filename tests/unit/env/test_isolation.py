@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import gymnasium
 import pytest
 
 from gspo_gym.env.core import TextEnv
@@ -136,7 +137,10 @@ def test_what_a_program_registers_runs_in_a_worker_with_its_arguments_and_time_l
         finally:
             await session.close()
 
-    assert asyncio.run(play()) == [False, True]
+    try:
+        assert asyncio.run(play()) == [False, True]
+    finally:
+        gymnasium.registry.pop("isolation_tests/Draws-v0")
 
 
 def test_factories_of_the_same_thing_are_equal() -> None:

@@ -226,7 +226,7 @@ def test_an_environment_that_cannot_be_reset_is_named() -> None:
             return super().reset(seed=seed)
 
     envs = vector(3, factory=Broken)
-    with pytest.raises(EnvError, match=r"environment 1 could not be reset: Counter: reset\(\) raised OSError: no board"):
+    with pytest.raises(EnvError, match=r"environment 1 could not be reset: .*raised OSError: no board"):
         envs.reset(seed=0)
     envs.close()
 
