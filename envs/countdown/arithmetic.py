@@ -78,7 +78,7 @@ def solve(numbers: Sequence[int], target: int) -> list[tuple[int, str, int]] | N
     no number (times or by 1, a - b = b) are left out, because a shorter way does without them.
 
     >>> solve([2, 7, 8], 42)
-    [(8, '-', 2), (6, '*', 7)]
+    [(8, '-', 2), (7, '*', 6)]
     """
     for num_operations in range(len(numbers)):
         found = _solve(tuple(sorted(numbers)), target, num_operations, set())

@@ -59,6 +59,7 @@ class Countdown(TextEnv):
     '6. Left 6 7.'
     """
 
+    isolation = "thread"
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": search, "random": random_steps}
 
     def __init__(

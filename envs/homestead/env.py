@@ -53,6 +53,7 @@ class Homestead(TextEnv):
     H9 F9 W9 E9 day
     """
 
+    isolation = "thread"
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": planner, "random": random_actions}
 
     def __init__(

@@ -62,7 +62,7 @@ def best_cells(board: str, side: str) -> list[int]:
     """The moves that keep the value of the board, in rising order; the board is not over.
 
     >>> best_cells("X  O  X O", "X")
-    [2, 4]
+    [2]
     """
     best = value(board, side)
     return [cell for cell in free_cells(board) if value_after(board, cell, side) == best]

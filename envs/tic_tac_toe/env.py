@@ -59,6 +59,7 @@ class TicTacToe(TextEnv):
     789
     """
 
+    isolation = "thread"
     policies: ClassVar[Mapping[str, PolicyFactory]] = {
         "reference": best_play,
         "minimax": perfect_play,

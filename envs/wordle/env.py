@@ -53,9 +53,10 @@ class Wordle(TextEnv):
     >>> env.reset(options={"word": "these"})[0]
     '5 letters. 6 tries.'
     >>> env.step("geese")[0]
-    'geese ..ygg'
+    'geese ..ggg'
     """
 
+    isolation = "thread"
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": entropy_player, "random": random_words}
 
     def __init__(

@@ -22,7 +22,7 @@ def marks(guess: str, hidden: str) -> str:
     """The mark of a guess, a character a letter: g in place, y elsewhere in the word, . not there (again).
 
     >>> marks("eerie", "these"), marks("geese", "these")
-    ('y...g', '..ygg')
+    ('y...g', '..ggg')
     """
     unmatched = Counter(letter for letter, own in zip(hidden, guess, strict=True) if letter != own)
     result = []

@@ -7,11 +7,30 @@ in the event loop; an engine may be used by several loops one after another, not
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 
 from gspo_gym.engine.base import EngineHealth
 from gspo_gym.errors import EngineError, EnginePoisonedError, EngineTimeoutError
+
+# Whether calls made here, and in tasks begun here, are those by which an update attests itself.
+_is_probe: ContextVar[bool] = ContextVar("is_probe", default=False)
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    """Calls within pass a paused gate: whoever changed the weights asks the engine what it samples now.
+
+    Said by context and not by an argument, so that it reaches the gate through whatever stands before the engine. An
+    engine whose backend waits by itself must let it run again when `apply_weights` ends; the gate keeps others out, and
+    keeps in what the backend finishes of calls that were in flight.
+    """
+    token = _is_probe.set(True)
+    try:
+        yield
+    finally:
+        _is_probe.reset(token)
 
 
 class Gate:
@@ -29,6 +48,7 @@ class Gate:
         self.is_paused = False
         self._reason: str | None = None
         self._is_closed = False
+        self._is_changing = False  # between new weights and their commit
         self._waiting: list[asyncio.Future[None]] = []  # for resume, poison or close
         self._draining: list[asyncio.Future[None]] = []  # for the last call in flight
         self._tasks: dict[str, set[asyncio.Task[object]]] = {}
@@ -38,6 +58,8 @@ class Gate:
     @asynccontextmanager
     async def admit(self, session_id: str | None = None, deadline_seconds: float | None = None) -> AsyncIterator[None]:
         """Around one call: waits while paused, and ends the call when it is aborted, poisoned or out of time.
+
+        A call that ends between new weights and their commit waits for the commit: nothing leaves before.
 
         Raises:
             EngineTimeoutError, EnginePoisonedError, EngineError: see `Engine.generate`.
@@ -106,7 +128,7 @@ class Gate:
         self.require_open()
 
     def require_paused(self) -> None:
-        """Raise unless an update has begun.
+        """Raise unless an update has begun; from here to `resume` the weights are uncommitted.
 
         Raises:
             EngineError: none has. EnginePoisonedError: it has failed.
@@ -114,6 +136,7 @@ class Gate:
         self.require_open()
         if not self.is_paused:
             raise EngineError("apply_weights: expected a paused engine; call pause first")
+        self._is_changing = True
 
     def resume(self, version: int) -> None:
         """Admit again, under that version.
@@ -123,7 +146,7 @@ class Gate:
         """
         self.require_paused()
         self.weight_version = version
-        self.is_paused = False
+        self.is_paused = self._is_changing = False
         _wake(self._waiting)
 
     def poison(self, reason: str) -> None:
@@ -158,6 +181,7 @@ class Gate:
         self.num_in_flight += 1
         try:
             yield
+            await self._wait_for_commit()
         finally:
             self.num_in_flight -= 1
             if self.num_in_flight == 0:
@@ -165,11 +189,19 @@ class Gate:
 
     async def _wait_for_admission(self) -> None:
         self.require_open()
-        while self.is_paused:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
-            await future
-            self.require_open()
+        while self.is_paused and not _is_probe.get():
+            await self._wait_for_resume()
+
+    async def _wait_for_commit(self) -> None:
+        """A call that was kept over an update may have sampled under weights that are not attested yet."""
+        while self._is_changing and not _is_probe.get():
+            await self._wait_for_resume()
+
+    async def _wait_for_resume(self) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+        self.require_open()
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:

@@ -63,7 +63,7 @@ def test_a_slow_game_is_the_same_for_a_seed(game, foreign_table):
     assert env.reset(seed=1)[0] == other.reset(seed=1)[0]
     move = env.unwrapped.policies["random"](env.unwrapped, np.random.default_rng(0))(())
     assert env.step(move)[:2] == other.step(move)[:2]
-    foreign_table("gem-llm", version("gem-llm"), game, True)
+    foreign_table("gem-llm", version("gem-llm"), f"{game} (one seed only)", True)
 
 
 def test_the_rest_is_in_the_table(foreign_table):

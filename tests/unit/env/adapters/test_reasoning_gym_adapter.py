@@ -5,6 +5,7 @@ The real generators are played by tests/foreign.
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
@@ -83,6 +84,16 @@ def test_a_scorer_that_raises_on_an_answer_has_refused_it_but_one_that_raises_on
     assert info["refused"].startswith("ValueError: invalid literal")
     with pytest.raises(EnvError, match="reasoning-gym broken: score_answer raised KeyError"):
         ReasoningGymEnv("broken")
+
+
+def test_a_generator_that_draws_from_the_process_s_generator_is_given_its_own() -> None:
+    random.seed(5)
+    before = random.getstate()
+    asked = [ReasoningGymEnv("shared").reset(seed=seed)[0][-1].content for seed in (1, 2, 1)]
+    assert random.getstate() == before
+    random.seed(6)
+    assert ReasoningGymEnv("shared").reset(seed=2)[0][-1].content == asked[1]
+    assert asked[0] == asked[2] != asked[1]
 
 
 def test_a_reference_exists_where_an_own_answer_or_an_example_scores() -> None:

@@ -1,5 +1,6 @@
 """The generators, by name."""
 
+import random
 from dataclasses import dataclass
 from random import Random
 
@@ -61,6 +62,14 @@ class Open(Sum):
         return 1.0 if answer == entry["metadata"]["example_answer"] else 0.0
 
 
+class Shared(Sum):
+    """Draws from the process's generator."""
+
+    def __getitem__(self, index):
+        a = random.randrange(10**9)
+        return {"question": f"{a} + {index % 2}?", "answer": str(a + index % 2), "metadata": {}}
+
+
 class Broken(Sum):
     def score_answer(self, answer, entry):
         raise KeyError("no table")
@@ -68,7 +77,14 @@ class Broken(Sum):
 
 DATASETS = {
     name: (made, Config)
-    for name, made in {"sum": Sum, "listed": Listed, "numeric": Numeric, "open": Open, "broken": Broken}.items()
+    for name, made in {
+        "sum": Sum,
+        "listed": Listed,
+        "numeric": Numeric,
+        "open": Open,
+        "shared": Shared,
+        "broken": Broken,
+    }.items()
 }
 
 

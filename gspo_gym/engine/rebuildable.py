@@ -1,0 +1,185 @@
+"""An engine behind which another can be put: those who sample from it keep the object, and notice failed calls at most.
+
+A weight update that failed half-way, or a process that died, leaves an engine that must never answer again. Who makes
+engines hands in how; `gspo_gym.weight_sync` decides when, and gives the fresh one its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from gspo_gym.engine.base import (
+    Capabilities,
+    Engine,
+    EngineHealth,
+    PauseMode,
+    SamplingParams,
+    WeightUpdate,
+)
+from gspo_gym.errors import EngineError, EnginePoisonedError
+from gspo_gym.types import Completion
+
+# Makes an engine, with whatever weights it starts with; they never sample.
+MakeEngine = Callable[[], Awaitable[Engine]]
+# Gives a fresh engine, from which nobody can sample yet, the weights that it is to have.
+BringUp = Callable[[Engine], Awaitable[None]]
+
+
+class RebuildableEngine:
+    """The engine that is there now; while it is rebuilt, calls wait, and those that were in flight fail.
+
+    Args:
+        engine: the first one.
+        make: makes the others.
+        max_rebuilds: one more is refused: what dies so often has a cause that a restart does not remove.
+
+    Attributes:
+        num_rebuilds: so far.
+        bring_up: for an engine that dies between updates; it is then rebuilt by the first call that finds it dead. None
+            leaves it dead.
+    """
+
+    def __init__(self, engine: Engine, make: MakeEngine, *, max_rebuilds: int = 100) -> None:
+        self.num_rebuilds = 0
+        self.bring_up: BringUp | None = None
+        self._engine = engine
+        self._make = make
+        self._max_rebuilds = max_rebuilds
+        self._rebuilding: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._is_lost = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    async def rebuild(self, bring_up: BringUp) -> None:
+        """Close the engine, make another, and let calls through when `bring_up` has ended.
+
+        A rebuild that is under way is ended first: its engine would be brought up with other weights.
+
+        Raises:
+            EnginePoisonedError: it cannot be made, or not be brought up; all calls raise this from now on.
+        """
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.wait([self._rebuilding])
+        self._rebuilding = asyncio.create_task(self._replace(bring_up))
+        await self._rebuilding
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`. The deadline counts the waiting for a rebuild, too.
+
+        Raises:
+            EngineError: also where the engine failed and is being rebuilt: another call will be answered.
+            EnginePoisonedError: it cannot be rebuilt, or nobody does.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        await self._wait_for_rebuild(deadline_seconds)
+        left = None if deadline_seconds is None else max(deadline_seconds - (loop.time() - started), 0.0)
+        engine = self._engine
+        try:
+            return await engine.generate(prompt_token_ids, sampling, session_id=session_id, deadline_seconds=left)
+        except EngineError as error:
+            await self._rebuild_if_dead(engine)
+            if isinstance(error, EnginePoisonedError) and (self._rebuilding is not None or engine is not self._engine):
+                raise EngineError(f"the engine was replaced while it answered: {error}") from error
+            raise
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls; see `Engine.abort`."""
+        await self._engine.abort(session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget a session, unless the engine that knew it is gone."""
+        try:
+            await self._engine.end_session(session_id)
+        except EngineError:
+            if (await self._engine.health()).is_alive:
+                raise
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin an update; see `Engine.pause`."""
+        if self._rebuilding is not None:
+            await asyncio.wait([self._rebuilding])
+        await self._engine.pause(mode)
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Load staged weights; see `Engine.apply_weights`."""
+        await self._engine.apply_weights(update)
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Of the tensors the engine holds; see `Engine.checksums`."""
+        return await self._engine.checksums()
+
+    async def resume(self, version: int) -> None:
+        """Commit; see `Engine.resume`."""
+        await self._engine.resume(version)
+
+    def poison(self, reason: str) -> None:
+        """Never answer again, unless rebuilt."""
+        self._engine.poison(reason)
+
+    async def health(self) -> EngineHealth:
+        """Of the engine that is there now."""
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        """Close the engine; it is not rebuilt again."""
+        self._is_closed = True
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.wait([self._rebuilding])
+        await self._engine.close()
+
+    async def _wait_for_rebuild(self, deadline_seconds: float | None) -> None:
+        if self._rebuilding is not None:
+            await asyncio.wait([self._rebuilding], timeout=deadline_seconds)
+
+    async def _rebuild_if_dead(self, engine: Engine) -> None:
+        """Begin a rebuild, without waiting for it, if that engine is the present one and dead."""
+        is_dead = not (await engine.health()).is_alive
+        is_ours = engine is self._engine and self._rebuilding is None and not (self._is_closed or self._is_lost)
+        if is_dead and is_ours and self.bring_up is not None:
+            self._rebuilding = asyncio.create_task(self._replace(self.bring_up))
+            self._rebuilding.add_done_callback(_note)
+
+    async def _replace(self, bring_up: BringUp) -> None:
+        try:
+            if self.num_rebuilds >= self._max_rebuilds:
+                raise EnginePoisonedError(f"the engine was rebuilt {self.num_rebuilds} times; see why it fails")
+            self.num_rebuilds += 1
+            await self._engine.close()
+            fresh = await self._make()
+            try:
+                await bring_up(fresh)
+            except BaseException:
+                await fresh.close()
+                raise
+            self._engine = fresh
+        except Exception as error:
+            reason = f"the engine cannot be rebuilt: {type(error).__name__}: {error}"
+            self._is_lost = True
+            self._engine.poison(reason)
+            raise EnginePoisonedError(reason) from error
+        finally:
+            self._rebuilding = None
+
+
+def _note(rebuilding: asyncio.Task[None]) -> None:
+    """Take the exception, which the next call raises, off a task that nobody awaits."""
+    if not rebuilding.cancelled():
+        rebuilding.exception()

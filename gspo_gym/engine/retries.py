@@ -1,0 +1,138 @@
+"""Retries: one logical call, several attempts, and a budget that keeps many failing calls from becoming a storm.
+
+The waits are exponential with jitter from a seed, or what the server asks for (`Retry-After`). What may be tried again
+is decided by who raises: an `AttemptError` may, anything else may not. Called by the engines behind HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.seeding import generator
+
+Result = TypeVar("Result")
+
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class AttemptError(EngineError):
+    """One attempt failed in a way that another one may not.
+
+    Attributes:
+        kind: what it is counted as: "connection", "timeout", "429", "502", "answer", ...
+        retry_after_seconds: how long the server asks to wait; None if it does not say.
+    """
+
+    def __init__(self, message: str, *, kind: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_seconds = retry_after_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """How often, and how long between.
+
+    Attributes:
+        max_attempts: of one call, the first included.
+        first_delay_seconds, max_delay_seconds: the wait after the k-th failure is drawn from [d / 2, d] with d =
+            first * 2**(k - 1), at most the maximum. Half of it is jitter, so that calls that failed together do not
+            come back together.
+        max_retry_after_seconds: a server that asks for a longer wait is not asked again.
+        budget_fraction, budget_reserve: retries of all calls together are at most reserve + fraction * calls, so that
+            an endpoint that is down gets (1 + fraction) times its load and not max_attempts times.
+    """
+
+    max_attempts: int = 8
+    first_delay_seconds: float = 0.1
+    max_delay_seconds: float = 5.0
+    max_retry_after_seconds: float = 60.0
+    budget_fraction: float = 0.5
+    budget_reserve: int = 64
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1 or self.budget_reserve < 0 or self.budget_fraction < 0:
+            raise ConfigError(
+                "RetrySettings: expected max_attempts >= 1, budget_fraction >= 0 and budget_reserve >= 0, got "
+                f"{self.max_attempts}, {self.budget_fraction} and {self.budget_reserve}"
+            )
+        if not 0 <= self.first_delay_seconds <= self.max_delay_seconds or self.max_retry_after_seconds < 0:
+            raise ConfigError(
+                "RetrySettings: expected 0 <= first_delay_seconds <= max_delay_seconds and max_retry_after_seconds "
+                f">= 0, got {self.first_delay_seconds}, {self.max_delay_seconds} and {self.max_retry_after_seconds}"
+            )
+
+
+@dataclass(slots=True)
+class RetryCounters:
+    """What has happened so far. num_attempts = num_calls + num_retries, once no call is under way.
+
+    `failures` counts failed attempts by kind; `num_failed_calls` those calls that gave up.
+    """
+
+    num_calls: int = 0
+    num_attempts: int = 0
+    num_retries: int = 0
+    num_failed_calls: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+class Retries:
+    """Runs calls. Used within one event loop at a time.
+
+    Args:
+        settings: how often, and how long between.
+        seed: of the jitter.
+        sleep: replaces the clock.
+    """
+
+    def __init__(self, settings: RetrySettings, *, seed: int = 0, sleep: Sleep = asyncio.sleep) -> None:
+        self.settings = settings
+        self.counters = RetryCounters()
+        self._seed = seed
+        self._sleep = sleep
+
+    async def run(self, attempt: Callable[[int], Awaitable[Result]]) -> Result:
+        """The result of the first attempt that has one; `attempt` is told its number, from 0.
+
+        Raises:
+            EngineError: the last failure, and how many there were; or what an attempt raised that is no AttemptError.
+        """
+        counters = self.counters
+        call = counters.num_calls
+        counters.num_calls += 1
+        for number in range(self.settings.max_attempts):
+            counters.num_attempts += 1
+            try:
+                return await attempt(number)
+            except AttemptError as error:
+                counters.failures[error.kind] += 1
+                reason = self._reason_to_stop(number + 1, error)
+                if reason is not None:
+                    counters.num_failed_calls += 1
+                    raise EngineError(f"{error} ({reason})") from error
+                counters.num_retries += 1
+                await self._sleep(self._delay(call, number, error))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _reason_to_stop(self, num_attempts: int, error: AttemptError) -> str | None:
+        settings, counters = self.settings, self.counters
+        if num_attempts >= settings.max_attempts:
+            return f"{num_attempts} attempts"
+        asked = error.retry_after_seconds
+        if asked is not None and asked > settings.max_retry_after_seconds:
+            return f"it asks to wait {asked:g} seconds, more than max_retry_after_seconds"
+        if counters.num_retries >= settings.budget_reserve + settings.budget_fraction * counters.num_calls:
+            return f"the retry budget is spent: {counters.num_retries} retries in {counters.num_calls} calls"
+        return None
+
+    def _delay(self, call: int, number: int, error: AttemptError) -> float:
+        settings = self.settings
+        longest = min(settings.first_delay_seconds * 2.0**number, settings.max_delay_seconds)
+        drawn = float(generator(self._seed, "retry", call, number).uniform(0.5, 1.0)) * longest
+        return max(drawn, error.retry_after_seconds or 0.0)

@@ -1,0 +1,355 @@
+"""vLLM in this process as an engine: its scheduler and its model are in child processes, its interface is here.
+
+Tried with vLLM 0.32 on the CPU; what is said here about other devices is from its source. Only this module and its
+neighbours `vllm_*` import vLLM, and only when an engine starts. What it is not: a server (`gspo-gym serve --engine
+vllm`).
+
+Not used, and why: the native weight transfer engines (NCCL, IPC, RDMA) need GPUs at both ends; here whole models are
+read from a folder, which may be in memory (tmpfs). Prompt logprobs, because they bypass the prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.engine.base import (
+    Capabilities,
+    EngineHealth,
+    PauseMode,
+    SamplingParams,
+    UpdateKind,
+    WeightUpdate,
+    num_tokens_to_sample,
+)
+from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.vllm_adapters import Adapters
+from gspo_gym.engine.vllm_requests import completion_of, finish_reason_of, sampling_fields, versions_of
+from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.errors import ConfigError, EngineError, GymError, MissingExtraError
+from gspo_gym.types import Completion
+
+# sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
+_EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+class VllmEngine:
+    """Samples with vLLM's `AsyncLLM`. It belongs to the event loop that it was started in.
+
+    A prompt is salted with the weight version, so that keys and values computed under other weights are never found
+    again; turns of one version extend what is cached. In flight ("keep") a whole-model update drops the caches of
+    requests, which are computed again under the new weights, and every token carries the version that sampled it; an
+    adapter update leaves requests in flight on the adapter that they began with.
+
+    >>> async def sample() -> int:  # doctest: +SKIP
+    ...     engine = await VllmEngine.start(VllmSettings(model="runs/policy", max_model_len=4096))
+    ...     completion = await engine.generate([72, 105], SamplingParams(max_tokens=5, stop_token_ids=(), seed=0))
+    ...     await engine.close()
+    ...     return len(completion.token_ids)
+    """
+
+    def __init__(self, llm: Any, settings: VllmSettings) -> None:
+        """Use `start`. `llm` is a running `AsyncLLM` (Any: untyped)."""
+        self._llm = llm
+        self._settings = settings
+        self._vocab_size = int(llm.model_config.get_vocab_size())
+        self._gate = Gate()
+        self._adapters = Adapters(llm)
+        self._request_ids = itertools.count()
+        self._in_flight: set[asyncio.Task[Completion]] = set()
+        self._is_asleep = False
+        self._is_closed = False
+        self._has_checksums = False
+
+    @classmethod
+    async def start(cls, settings: VllmSettings) -> VllmEngine:
+        """Start vLLM and load the model; takes half a minute at least.
+
+        Raises:
+            MissingExtraError: vLLM is not installed.
+            EngineError: it did not start.
+        """
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise MissingExtraError(f"the vLLM engine needs: pip install 'gspo-gym[vllm]' ({error})") from error
+        with _as_engine_error("vLLM did not start"):
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args()))
+        # Else `min_tokens` would also withhold the end tokens of generation_config.json, which nobody asked to stop at.
+        llm.input_processor.generation_config_fields = {}
+        engine = cls(llm, settings)
+        try:
+            with _as_engine_error("vLLM did not start"):
+                await llm.update_weight_version("0")
+                engine._has_checksums = settings.max_lora_rank == 0 and bool(await engine._digests())
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """An engine with adapters takes only adapters: reading the base model again would pull it from under them."""
+        kinds: tuple[UpdateKind, ...] = ("adapter",) if self._settings.max_lora_rank else ("full",)
+        return Capabilities(
+            is_trainable=True,
+            seeds_per_request=True,
+            reuses_prefixes=self._settings.enable_prefix_caching,
+            max_model_len=self._settings.max_model_len,
+            update_kinds=kinds,
+            pause_modes=("wait", "keep"),
+            has_checksums=self._has_checksums,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._gate.weight_version
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`.
+
+        Raises:
+            ConfigError: a temperature that vLLM does not have: in (0, 0.01) or above 2.
+            ContextOverflowError: the prompt leaves no room for a single token.
+            EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
+            EngineError: a prompt token is not in the vocabulary, vLLM answered what cannot be true, gave the request
+                up, or is closed or dead.
+        """
+        prompt = [int(token) for token in prompt_token_ids]
+        max_new = num_tokens_to_sample(len(prompt), sampling, self._settings.max_model_len)
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise EngineError(
+                f"generate: prompt tokens must be in [0, {self._vocab_size}), got {min(prompt)}..{max(prompt)}"
+            )
+        fields = sampling_fields(sampling, max_new)
+        async with self._gate.admit(session_id, deadline_seconds):
+            call = asyncio.ensure_future(self._sample(prompt, fields, sampling.stop_token_ids))
+            self._in_flight.add(call)
+            try:
+                return await call
+            except asyncio.CancelledError:
+                if call.cancelled() and self._is_closed and not _is_cancelled():
+                    raise EngineError("the engine was closed") from None
+                raise
+            finally:
+                self._in_flight.discard(call)
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls; see `Engine.abort`."""
+        self._gate.abort(session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Nothing to forget: what vLLM cached of a session is the first to go when it needs the room."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then no device is at work."""
+        if mode not in self.capabilities.pause_modes:
+            raise ConfigError(f"VllmEngine.pause: expected mode 'wait' or 'keep', got {mode!r}")
+        self._gate.pause()
+        if mode == "wait":
+            await self._gate.drained()
+        with _as_engine_error("pause"):
+            # Caches are dropped by `apply_weights`, which knows whether what is in flight must be computed again.
+            await self._llm.pause_generation(mode=mode, clear_cache=False)
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Read a whole model ("full") or an adapter ("adapter") from its folder; see `Engine.apply_weights`.
+
+        Raises:
+            ConfigError: a kind that is not in the capabilities.
+            EngineError: the engine is not paused or asleep, or the weights cannot be loaded.
+        """
+        if update.kind not in self.capabilities.update_kinds:
+            raise ConfigError(
+                f"VllmEngine: expected an update of kind {self.capabilities.update_kinds[0]!r}, got {update.kind!r}"
+            )
+        self._gate.require_paused()
+        if self._is_asleep:
+            raise EngineError("apply_weights: the engine is asleep; call wake_up first")
+        with _as_engine_error(f"the weights of version {update.version} could not be loaded"):
+            if update.kind == "adapter":
+                await self._adapters.load(update)
+            else:
+                await self._reload(update)
+
+    async def checksums(self) -> Mapping[str, str]:
+        """sha256 of each tensor, by its rank and vLLM's own name; {} without `capabilities.has_checksums`.
+
+        vLLM fuses tensors, so the digests can be compared with those of another vLLM engine, but not with files. On the
+        CPU its linear layers are packed and have none: they must be attested by logprobs. Adapters have none.
+        """
+        if not self._has_checksums:
+            return {}
+        with _as_engine_error("checksums"):
+            return await self._digests()
+
+    async def resume(self, version: int) -> None:
+        """Commit, and go on with what is frozen; see `Engine.resume`."""
+        self._gate.require_paused()
+        if self._is_asleep:
+            raise EngineError("resume: the engine is asleep; call wake_up first")
+        with _as_engine_error("resume"):
+            await self._llm.update_weight_version(str(version))
+            await self._llm.resume_generation()
+        self._gate.resume(version)
+
+    async def sleep(self) -> None:
+        """Lend the device to the learner: wait for calls in flight, then keep only the weights, in host memory.
+
+        Until `wake_up` calls wait and weights cannot be applied. Without `VllmSettings.enable_sleep_mode`, as always on
+        the CPU, no memory is given back.
+        """
+        self._gate.pause()
+        await self._gate.drained()
+        with _as_engine_error("sleep"):
+            await self._llm.sleep(level=1 if self._settings.enable_sleep_mode else 0, mode="wait")
+        self._is_asleep = True
+
+    async def wake_up(self) -> None:
+        """Take the memory back and admit again, under the same weights.
+
+        Raises:
+            EngineError: it is not asleep.
+        """
+        if not self._is_asleep:
+            raise EngineError("wake_up: the engine is not asleep")
+        with _as_engine_error("wake_up"):
+            await self._llm.wake_up(None if self._settings.enable_sleep_mode else ["scheduling"])
+        self._is_asleep = False
+        self._gate.resume(self._gate.weight_version)
+
+    def poison(self, reason: str) -> None:
+        """Never answer again; see `Engine.poison`."""
+        self._gate.poison(reason)
+
+    async def health(self) -> EngineHealth:
+        """How it is."""
+        is_dead = not self._is_closed and self._llm.errored
+        return self._gate.health("vLLM's engine process died" if is_dead else None)
+
+    async def close(self) -> None:
+        """End vLLM's processes. Calls in flight, and all later ones, raise EngineError."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._gate.close()
+        for call in self._in_flight:
+            call.cancel()
+        if self._in_flight:
+            await asyncio.wait(self._in_flight)
+        self._llm.shutdown()
+
+    async def _sample(self, prompt: list[int], fields: dict[str, Any], stop_token_ids: tuple[int, ...]) -> Completion:
+        version = self._gate.weight_version
+        adapter = self._adapters.begin()
+        try:
+            with _as_engine_error("generate"):
+                output = await self._ask(prompt, fields, adapter=adapter, salt=f"policy-v{version}")
+        finally:
+            with contextlib.suppress(Exception):  # vLLM is dead, and the call has failed already
+                await self._adapters.end(adapter)
+        tokens = list(output.token_ids)
+        # Without an answer of its own for every token a logprob would be another token's.
+        if output.logprobs is None or list(output.logprobs.token_ids) != tokens:
+            raise EngineError(f"vLLM: expected a logprob of each of {len(tokens)} sampled tokens, got others or none")
+        reason = finish_reason_of(
+            output.finish_reason, tokens, stop_token_ids=stop_token_ids, max_new=fields["max_tokens"]
+        )
+        # An adapter is the request's own and stays it; the weights under it never change.
+        spans = None if self._settings.max_lora_rank else output.weight_versions
+        versions = [version] * len(tokens) if self._settings.max_lora_rank else versions_of(spans, len(tokens))
+        return completion_of(
+            tokens,
+            output.logprobs.logprobs,
+            finish_reason=reason,
+            versions=versions,
+            vocab_size=self._vocab_size,
+        )
+
+    async def _ask(self, prompt: list[int], fields: dict[str, Any], *, adapter: Any, salt: str) -> Any:
+        """vLLM's `CompletionOutput` (Any: untyped). Cancelling it aborts the request."""
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = VllmSamplingParams(
+            **fields, detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        request_id = f"gspo-gym-{next(self._request_ids)}"
+        answers = self._llm.generate(tokens_input(prompt, cache_salt=salt), params, request_id, lora_request=adapter)
+        async with contextlib.aclosing(answers):
+            outputs = [output async for answer in answers for output in answer.outputs]
+        if len(outputs) != 1:
+            raise EngineError(f"vLLM: expected one completion, got {len(outputs)}")
+        return outputs[0]
+
+    async def _reload(self, update: WeightUpdate) -> None:
+        assert update.folder is not None
+        folder = update.folder.resolve()
+        _require_same_tensors(self._settings.model_folder, folder)
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        # Also preempts what is frozen, which is computed again. Salted or not, nothing of the old weights is kept.
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM kept blocks of its prefix cache that were computed under earlier weights")
+
+    async def _digests(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for worker in await self._llm.compute_weight_checksums():
+            found |= {name: digest for name, digest in worker.items() if digest != _EMPTY_DIGEST}
+        return found
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+@contextlib.contextmanager
+def _as_engine_error(doing: str) -> Iterator[None]:
+    """vLLM's exceptions, of many classes over its versions, become EngineError; ours pass."""
+    try:
+        yield
+    except GymError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{doing}: {type(error).__name__}: {error}") from error
+
+
+def _require_same_tensors(model: Path | None, staged: Path) -> None:
+    """A reload keeps the old values of tensors that it does not find, so all must be there, in the same shapes.
+
+    Raises:
+        EngineError: names what is missing, unknown or of another shape.
+    """
+    found = _shapes(staged)
+    if not found:
+        raise EngineError(f"expected weights (*.safetensors) in {staged}, got none")
+    expected = _shapes(model) if model is not None else found
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        raise EngineError(
+            f"{staged}: expected the {len(expected)} tensors of {model}; {len(wrong)} are missing, unknown or of "
+            f"another shape, such as {wrong[0]}: expected {expected.get(wrong[0])}, got {found.get(wrong[0])}"
+        )
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes

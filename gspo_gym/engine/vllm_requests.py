@@ -1,0 +1,124 @@
+"""What goes to vLLM for a request and what comes back from it: plain values, checked, without importing vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gspo_gym.engine.base import SamplingParams
+from gspo_gym.errors import ConfigError, EngineError, RecordError
+from gspo_gym.types import Completion, FinishReason
+
+# vLLM raises a temperature below 0.01 to 0.01 and only warns, and refuses one above 2 (SamplingParams in 0.32).
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+
+
+class Span(Protocol):
+    """Tokens [start, end) of a completion were sampled under the weights labelled `version`."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
+    """All fields of vLLM's `SamplingParams` that change a distribution or an end, so that no default of its applies.
+
+    `max_new` is what `num_tokens_to_sample` gave. Greedy needs no more than temperature 0: vLLM then drops the
+    truncations and reports logprobs of temperature 1. One logprob is reported for each token, that of the token itself.
+
+    Raises:
+        ConfigError: a temperature that vLLM would change silently, or refuse.
+    """
+    if sampling.temperature > 0 and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
+        raise ConfigError(
+            f"SamplingParams.temperature: vLLM samples at 0 (greedy) or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}], "
+            f"got {sampling.temperature}"
+        )
+    return {
+        "n": 1,
+        "max_tokens": max_new,
+        "min_tokens": min(sampling.min_tokens, max_new),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": sampling.seed % 2**63,  # vLLM takes -1 for "no seed"
+        "stop": [],
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # the only ends are `stop_token_ids`
+        "logprobs": 0,
+    }
+
+
+def versions_of(spans: Sequence[Span] | None, num_tokens: int) -> list[int]:
+    """The version of each token, from vLLM's spans.
+
+    Raises:
+        EngineError: the spans do not cover the tokens one after another, or a label is not a version of ours.
+    """
+    versions: list[int] = []
+    for span in spans or ():
+        if span.start != len(versions) or span.end <= span.start or not span.version.isdecimal():
+            break
+        versions += [int(span.version)] * (span.end - span.start)
+    if len(versions) != num_tokens:
+        raise EngineError(f"vLLM: expected weight versions of {num_tokens} tokens in a row, got {spans}")
+    return versions
+
+
+def finish_reason_of(
+    reason: str | None, token_ids: Sequence[int], *, stop_token_ids: tuple[int, ...], max_new: int
+) -> FinishReason:
+    """Why a completion ended, checked against the tokens.
+
+    Raises:
+        EngineError: vLLM gave the request up, or says what the tokens contradict.
+    """
+    if reason == "stop" and token_ids and token_ids[-1] in stop_token_ids:
+        return FinishReason.STOP
+    if reason == "length" and len(token_ids) == max_new:
+        return FinishReason.LENGTH
+    if reason in ("abort", "error"):
+        raise EngineError(f"vLLM gave the request up after {len(token_ids)} tokens: finish reason {reason!r}")
+    raise EngineError(
+        f"vLLM: a finish reason of {reason!r} contradicts the tokens: {len(token_ids)} of at most {max_new}, the last "
+        f"{list(token_ids[-1:])}, stop tokens {list(stop_token_ids)}"
+    )
+
+
+def completion_of(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    finish_reason: FinishReason,
+    versions: Sequence[int],
+    vocab_size: int,
+) -> Completion:
+    """A completion whose fields were checked against each other and the vocabulary.
+
+    Raises:
+        EngineError: lengths differ, a logprob is not finite or positive, or an id is not in the vocabulary.
+    """
+    outside = [token for token in token_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise EngineError(f"vLLM: expected sampled ids in [0, {vocab_size}), got {outside[0]}")
+    try:
+        return Completion(
+            token_ids=np.array(token_ids, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            finish_reason=finish_reason,
+            weight_version=np.array(versions, np.int32),
+        )
+    except RecordError as error:
+        raise EngineError(f"vLLM: {error}") from error
