@@ -198,6 +198,9 @@ class Engine(Protocol):
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Load staged weights into the paused engine; nothing computed under earlier weights is used again.
 
+        When it ends, calls made within `gate.probing` are answered under the new weights, so that they can be attested;
+        all others wait for `resume`, and so do the answers of those that were kept in flight.
+
         Raises:
             EngineError: it is not paused, or the weights cannot be loaded; the engine may then hold half of them.
         """

@@ -36,6 +36,9 @@ from gspo_gym.types import Completion
 # sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
 _EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
+# How long vLLM's processes may take to end by themselves; on the CPU they need more than vLLM's own 5 seconds.
+_SHUTDOWN_SECONDS = 30.0
+
 
 class VllmEngine:
     """Samples with vLLM's `AsyncLLM`. It belongs to the event loop that it was started in.
@@ -249,7 +252,10 @@ class VllmEngine:
             call.cancel()
         if self._in_flight:
             await asyncio.wait(self._in_flight)
-        self._llm.shutdown()
+        if (handler := self._llm.output_handler) is not None:  # it would report the end as a failure
+            handler.cancel()
+            await asyncio.wait([handler])
+        await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
 
     async def _sample(self, prompt: list[int], fields: dict[str, Any], stop_token_ids: tuple[int, ...]) -> Completion:
         version = self._gate.weight_version

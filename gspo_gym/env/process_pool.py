@@ -298,7 +298,8 @@ def _server_variables(home: str) -> dict[str, str]:
     path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
     variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     variables |= dict.fromkeys(_ONE_THREAD, "1")
-    return variables | {"HOME": home, "TMPDIR": home, "PYTHONPATH": os.pathsep.join(path)}
+    # The order of a set of texts follows the hash seed: without it a task would differ from program to program.
+    return variables | {"HOME": home, "TMPDIR": home, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0"}
 
 
 def _last_line(log: IO[bytes]) -> str:

@@ -1,0 +1,157 @@
+"""Whether an engine holds the weights it was given: what it samples, and digests of what it holds.
+
+A canary is a handful of short completions, sampled between an update and its commit and scored by the learner. The
+prompts are the same for every version and each keeps its session, so that keys and values left from an earlier version
+are met if the engine would use them. Called by `weight_sync`; the learner enters as a function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+from gspo_gym.engine.base import Engine, SamplingParams, WeightUpdate
+from gspo_gym.engine.gate import probing
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.seeding import child_seed, generator
+from gspo_gym.types import Float32Array
+
+# Token ids of some sequences -> for each, the learner's logprobs of all tokens but the first, [T - 1], nats, of the
+# distribution that rollouts are sampled from, under its present weights.
+Score = Callable[[Sequence[Sequence[int]]], Sequence[Float32Array]]
+
+# Largest difference of a logprob that is still rounding. float32: two implementations of tiny models differ by 1e-6, of
+# large ones by some 1e-5. In 16 bits a logit between 16 and 32 is rounded by half of its spacing of 1/8 (bfloat16, 8
+# significant bits) or 1/64 (float16, 11), on both sides, and so is the hidden state it comes from: twice the spacing.
+# Such a canary sees wrong weights and wrong temperatures, but not one small step missed; checksums do.
+TOLERANCES = {"float32": 1e-4, "float16": 1 / 32, "bfloat16": 1 / 4}
+
+_EMPTY = hashlib.sha256(b"").hexdigest()  # what an engine says of a tensor that it repacked elsewhere: nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """Completions by which an engine shows what it samples from.
+
+    Attributes:
+        prompts: token ids; each is answered in two turns, the second extending the first.
+        score: the learner's view.
+        tolerance: largest difference of a logprob; `TOLERANCES` has it by dtype of the weaker side.
+        temperature: that rollouts are sampled with.
+        max_tokens: sampled in each turn.
+        deadline_seconds: for one completion.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    score: Score
+    tolerance: float = TOLERANCES["float32"]
+    temperature: float = 1.0
+    max_tokens: int = 8
+    deadline_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not self.prompts or not all(self.prompts):
+            raise ConfigError("Canary.prompts: expected one at least, of one token at least")
+
+    async def check(self, engine: Engine) -> float:
+        """The largest difference found between the engine's and the learner's logprobs, nats.
+
+        Raises:
+            EngineError: it is beyond the tolerance; says where. Or the engine does not answer.
+        """
+        with probing():
+            answers = await asyncio.gather(*(self._answer(engine, number) for number in range(len(self.prompts))))
+        scored = await asyncio.to_thread(self.score, [tokens for tokens, _ in answers])
+        worst = 0.0
+        for number, ((tokens, sampled), logprobs) in enumerate(zip(answers, scored, strict=True)):
+            for position, logprob in sampled.items():
+                gap = abs(float(logprobs[position - 1]) - logprob)
+                if not gap <= self.tolerance:
+                    raise EngineError(
+                        f"canary {number}: token {tokens[position]} at position {position} of {len(tokens)}: the "
+                        f"engine says {logprob:.6f}, the learner {logprobs[position - 1]:.6f} nats; expected a difference of "
+                        f"at most {self.tolerance:g}"
+                    )
+                worst = max(worst, gap)
+        return worst
+
+    async def _answer(self, engine: Engine, number: int) -> tuple[list[int], Mapping[int, float]]:
+        """Two turns: all token ids, and the engine's logprob of each sampled one by its position."""
+        tokens = [int(token) for token in self.prompts[number]]
+        logprobs: dict[int, float] = {}
+        for turn in range(2):
+            sampling = SamplingParams(
+                max_tokens=self.max_tokens,
+                stop_token_ids=(),
+                seed=child_seed(number, "canary", turn),
+                temperature=self.temperature,
+            )
+            completion = await engine.generate(
+                tokens, sampling, session_id=f"canary-{number}", deadline_seconds=self.deadline_seconds
+            )
+            logprobs |= {len(tokens) + k: float(value) for k, value in enumerate(completion.logprobs)}
+            tokens += [int(token) for token in completion.token_ids]
+            tokens += [int(token) for token in self.prompts[number][:2]]  # what an environment says next
+        return tokens, logprobs
+
+
+def canary_prompts(vocab_size: int, max_model_len: int, *, max_tokens: int = 8) -> tuple[tuple[int, ...], ...]:
+    """A short prompt, a middling one and a long one of token ids below vocab_size; the same ones for the same numbers.
+
+    The long one is longer than the block of 128 tokens by which engines keep keys and values, if the context allows.
+
+    Raises:
+        ConfigError: the context leaves no room.
+    """
+    room = max_model_len - 2 * (max_tokens + 2)
+    if room < 1:
+        raise ConfigError(f"canary: expected max_model_len of at least {2 * (max_tokens + 2) + 1}, got {max_model_len}")
+    lengths = sorted({min(length, room) for length in (3, 24, 160)})
+    rng = generator(0, "canary prompts")
+    return tuple(tuple(int(token) for token in rng.integers(vocab_size, size=length)) for length in lengths)
+
+
+class ChecksumLog:
+    """Digests of what engines hold, from one verified update to the next."""
+
+    def __init__(self) -> None:
+        self._last: tuple[WeightUpdate, Mapping[str, str]] | None = None
+
+    async def check(self, engines: Sequence[Engine], update: WeightUpdate, staged: Mapping[str, str]) -> None:
+        """Compare the engines' digests with the staged tensors', with each other's and with the last ones.
+
+        An engine may hold tensors in another layout than the staged ones (fused, repacked): what it has under a staged
+        name must be equal, all engines must hold the same, and they must hold something else than at the last check if
+        something else was staged. Digests of nothing attest nothing and are left out.
+
+        Raises:
+            EngineError: says which tensor.
+        """
+        found = [_telling(await engine.checksums()) for engine in engines if engine.capabilities.has_checksums]
+        for digests in found:
+            _require_equal(digests, {name: staged[name] for name in digests.keys() & staged.keys()}, "was staged")
+            _require_equal(digests, found[0], "another engine holds")
+        if not found or not found[0]:
+            return
+        if self._last is not None and self._last[1] == found[0] and self._last[0].checksums != update.checksums:
+            raise EngineError(
+                f"the engine holds under version {update.version} what it held under version {self._last[0].version}, "
+                "although other weights were staged: the update was skipped"
+            )
+        self._last = (update, found[0])
+
+
+def _telling(digests: Mapping[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in digests.items() if digest != _EMPTY}
+
+
+def _require_equal(digests: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:
+    wrong = sorted(name for name, digest in expected.items() if digests.get(name) != digest)
+    if wrong:
+        raise EngineError(
+            f"{wrong[0]} (of {len(wrong)} tensors): expected digest {expected[wrong[0]]}, which {what}, got "
+            f"{digests.get(wrong[0])}"
+        )
