@@ -9,14 +9,15 @@ PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 # Other projects' environments, each set with an interpreter of its own, which finds our packages after its own.
 SUITES := .venv-foreign
 VERIFIERS := .venv-verifiers
+VLLM := .venv-vllm
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test lint types unit slow foreign benchmark clean
+.PHONY: quickstart test lint types unit slow foreign vllm benchmark clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-test: lint types unit slow foreign
+test: lint types unit slow foreign vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -35,11 +36,15 @@ foreign: $(SUITES)/.installed $(VERIFIERS)/.installed
 	$(SUITES)/bin/python -m pytest -m "not verifiers" tests/foreign
 	$(VERIFIERS)/bin/python -m pytest -m verifiers tests/foreign
 
+# Memory for keys and values in GiB, or vLLM takes a large part of the machine; and it reports nothing to anybody.
+vllm: $(VLLM)/.installed
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest tests/vllm
+
 benchmark: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.benchmark engines
 
 clean:
-	rm -rf $(VENV) $(SUITES) $(VERIFIERS) build dist *.egg-info
+	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +66,15 @@ $(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/.dev
 	$(PYTHON) -m venv --clear $(VERIFIERS)
 	$(VERIFIERS)/bin/python $(PIP) --requirement $<
 	$(call see_ours,$(VERIFIERS))
+
+# The torch of constraints.txt comes first, or pip takes another build of it. vLLM's wheel asks for torchvision and its
+# kin, whose builds for GPUs fail to load beside that torch; it runs without them.
+$(VLLM)/.installed: tests/vllm/requirements.txt constraints.txt | $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python $(PIP) --constraint constraints.txt torch
+	$(VLLM)/bin/python $(PIP) --requirement $<
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(call see_ours,$(VLLM))
 
 # addsitedir and not a plain path, because our packages are installed as editable, which is a .pth file itself.
 define see_ours

@@ -3,9 +3,7 @@
 Run: python examples/write_environment.py
 """
 
-from gspo_gym import TextEnv, check_env
-from gspo_gym.env.rewards import RewardTerms
-from gspo_gym.env.tasks import TaskSource
+from gspo_gym import RewardTerms, TaskSource, TextEnv, check_env
 
 # A seed names a task, and no training task is held out too. A file or a list of tasks would do as well.
 TASKS = TaskSource(lambda rng: rng.integers(1, 50, size=3).tolist())

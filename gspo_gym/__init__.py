@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from gspo_gym.config.run_config import load_config as load_config
     from gspo_gym.engine.local import LocalEngine as LocalEngine
     from gspo_gym.engine.scripted import ScriptedEngine as ScriptedEngine
+    from gspo_gym.env.achievements import Achievements as Achievements
     from gspo_gym.env.checker import check_env as check_env
     from gspo_gym.env.core import TextEnv as TextEnv
     from gspo_gym.env.core import ToolEnv as ToolEnv
     from gspo_gym.env.dataset import DatasetEnv as DatasetEnv
+    from gspo_gym.env.plain import as_gymnasium as as_gymnasium
     from gspo_gym.env.registry import make as make
     from gspo_gym.env.registry import register as register
     from gspo_gym.env.rewards import Reward as Reward
+    from gspo_gym.env.rewards import RewardTerms as RewardTerms
+    from gspo_gym.env.tasks import TaskSource as TaskSource
     from gspo_gym.env.tools import tool as tool
     from gspo_gym.env.vector import make_vec as make_vec
     from gspo_gym.episode_collection import collect_episodes as collect_episodes
@@ -33,16 +37,20 @@ if TYPE_CHECKING:
     from gspo_gym.types import ToolCall as ToolCall
 
 _HOMES = {
+    "Achievements": "env.achievements",
     "DatasetEnv": "env.dataset",
     "LocalEngine": "engine.local",
     "Message": "types",
     "Reward": "env.rewards",
+    "RewardTerms": "env.rewards",
     "RunConfig": "config.run_config",
     "ScriptedEngine": "engine.scripted",
+    "TaskSource": "env.tasks",
     "TextEnv": "env.core",
     "TokenObservationWrapper": "rollout.adapter",
     "ToolCall": "types",
     "ToolEnv": "env.core",
+    "as_gymnasium": "env.plain",
     "check_env": "env.checker",
     "collect_episodes": "episode_collection",
     "load_config": "config.run_config",

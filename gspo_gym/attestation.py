@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-
 from gspo_gym.engine.base import Engine, SamplingParams, WeightUpdate
 from gspo_gym.engine.gate import probing
 from gspo_gym.errors import ConfigError, EngineError
@@ -72,8 +71,8 @@ class Canary:
                 if not gap <= self.tolerance:
                     raise EngineError(
                         f"canary {number}: token {tokens[position]} at position {position} of {len(tokens)}: the "
-                        f"engine says {logprob:.6f}, the learner {logprobs[position - 1]:.6f} nats; expected a difference of "
-                        f"at most {self.tolerance:g}"
+                        f"engine says {logprob:.6f} nats, the learner {logprobs[position - 1]:.6f}; expected a "
+                        f"difference of at most {self.tolerance:g}"
                     )
                 worst = max(worst, gap)
         return worst
@@ -118,10 +117,11 @@ class ChecksumLog:
     """Digests of what engines hold, from one verified update to the next."""
 
     def __init__(self) -> None:
-        self._last: tuple[WeightUpdate, Mapping[str, str]] | None = None
+        self._before: tuple[WeightUpdate, Mapping[str, str]] | None = None
+        self._present: tuple[WeightUpdate, Mapping[str, str]] | None = None
 
-    async def check(self, engines: Sequence[Engine], update: WeightUpdate, staged: Mapping[str, str]) -> None:
-        """Compare the engines' digests with the staged tensors', with each other's and with the last ones.
+    async def check(self, engine: Engine, update: WeightUpdate, staged: Mapping[str, str]) -> None:
+        """Compare an engine's digests with the staged tensors', with other engines' and with those of the last check.
 
         An engine may hold tensors in another layout than the staged ones (fused, repacked): what it has under a staged
         name must be equal, all engines must hold the same, and they must hold something else than at the last check if
@@ -130,22 +130,22 @@ class ChecksumLog:
         Raises:
             EngineError: says which tensor.
         """
-        found = [_telling(await engine.checksums()) for engine in engines if engine.capabilities.has_checksums]
-        for digests in found:
-            _require_equal(digests, {name: staged[name] for name in digests.keys() & staged.keys()}, "was staged")
-            _require_equal(digests, found[0], "another engine holds")
-        if not found or not found[0]:
+        if not engine.capabilities.has_checksums:
             return
-        if self._last is not None and self._last[1] == found[0] and self._last[0].checksums != update.checksums:
-            raise EngineError(
-                f"the engine holds under version {update.version} what it held under version {self._last[0].version}, "
-                "although other weights were staged: the update was skipped"
-            )
-        self._last = (update, found[0])
-
-
-def _telling(digests: Mapping[str, str]) -> dict[str, str]:
-    return {name: digest for name, digest in digests.items() if digest != _EMPTY}
+        digests = {name: digest for name, digest in (await engine.checksums()).items() if digest != _EMPTY}
+        _require_equal(digests, {name: staged[name] for name in digests.keys() & staged.keys()}, "was staged")
+        if self._present is not None and self._present[0] is not update:
+            self._before, self._present = self._present, None
+        if self._present is not None:
+            _require_equal(digests, self._present[1], "another engine holds")
+        if digests and self._before is not None and self._before[1] == digests:
+            before = self._before[0]
+            if before.checksums != update.checksums:
+                raise EngineError(
+                    f"the engine holds under version {update.version} what it held under version {before.version}, "
+                    "although other weights were staged: the update was skipped"
+                )
+        self._present = (update, digests)
 
 
 def _require_equal(digests: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from gspo_gym.build_engines import build_engine
 from gspo_gym.checkpoints import CheckpointStore
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
-from gspo_gym.config.services import refuse_to_run
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.config.services import refuse_to_run, refuse_to_train
+from gspo_gym.engine.base import Engine
 from gspo_gym.env.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.registry import resolve
@@ -47,7 +48,7 @@ class Player:
     """A policy that can play: its engine and its pool for evaluation, which share the weights."""
 
     policy: Policy
-    engine: LocalEngine
+    engine: Engine
     renderers: RendererCache
 
 
@@ -76,7 +77,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
     Raises:
         ConfigError: this version, this machine or this model cannot do what the config asks for.
     """
-    refuse_to_run(config.sections)
+    refuse_to_train(config.sections)
     model, device = config.model, device_of(config)
     check_options(device=device, torch_compile=model.torch_compile, liger_kernels=model.liger_kernels)
     seed = child_seed(config.run.seed, "model")
@@ -137,23 +138,15 @@ def require_gpu_type(gpu_type: str, device_name: str) -> None:
         raise ConfigError(f"compute.gpu_type: expected {gpu_type!r}, but the device here is {device_name!r}")
 
 
-def build_player(config: RunConfig, policy: Policy) -> Player:
-    """An engine on the policy's own weights.
+async def build_player(config: RunConfig, policy: Policy) -> Player:
+    """An engine with the policy's weights, as [rollout] says; whoever asked for it closes the engine.
 
     Raises:
-        ConfigError: rollout.max_model_len is more than the model can read.
+        ConfigError: this version, this machine or this model cannot do what the config asks for.
+        MissingExtraError, EngineError: see `build_engine`.
     """
     refuse_to_run(config.sections)
-    longest = getattr(policy.model.config, "max_position_embeddings", None)
-    if longest is not None and config.rollout.max_model_len > longest:
-        raise ConfigError(
-            f"rollout.max_model_len: {policy.base} reads at most {longest} tokens, got {config.rollout.max_model_len}"
-        )
-    engine = LocalEngine(
-        policy.model,
-        max_model_len=config.rollout.max_model_len,
-        max_batch_size=config.rollout.max_concurrent_rollouts,
-    )
+    engine = await build_engine(config, policy)
     asked = config.rollout.policy_config
     renderers = RendererCache(
         policy.tokenizer,

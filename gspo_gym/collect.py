@@ -1,7 +1,7 @@
 """The groups of one training step: played, and where asked for, those that teach nothing left out and replaced.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2). Called by the trainer, who says which groups are informative;
-what is played depends on the requests and on those answers, never on concurrency or timing.
+a schedule (`schedule.py`) says where groups come from.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gspo_gym.errors import RolloutError
-from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.types import TrajectoryGroup
 
 ConstantGroups = Literal["keep", "drop", "refill"]
@@ -22,7 +21,7 @@ class Collected:
     """What a step has to train on.
 
     Attributes:
-        groups: all that were played, in the order of their numbers.
+        groups: all that were taken, in the order of their numbers, or in which they were begun.
         kept: of these, those to train on; may be none.
         num_dropped: groups with episodes that were left out, because they are not informative.
         num_refilled: groups that were asked for beyond the first round.
@@ -37,20 +36,19 @@ class Collected:
 
 
 async def collect_groups(
-    collect: Callable[[Sequence[GroupRequest]], Awaitable[Sequence[TrajectoryGroup]]],
-    request: Callable[[int], GroupRequest],
+    take: Callable[[int], Awaitable[Sequence[TrajectoryGroup]]],
     *,
     num_groups: int,
     constant_groups: ConstantGroups,
     max_refill_rounds: int,
     is_informative: Callable[[TrajectoryGroup], bool],
 ) -> Collected:
-    """Play the groups number 0 .. num_groups - 1 and keep them all, or the informative ones.
+    """Take `num_groups` groups and keep them all, or the informative ones.
 
-    With "refill", as many fresh groups as are missing are played, their numbers counted on, until num_groups are
-    informative or max_refill_rounds such rounds are over. The paper oversamples and cuts the surplus; here a round asks
-    for exactly what is missing, so that nothing informative is thrown away. A group that lost all its episodes is
-    missing, too. `collect` and `request` are the pool's and the plan's.
+    With "refill", as many further groups as are missing are taken, until num_groups are informative or
+    max_refill_rounds such rounds are over. The paper oversamples and cuts the surplus; here a round asks for exactly
+    what is missing, so that nothing informative is thrown away. A group that lost all its episodes is missing, too.
+    `take` is the schedule's.
 
     Raises:
         RolloutError: no episode of the first round could be used. A later round that fails so is entered in `failures`:
@@ -61,12 +59,12 @@ async def collect_groups(
     failures: list[str] = []
     num_requested = 0
     for refill in range(1 + (max_refill_rounds if constant_groups == "refill" else 0)):
-        numbers = range(num_requested, num_requested + num_groups - len(kept))
-        num_requested = numbers.stop
-        if not numbers:
+        num_missing = num_groups - len(kept)
+        if not num_missing:
             break
+        num_requested += num_missing
         try:
-            played = await collect([request(number) for number in numbers])
+            played = await take(num_missing)
         except RolloutError as error:
             if refill == 0:
                 raise

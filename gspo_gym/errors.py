@@ -16,6 +16,7 @@ Each class is also the standard-library error it refines, so `except ValueError`
     │   └── EnvTimeoutError  TimeoutError  an environment did not answer before its deadline
     ├── EngineError          RuntimeError  an engine failed to generate
     │   ├── EngineTimeoutError   TimeoutError  a generation missed its deadline
+    │   ├── EngineMismatchError  RuntimeError  batch after batch, an engine's logprobs are not the learner's
     │   └── EnginePoisonedError  RuntimeError  a weight update failed half-way: nothing sampled may be trained on
     ├── RolloutError         RuntimeError  so many episodes failed that the run cannot go on
     ├── NonFiniteError       ArithmeticError   a loss or gradient was NaN or infinite too many times in a row
@@ -84,6 +85,10 @@ class EngineError(GymError, RuntimeError):
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """A generation missed its deadline."""
+
+
+class EngineMismatchError(EngineError):
+    """Batch after batch, an engine's logprobs are not the learner's, although both have the same weights."""
 
 
 class EnginePoisonedError(EngineError):

@@ -90,7 +90,7 @@ def run_evaluation(config: RunConfig, model: str | None = None) -> Evaluation:
     )
 
     async def play() -> Evaluation:
-        player = build.build_player(config, policy)
+        player = await build.build_player(config, policy)
         try:
             if name.startswith(_SCRIPTED):
                 return await build.build_scripted_evaluate(config, player, name.removeprefix(_SCRIPTED))(name)

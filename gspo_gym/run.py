@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,14 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
 
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
     policy = build.build_policy(config)
-    player = build.build_player(config, policy)
-    warmup = build.build_warmup(config, player)  # before the folder exists: a wrong name leaves nothing behind
-    sinks = build.build_sinks(config)
-    name = config.rollout.policy_name
-    recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
-    async with _closing(player, recorder):
+    async with contextlib.AsyncExitStack() as stack:
+        player = await build.build_player(config, policy)
+        stack.push_async_callback(player.engine.close)
+        warmup = build.build_warmup(config, player)  # before the folder exists: a wrong name leaves nothing behind
+        sinks = build.build_sinks(config)
+        name = config.rollout.policy_name
+        recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
+        stack.callback(recorder.close)
         if warmup is not None:
             pool, plan = warmup
             report = await warm_up(policy.model, pool, plan, progress)
@@ -83,11 +84,13 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     _require_same_run(config)
     state = TrainState.from_dict(checkpoint.trainer_state)
     policy = build.build_policy(config, str(checkpoint.model_folder))
-    player = build.build_player(config, policy)
-    sinks = build.build_sinks(config, resume_step=state.step)
-    name = config.rollout.policy_name
-    recorder = RunRecorder.resume(config.run_folder, state.step, policy_name=name, sinks=sinks)
-    async with _closing(player, recorder):
+    async with contextlib.AsyncExitStack() as stack:
+        player = await build.build_player(config, policy)
+        stack.push_async_callback(player.engine.close)
+        sinks = build.build_sinks(config, resume_step=state.step)
+        name = config.rollout.policy_name
+        recorder = RunRecorder.resume(config.run_folder, state.step, policy_name=name, sinks=sinks)
+        stack.callback(recorder.close)
         learner = build.build_learner(config, policy)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
         await WeightSync(player.engine).publish(state.step)
@@ -124,15 +127,6 @@ async def _train(
         summary = _summary(status, trainer.state, config.rollout.policy_name)
         recorder.summary(summary)
     return summary
-
-
-@contextlib.asynccontextmanager
-async def _closing(player: build.Player, recorder: RunRecorder) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        recorder.close()
-        await player.engine.close()
 
 
 def _checkpoints(config: RunConfig) -> CheckpointStore:

@@ -30,7 +30,7 @@ from gspo_gym.models_adapters import ADAPTER, is_adapter
 from gspo_gym.models_quantization import is_quantized
 
 MANIFEST = "manifest.json"
-_MEMORY = Path("/dev/shm")  # noqa: S108 a file system in memory, where Linux has one
+_MEMORY = Path("/dev/shm")
 _PREFIX = "gspo_gym-"
 
 

@@ -6,11 +6,12 @@ decided in `build.py`; what they do with a batch is decided in `rollout` and `le
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_gym.collect import Collected, ConstantGroups, collect_groups
 from gspo_gym.errors import ConfigError
@@ -25,8 +26,11 @@ from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.summary import rollout_metrics
+from gspo_gym.schedule import OnDemand, PlayedAhead, Schedule, staleness_metrics
 from gspo_gym.seeding import training_seed
 from gspo_gym.types import Task, TrajectoryGroup
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,13 @@ class TrainPlan:
             out, or replaced by groups of fresh tasks.
         max_refill_rounds: times that a step asks for replacements.
         log_episodes_every_n_iters: steps between files of training episodes; 0 writes none.
+        max_staleness: most versions that a sample may lie behind the weights that are trained on it; 0: episodes are
+            played when a step begins, and nothing is while the learner works.
+        weight_sync_interval: steps between new weights for the engine.
 
     Raises:
-        ConfigError: constant groups are to be left out although they teach something.
+        ConfigError: constant groups are to be left out although they teach something, or samples would be older than
+            they may be from the start.
     """
 
     env_id: str
@@ -68,8 +76,20 @@ class TrainPlan:
     constant_groups: ConstantGroups = "keep"
     max_refill_rounds: int = 10
     log_episodes_every_n_iters: int = 1
+    max_staleness: int = 0
+    weight_sync_interval: int = 1
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps whose episodes are played in advance: the engine's weights are up to interval - 1 versions behind."""
+        return self.max_staleness - (self.weight_sync_interval - 1)
 
     def __post_init__(self) -> None:
+        if self.num_ahead < 0:
+            raise ConfigError(
+                f"max_staleness: expected at least weight_sync_interval - 1 = {self.weight_sync_interval - 1}, which "
+                f"samples are behind before their update, got {self.max_staleness}"
+            )
         if self.constant_groups != "keep" and self.advantages.baseline not in ("group", "leave_one_out"):
             raise ConfigError(
                 f"constant_groups: {self.constant_groups!r} leaves out groups whose episodes all earned the same, but "
@@ -83,12 +103,14 @@ class TrainState:
     """Where a run stands; saved with every checkpoint, so that a resumed run goes on as if nothing had happened.
 
     The evaluations are summaries as in summary.json. `wall_seconds` are those of training steps and evaluations.
-    `num_tasks` counts the groups that were asked for, and with them the tasks. `running` are the statistics of all
-    returns so far.
+    `num_tasks` counts the groups that were asked for, and with them the tasks; `pending_tasks` are the numbers of those
+    that were played ahead and not trained on: a resumed run plays them again, before all others. `running` are the
+    statistics of all returns so far.
     """
 
     step: int = 0
     num_tasks: int = 0
+    pending_tasks: tuple[int, ...] = ()
     num_episodes: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0
@@ -105,7 +127,9 @@ class TrainState:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
         curve = tuple((int(step), float(score)) for step, score in values["curve"])
-        return cls(**{**values, "curve": curve, "running": RunningReturns(**values.get("running", {}))})
+        pending = tuple(int(number) for number in values.get("pending_tasks", ()))
+        running = RunningReturns(**values.get("running", {}))
+        return cls(**{**values, "curve": curve, "running": running, "pending_tasks": pending})
 
     def after_evaluation(self, evaluation: Evaluation) -> TrainState:
         """With this evaluation as the latest, and as the first or the best where it is."""
@@ -143,11 +167,13 @@ class Trainer:
         recorder: RunRecorder,
         progress: Progress,
         state: TrainState | None = None,
+        weight_version: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Join the parts; `weight_version` says what samples now, and is asked only if episodes are played ahead."""
         self.plan = plan
         self.state = state or TrainState()
-        self._pool = pool
+        self._schedule = self._make_schedule(pool, weight_version)
         self._publish = publish
         self._learner = learner
         self._evaluate = evaluate
@@ -158,6 +184,8 @@ class Trainer:
 
     async def run(self) -> TrainState:
         """Train until the plan is done or an evaluation reaches its goal; returns the final state.
+
+        However it ends, no episode is being played and no thread works for it any more.
 
         Raises:
             RolloutError: no episode of a whole batch could be used.
@@ -174,11 +202,12 @@ class Trainer:
                 if self.state.step % plan.evaluate_every == 0 or self.state.step == plan.num_steps:
                     await self._run_evaluation()
                 if self.state.step % plan.checkpoint_every == 0:
-                    self._save_checkpoint(self.state)
+                    await self._block(lambda: self._save_checkpoint(self.state))
             if self.state.step % plan.checkpoint_every != 0:
-                self._save_checkpoint(self.state)
+                await self._block(lambda: self._save_checkpoint(self.state))
         finally:
             self._progress.finished()
+            await self._schedule.close()
         return self.state
 
     async def _run_step(self) -> None:
@@ -186,21 +215,18 @@ class Trainer:
 
         A step whose groups teach nothing takes no update and is a step all the same: the weights get its number.
         """
-        plan, started, step = self.plan, self._clock(), self.state.step + 1
-        collected = await self._collect(step)
+        started, step = self._clock(), self.state.step + 1
+        self._schedule.begin(step)
+        collected = await self._collect()
+        num_late = self._schedule.finish()
         played_at = self._clock()
-        built = build_batch(
-            collected.kept,
-            plan.advantages,
-            rewards=plan.rewards,
-            step_rewards=plan.step_rewards,
-            running=self.state.running,
-        )
-        learned = {} if built.batch is None else self._learner.update(built.batch).metrics
+        built, learned = await self._block(lambda: self._learn(collected))
         await self._publish(step)
         finished = self._clock()
+        is_ahead = self.plan.max_staleness > 0  # then episodes are played all the time, not only while a step waits
         metrics = {
-            **rollout_metrics(collected.groups, seconds=played_at - started),
+            **rollout_metrics(collected.groups, seconds=(finished if is_ahead else played_at) - started),
+            **(staleness_metrics(collected.groups, version=step - 1, num_dropped=num_late) if is_ahead else {}),
             **learned,
             **_batch_metrics(collected, built),
             "time/rollout_seconds": played_at - started,
@@ -210,7 +236,8 @@ class Trainer:
         self.state = dataclasses.replace(
             self.state,
             step=step,
-            num_tasks=self.state.num_tasks + plan.groups_per_batch + collected.num_refilled,
+            num_tasks=self._schedule.num_tasks,
+            pending_tasks=self._schedule.pending_tasks,
             num_episodes=self.state.num_episodes + built.counts.num_trajectories,
             sampled_tokens=self.state.sampled_tokens + int(metrics["rollout/sampled_tokens"]),
             trained_tokens=self.state.trained_tokens + int(metrics.get("batch/trained_tokens", 0)),
@@ -219,21 +246,61 @@ class Trainer:
         )
         self._record_step(collected, metrics, is_updated=built.batch is not None)
 
-    async def _collect(self, step: int) -> Collected:
-        plan = self.plan
+    def _make_schedule(self, pool: RolloutPool, weight_version: Callable[[], int]) -> Schedule:
+        """Where groups come from: the only thing in which synchronous and pipelined training differ."""
+        plan, state = self.plan, self.state
 
-        def request(group: int) -> GroupRequest:
-            task = Task(plan.env_id, training_seed(plan.run_seed, self.state.num_tasks + group))
-            return GroupRequest(f"step_{step:06d}/group_{group:04d}", task, size=plan.group_size)
+        def request(number: int, name: str) -> GroupRequest:
+            return GroupRequest(name, Task(plan.env_id, training_seed(plan.run_seed, number)), size=plan.group_size)
 
-        return await collect_groups(
-            self._pool.collect,
+        if plan.max_staleness == 0:
+            return OnDemand(pool.collect, request, num_tasks=state.num_tasks)
+        return PlayedAhead(
+            pool.play_group,
             request,
+            weight_version=weight_version,
+            groups_per_step=plan.groups_per_batch,
+            num_steps=plan.num_steps,
+            max_staleness=plan.max_staleness,
+            num_ahead=plan.num_ahead,
+            num_tasks=state.num_tasks,
+            pending_tasks=state.pending_tasks,
+        )
+
+    async def _collect(self) -> Collected:
+        plan = self.plan
+        return await collect_groups(
+            self._schedule.take,
             num_groups=plan.groups_per_batch,
             constant_groups=plan.constant_groups,
             max_refill_rounds=plan.max_refill_rounds,
             is_informative=self._is_informative,
         )
+
+    def _learn(self, collected: Collected) -> tuple[BuiltBatch, Mapping[str, float]]:
+        plan = self.plan
+        built = build_batch(
+            collected.kept,
+            plan.advantages,
+            rewards=plan.rewards,
+            step_rewards=plan.step_rewards,
+            running=self.state.running,
+        )
+        return built, {} if built.batch is None else self._learner.update(built.batch).metrics
+
+    async def _block(self, work: Callable[[], _Result]) -> _Result:
+        """What the work returns; in a thread if episodes are played meanwhile, which must not wait for it.
+
+        A cancellation takes effect when the work has ended: it cannot be stopped, and must not go on behind our back.
+        """
+        if self.plan.max_staleness == 0:
+            return work()
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.gather(working, return_exceptions=True)
+            raise
 
     def _is_informative(self, group: TrajectoryGroup) -> bool:
         plan = self.plan
@@ -256,6 +323,7 @@ class Trainer:
         self._progress.stepped(step, metrics)
 
     async def _run_evaluation(self) -> None:
+        # Weights change in `_run_step` only, so an evaluation has one version, also while episodes are played ahead.
         started = self._clock()
         step = self.state.step
         evaluation = await self._evaluate(f"eval_{step:06d}")

@@ -1,14 +1,13 @@
 """WeightSync: the learner's weights become the engines', as a transaction that either happened or poisoned the engine.
 
-Stage -> pause -> apply -> attest -> resume. Until `resume` nothing is sampled for anybody, so no token carries a version
-that was not committed. An engine that fails a step never answers again; where another can be put in its place, that one
-gets the new weights, once. Called by the trainer after every update, and by `run.py` when a run begins or goes on.
+Stage -> pause -> apply -> attest -> resume. Until `resume` nothing that was sampled under the new weights gets out, so no
+token carries a version that was not committed. An engine that fails a step never answers again; where another can be put
+in its place, that one gets the new weights, once. Called by the trainer after every update, and by `run.py` when a run begins or goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -81,6 +80,7 @@ class WeightSync:
         self._on_event = on_event
         self._checksums = ChecksumLog()
         self._num_published = 0
+        self._staged_tensors: Mapping[str, str] | None = None
         self._last: WeightUpdate | None = None
         _require_able(self._targets, mode=mode, kind=kind, has_staging=staging is not None, canary=canary)
 
@@ -101,22 +101,23 @@ class WeightSync:
         """
         update = await self._stage(version)
         self._num_published += 1
-        is_verified = self._verify_every_k > 0 and self._num_published % self._verify_every_k == 0
         try:
+            self._staged_tensors = await asyncio.to_thread(self._verified_tensors, update)
             results = await asyncio.gather(
-                *(self._bring(target.engine, update) for target in self._targets), return_exceptions=True
+                *(self._prepare(target.engine, update) for target in self._targets), return_exceptions=True
             )
             for target, result in zip(self._targets, results, strict=True):
-                await self._mend(target, update, result)
-            if is_verified:
-                await self._verify(update)
-            self.committed.add(version)  # before the first of them samples
+                await self._mend(target, update, result, lambda fresh: self._prepare(fresh, update))
+            self.committed.add(version)  # all have attested; before the first of them samples
             for target in self._targets:
-                await self._mend(target, update, await _outcome(target.engine.resume(version)))
+                outcome = await _outcome(target.engine.resume(version))
+                await self._mend(target, update, outcome, lambda fresh: self._bring_up(fresh, update))
         except BaseException as error:
-            self._poison_all(update, error)
+            reason = _reason(update, error)
+            for target in self._targets:
+                target.engine.poison(reason)
             if isinstance(error, Exception) and not isinstance(error, EnginePoisonedError):
-                raise EnginePoisonedError(_reason(update, error)) from error
+                raise EnginePoisonedError(reason) from error
             raise
         self._last = update
         if self._staging is not None:
@@ -161,32 +162,135 @@ class WeightSync:
             self._tell("staging_failed", {"version": version, "reason": str(error)})
             return await asyncio.to_thread(self._staging.stage, version, self._kind)
 
-    async def _bring(self, engine: Engine, update: WeightUpdate) -> None:
+    def _verified_tensors(self, update: WeightUpdate) -> Mapping[str, str] | None:
+        """Digests of the staged tensors, if it is this update's turn to be verified; else None."""
+        if update.kind == "shared" or not self._verify_every_k or self._num_published % self._verify_every_k:
+            return None
+        verify_staged(update)
+        return tensor_digests(update)
+
+    async def _prepare(self, engine: Engine, update: WeightUpdate) -> None:
         """All but the commit."""
         await engine.pause(self._mode)
-        await self._apply(engine, update)
-
-    async def _apply(self, engine: Engine, update: WeightUpdate) -> None:
         await engine.apply_weights(update)
+        if self._staged_tensors is not None:
+            await self._checksums.check(engine, update, self._staged_tensors)
         if self._canary is not None:
             await self._canary.check(engine)
 
-    async def _verify(self, update: WeightUpdate) -> None:
-        if update.kind == "shared":
-            return
-        await asyncio.to_thread(verify_staged, update)
-        staged = await asyncio.to_thread(tensor_digests, update)
-        await self._checksums.check([target.engine for target in self._targets], update, staged)
+    async def _bring_up(self, engine: Engine, update: WeightUpdate) -> None:
+        await self._prepare(engine, update)
+        await engine.resume(update.version)
 
-    async def _mend(self, target: Target, update: WeightUpdate, failure: BaseException | None) -> None:
-        """Replace an engine that failed by one that holds the update and samples under it; None: it did not fail."""
+    async def _mend(
+        self, target: Target, update: WeightUpdate, failure: BaseException | None, bring_up: BringUp
+    ) -> None:
+        """Put another engine in the place of one that failed; None: it did not."""
         if failure is None:
             return
-        reason = _reason(update, failure)
-        target.engine.poison(reason)
         if target.rebuild is None or not isinstance(failure, Exception):
             raise failure
+        reason = _reason(update, failure)
         self._tell("update_failed", {"version": update.version, "reason": reason})
+        target.engine.poison(reason)
         self.num_rebuilds += 1
-        await target.rebuild(lambda fresh: self._bring_up(fresh, update))
-        self._tell("engine_rebuilt", {"version": update.version})
+        await target.rebuild(bring_up)
+
+    def _tell(self, name: str, values: Mapping[str, Any]) -> None:
+        if self._on_event is not None:
+            self._on_event(name, values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Committed:
+    """Groups of which every token was sampled under committed weights; num_dropped: trajectories that were not so."""
+
+    groups: tuple[TrajectoryGroup, ...]
+    num_dropped: int
+
+
+def require_committed(groups: Sequence[TrajectoryGroup], is_committed: Callable[[int], bool]) -> Committed:
+    """Drop the trajectories with a token whose version was never committed; they are counted, and named in their group.
+
+    The last gate before the learner: engines that keep their contract let nothing through that it could catch.
+    """
+    kept = tuple(_without_uncommitted(group, is_committed) for group in groups)
+    before, after = (sum(len(group.trajectories) for group in some) for some in (groups, kept))
+    assert all(is_committed(version) for group in kept for t in group.trajectories for version in versions_of(t))
+    return Committed(kept, before - after)
+
+
+def versions_of(trajectory: Trajectory) -> frozenset[int]:
+    """The versions of the weights that sampled its tokens; -1 stands for one that is not known."""
+    found = [np.unique(segment.weight_version[segment.action_mask]) for segment in trajectory.segments]
+    return frozenset(int(version) for versions in found for version in versions)
+
+
+def choose_kind(
+    engines: Sequence[Engine], *, is_adapter: bool, mode: Literal["direct", "full"], direct: bool
+) -> UpdateKind:
+    """How weights reach these engines with the least copying that the settings allow.
+
+    `direct` allows to share memory. Of what is staged, mode "direct" sends the adapter alone if the policy is one, and
+    "full" sends all weights, an adapter merged into them.
+
+    Raises:
+        ConfigError: none of these is a way that all the engines have.
+    """
+    wanted: list[UpdateKind] = ["shared"] if direct else []
+    wanted += ["adapter"] if is_adapter and mode == "direct" else []
+    wanted += ["full"]
+    for kind in wanted:
+        if all(kind in engine.capabilities.update_kinds for engine in engines):
+            return kind
+    offered = [list(engine.capabilities.update_kinds) for engine in engines]
+    raise ConfigError(
+        f"training.weight_sync: expected engines that take new weights as one of {', '.join(wanted)}, got engines that "
+        f"take {offered}; see mode and direct there, and whether the engine was started for adapters"
+    )
+
+
+def _without_uncommitted(group: TrajectoryGroup, is_committed: Callable[[int], bool]) -> TrajectoryGroup:
+    kept, dropped = [], list(group.dropped)
+    for trajectory in group.trajectories:
+        unknown = sorted(version for version in versions_of(trajectory) if not is_committed(version))
+        if unknown:
+            reason = f"sampled under weights that were never committed: version {unknown[0]}"
+            dropped.append(DroppedEpisode(trajectory.trajectory_id, trajectory.outcome, reason))
+        else:
+            kept.append(trajectory)
+    return replace(group, trajectories=tuple(kept), dropped=tuple(dropped))
+
+
+def _require_able(
+    targets: Sequence[Target], *, mode: PauseMode, kind: UpdateKind, has_staging: bool, canary: Canary | None
+) -> None:
+    if not targets:
+        raise ConfigError("WeightSync: expected one engine at least, got none")
+    if kind != "shared" and not has_staging:
+        raise ConfigError(f"WeightSync: an update of kind {kind!r} needs a staging")
+    for target in targets:
+        able = target.engine.capabilities
+        if mode not in able.pause_modes or kind not in able.update_kinds:
+            raise ConfigError(
+                f"WeightSync: expected an engine that pauses by {mode!r} and takes updates of kind {kind!r}, got one "
+                f"with {able.pause_modes} and {able.update_kinds}"
+            )
+        if canary is not None and able.logprob_mode != "processed":
+            raise ConfigError(
+                "WeightSync: a canary compares logprobs of the distribution sampled from ('processed'), but the "
+                f"engine's are {able.logprob_mode!r}"
+            )
+
+
+def _reason(update: WeightUpdate, error: BaseException) -> str:
+    return f"the update to version {update.version} failed: {type(error).__name__}: {error}"
+
+
+async def _outcome(step: Awaitable[None]) -> Exception | None:
+    """What a step raised; None if nothing."""
+    try:
+        await step
+    except Exception as error:
+        return error
+    return None

@@ -9,6 +9,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from .syntax import parse
+
 _OPERATORS: Mapping[type[ast.operator], tuple[type[ast.operator], ...]] = {
     ast.Add: (ast.Sub,),
     ast.Sub: (ast.Add,),
@@ -56,7 +58,7 @@ def edits_of(source: str) -> dict[str, list[Edit]]:
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
     found: dict[str, list[Edit]] = {}
-    for node in _code(ast.parse(source)):
+    for node in _code(parse(source)):
         for kind, new in _changes(node):
             start = lines[node.lineno - 1] + node.col_offset
             end = lines[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)

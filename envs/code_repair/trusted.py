@@ -12,6 +12,7 @@ from typing import Any
 
 from .cases import Call
 from .runner import TooManySteps, answer
+from .syntax import compiled, parse
 
 MAX_STEPS = 20_000  # of one call; the library's calls take some hundreds
 _TICK = "__tick__"
@@ -51,12 +52,12 @@ def _namespace(source: str, tick: Callable[[], None]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(source: str) -> Any:
-    tree = ast.parse(source)
+    tree = parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.For | ast.While | ast.FunctionDef):
             call = ast.Expr(ast.Call(ast.Name(_TICK, ast.Load()), [], []))
             node.body.insert(0, call)
-    return compile(ast.fix_missing_locations(tree), "<library>", "exec")
+    return compiled(tree, "<library>")
 
 
 def _fresh(call: Call) -> Call:

@@ -82,7 +82,7 @@ def _follow_vllm(values: dict[str, Any]) -> None:
     if vllm is not None or values.get("topology") is not None:
         _set_default(values, "rollout.engine", "vllm")
     if isinstance(vllm, Mapping):
-        length = vllm.get("max_model_len", 8192)
+        length = vllm.get("max_model_len") or 8192
         _set_default(values, "rollout.max_model_len", length)
         if isinstance(length, int) and length > 1:
             _set_default(values, "rollout.max_output_tokens", length - 1)

@@ -31,7 +31,8 @@ Defaults that follow from other keys:
 - `algorithm.variety` sets `loss.unit` and `advantages.level`, and with "grpo" the clip range, 0.2 and 0.27;
 - `advantages.level = "turn"` sets the baseline to "leave_one_out"; a baseline of batch, running or none sets the scale;
 - `rollout.policy_config` sets the keys of [rollout] that it has other names for;
-- a `[vllm]` section sets `rollout.engine` to "vllm", `rollout.max_model_len` to its own, and lets a turn fill that;
+- a `[vllm]` section sets `rollout.engine` to "vllm", `rollout.max_model_len` to its own (8192 if it has none), and
+  lets a turn fill that;
 - a KL term (`loss.kl_coef`, `rewards.kl_coef`, `advantages.kl_shaping_coef`) sets `reference.placement` to "shared";
 - an adapter's `model.trainer_mode` brings `[training.lora]` along.
 

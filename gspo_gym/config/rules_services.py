@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_gym.config.rule import Rule, no_effect
-from gspo_gym.config.sections import ReferenceSection, WeightSyncSection
+from gspo_gym.config.sections import ReferenceSection
+from gspo_gym.config.services import VllmSection
+from gspo_gym.config.weights import WeightSyncSection
 from gspo_gym.config.words import show
 
 
@@ -67,6 +69,28 @@ def _needs_vllm(section: str) -> Rule:
     return Rule((section, "rollout.engine"), check)
 
 
+def _urls_are_used(urls: tuple[str, ...] | None, engine: str) -> str | None:
+    if not urls or engine != "local":
+        return None
+    return 'has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this'
+
+
+def _http_has_urls(engine: str, urls: tuple[str, ...] | None) -> str | None:
+    if engine != "http" or urls:
+        return None
+    return '"http" needs services.engine_urls: name the endpoint, such as ["http://localhost:8000"]'
+
+
+def _of_vllm_here(name: str) -> Rule:
+    return no_effect(
+        f"vllm.{name}",
+        VllmSection.model_fields[name].default,
+        "services.engine_urls",
+        lambda urls: not urls,
+        "such a server was told by who started it",
+    )
+
+
 def _lengths_agree(max_model_len: int | None, rollout_len: int) -> str | None:
     if max_model_len is None or rollout_len <= max_model_len:
         return None
@@ -108,6 +132,27 @@ def _sync_is_not_off(enable: bool | None) -> str | None:
     if enable is not False:
         return None
     return "false would train one policy on the episodes of another, which never learns: set true"
+
+
+def _sync_has_a_target(targets: tuple[str, ...] | None) -> str | None:
+    if targets is None or len(targets) == 1:
+        return None
+    return f'expected ["policy"], which is all that samples, got {show(list(targets))}'
+
+
+def _sync_meets(
+    interval: int, num_epochs: int, iterations_per_epoch: int, evaluate: int, checkpoint: int
+) -> str | None:
+    """Evaluations are of the weights that the engine has, and a run goes on from a checkpoint with what it holds."""
+    looked_at = {
+        "training's iterations": num_epochs * iterations_per_epoch,
+        "evaluation.every_n_iters": evaluate,
+        "training.checkpoint_every_n_iters": checkpoint,
+    }
+    for name, every in looked_at.items():
+        if every % interval:
+            return f"expected a divisor of {name}, so that the engine has the present weights then, got {interval}"
+    return None
 
 
 def _sinks_are_different(report_to: tuple[str, ...] | None) -> str | None:
@@ -183,6 +228,9 @@ SERVICE_RULES = (
     _needs_vllm("vllm"),
     _needs_vllm("topology"),
     Rule(("vllm.max_model_len", "rollout.max_model_len"), _lengths_agree),
+    Rule(("services.engine_urls", "rollout.engine"), _urls_are_used),
+    Rule(("rollout.engine", "services.engine_urls"), _http_has_urls),
+    *(_of_vllm_here(name) for name in VllmSection.model_fields if name != "max_model_len"),
     Rule(("reference.placement", "topology.gpus_for_ref", "reference.tp"), _reference_has_gpus),
     *(_of_dedicated(name) for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")),
     no_effect(
@@ -193,7 +241,18 @@ SERVICE_RULES = (
         "it shares the learner's weights; set 1",
     ),
     Rule(("training.weight_sync.enable",), _sync_is_not_off),
-    *(_of_sent_weights(name) for name in ("targets", "mode", "direct", "verify_every_k")),
+    Rule(("training.weight_sync.targets",), _sync_has_a_target),
+    Rule(
+        (
+            "training.weight_sync_interval",
+            "training.num_epochs",
+            "training.iterations_per_epoch",
+            "evaluation.every_n_iters",
+            "training.checkpoint_every_n_iters",
+        ),
+        _sync_meets,
+    ),
+    *(_of_sent_weights(name) for name in ("mode", "direct", "verify_every_k")),
     Rule(("tracking.report_to",), _sinks_are_different),
     _of_wandb("wandb_project", None),
     _of_wandb("wandb_tags", ()),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, Field, field_validator
 
+from gspo_gym.config.weights import WeightSyncSection
 from gspo_gym.env.process_limits import IsolationSettings
 from gspo_gym.learning.settings import (
     LoraSettings,
@@ -198,8 +199,8 @@ class RolloutSection(Settings):
     env_variables: tuple[str, ...] = same(IsolationSettings, "env_variables")
     policy_name: str = Field(default="policy", min_length=1, description="recorded with every episode")
     policy_config: PolicyConfigSection | None = Field(default=None, description="[rollout.policy_config]")
-    engine: Literal["local", "vllm"] = Field(
-        default="local", description="what generates; local: transformers in this process, on the learner's own weights"
+    engine: Literal["local", "vllm", "http"] = Field(
+        default="local", description="what generates; local: transformers; http: servers whose weights never change"
     )
     max_turns: int = same(EpisodeLimits, "max_turns")
     ops: tuple[Literal["agent", "env"], ...] = Field(
@@ -251,16 +252,6 @@ class LimitsSection(Settings):
     episode_timeout_seconds: float = same(EpisodeLimits, "episode_timeout_seconds")
     max_attempts: int = same(PoolLimits, "max_attempts")
     min_group_fraction: float = same(PoolLimits, "min_group_fraction")
-
-
-class WeightSyncSection(Settings):
-    """[training.weight_sync]: how new weights reach the engine. The local engine has the learner's own: no choice."""
-
-    enable: bool = Field(default=True, description="whether the engine gets new weights at all")
-    targets: tuple[Literal["policy"], ...] = Field(default=("policy",), description="whose weights are sent")
-    mode: Literal["direct", "full"] = Field(default="direct", description="how they are sent")
-    direct: bool = Field(default=True, description="to the engine, not by way of a file")
-    verify_every_k: int = Field(default=0, ge=0, description="transfers between checks of a checksum; 0: none")
 
 
 class TrainingSection(Settings):
@@ -320,7 +311,15 @@ class TrainingSection(Settings):
     )
     max_refill_rounds: int = Field(default=10, gt=0, description="with refill: rounds of fresh groups per iteration")
     weight_sync_interval: int = Field(
-        default=1, gt=0, description="iterations between new weights for the engine; 1 with the local engine"
+        default=1,
+        gt=0,
+        description="iterations between new weights for the engine; 1 with the local one; samples in between are stale",
+    )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="weight versions a sample may lie behind (TRL); above 0, episodes are played while the learner "
+        "works, and the local engine keeps its own copy of the weights: twice the memory; 0: strictly on-policy",
     )
     step_rewards_enabled: bool | None = Field(
         default=None, description="false is step_rewards_mode off; true demands a mode; absent: as the mode says"

@@ -19,20 +19,33 @@ _URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@\s]+(/\S*)?")
 
 
 class ServicesSection(Settings):
-    """[services]: where a remote environment and a judge answer. Keys for them come from the environment variables."""
+    """[services]: what runs already, and where it answers. Keys for it come from the environment variables."""
 
     task_url: str | None = Field(default=None, description="base URL of the task app that plays the episodes")
     judge_url: str | None = Field(default=None, description="base URL of the judge service")
+    engine_urls: tuple[str, ...] = Field(
+        default=(), description='base URLs of servers that generate, alike; with rollout.engine "vllm" or "http"'
+    )
 
     @field_validator("task_url", "judge_url")
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        match = _URL.fullmatch(url)
-        if match is None or match["user"]:
-            raise ValueError("expected a URL that begins with http:// or https:// and holds no user or password")
-        return url.rstrip("/")
+        return None if url is None else _checked_url(url)
+
+    @field_validator("engine_urls")
+    @classmethod
+    def _are_different_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        checked = tuple(_checked_url(url) for url in urls)
+        if len(set(checked)) < len(checked):
+            raise ValueError(f"names a server twice: {', '.join(sorted(checked))}")
+        return checked
+
+
+def _checked_url(url: str) -> str:
+    match = _URL.fullmatch(url)
+    if match is None or match["user"]:
+        raise ValueError("expected a URL that begins with http:// or https:// and holds no user or password")
+    return url.rstrip("/")
 
 
 class ComputeSection(Settings):
@@ -60,10 +73,27 @@ class TopologySection(Settings):
 
 
 class VllmSection(Settings):
-    """[vllm]: the vLLM server. Its presence is rollout.engine = "vllm"."""
+    """[vllm]: how vLLM runs the policy in this process. Its presence is rollout.engine = "vllm"."""
 
-    tensor_parallel_size: int = Field(default=1, gt=0, description="the same as topology.tensor_parallel")
-    max_model_len: int = Field(default=8192, gt=1, description="tokens; rollout.max_model_len if that is absent")
+    tensor_parallel_size: int = Field(default=1, gt=0, description="devices that share each layer while generating")
+    data_parallel_size: int = Field(default=1, gt=0, description="copies of the model, each on devices of its own")
+    max_model_len: int | None = Field(
+        default=None,
+        gt=1,
+        description="tokens; rollout.max_model_len if that is absent; absent: that, and 8192 without either",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="of weights and keys in vLLM; absent: model.dtype, which agrees best with the learner"
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.4, gt=0, le=1, description="fraction of a GPU's memory that vLLM takes; the rest is the learner's"
+    )
+    kv_cache_gib: float | None = Field(
+        default=None, gt=0, description="GiB for keys and values; absent: what is left of that, or 1 on a processor"
+    )
+    enforce_eager: bool | None = Field(
+        default=None, description="neither compile nor capture CUDA graphs; absent: only on a processor"
+    )
 
 
 class TrackingSection(Settings):
@@ -147,15 +177,22 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     if compute is not None and compute.nodes > 1:
         found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
     if sections["topology"] is not None:
-        found.append("[topology]: generating and learning share one device")
-    if sections["rollout"].engine == "vllm":
-        why = "rollout.engine" if sections["vllm"] is None else "[vllm]"
-        found.append(f'{why}: there is no vLLM engine; rollout.engine = "local" generates in this process')
+        found.append(
+            "[topology]: vLLM in this process and the learner share the devices that they see; a server on GPUs of its "
+            "own is named by services.engine_urls"
+        )
+    found += _missing_engines(sections["rollout"].engine, sections["model"].trainer_mode)
     if sections["reference"].placement == "dedicated":
         found.append('reference.placement = "dedicated": there is no scoring server; "shared" scores in this process')
     if judge is not None and judge.enabled:
         found.append("judge.enabled: there is no judge")
     return found
+
+
+def _missing_engines(engine: str, trainer_mode: str) -> list[str]:
+    if engine == "vllm" and trainer_mode == "qlora":
+        return ['model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use "lora"']
+    return []
 
 
 def refuse_to_run(sections: Mapping[str, Any]) -> None:
@@ -170,4 +207,18 @@ def refuse_to_run(sections: Mapping[str, Any]) -> None:
         raise ConfigError(
             "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
             f"process:\n  {listed}"
+        )
+
+
+def refuse_to_train(sections: Mapping[str, Any]) -> None:
+    """As `refuse_to_run`, and stop if the engine's weights are somebody else's: then it can only be evaluated.
+
+    Raises:
+        ConfigError: says what to change.
+    """
+    refuse_to_run(sections)
+    if sections["rollout"].engine == "http":
+        raise ConfigError(
+            'rollout.engine: the weights behind an "http" endpoint never change, so nothing could learn from it; train '
+            'with "local" or "vllm", and use this to evaluate'
         )

@@ -33,6 +33,7 @@ class RebuildableEngine:
         engine: the first one.
         make: makes the others.
         max_rebuilds: one more is refused: what dies so often has a cause that a restart does not remove.
+        on_close: called when the engine is closed: what `make` needed may go.
 
     Attributes:
         num_rebuilds: so far.
@@ -40,12 +41,20 @@ class RebuildableEngine:
             leaves it dead.
     """
 
-    def __init__(self, engine: Engine, make: MakeEngine, *, max_rebuilds: int = 100) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        make: MakeEngine,
+        *,
+        max_rebuilds: int = 100,
+        on_close: Callable[[], object] | None = None,
+    ) -> None:
         self.num_rebuilds = 0
         self.bring_up: BringUp | None = None
         self._engine = engine
         self._make = make
         self._max_rebuilds = max_rebuilds
+        self._on_close = on_close
         self._rebuilding: asyncio.Task[None] | None = None
         self._is_closed = False
         self._is_lost = False
@@ -144,6 +153,8 @@ class RebuildableEngine:
             self._rebuilding.cancel()
             await asyncio.wait([self._rebuilding])
         await self._engine.close()
+        if self._on_close is not None:
+            self._on_close()
 
     async def _wait_for_rebuild(self, deadline_seconds: float | None) -> None:
         if self._rebuilding is not None:

@@ -61,6 +61,7 @@ class VllmEngine:
         self._settings = settings
         self._vocab_size = int(llm.model_config.get_vocab_size())
         self._gate = Gate()
+        self._version = 0  # of what is loaded; ahead of the gate's from an update to its commit
         self._adapters = Adapters(llm)
         self._request_ids = itertools.count()
         self._in_flight: set[asyncio.Task[Completion]] = set()
@@ -82,17 +83,12 @@ class VllmEngine:
         except ImportError as error:
             raise MissingExtraError(f"the vLLM engine needs: pip install 'gspo-gym[vllm]' ({error})") from error
         with _as_engine_error("vLLM did not start"):
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args()))
-        # Else `min_tokens` would also withhold the end tokens of generation_config.json, which nobody asked to stop at.
-        llm.input_processor.generation_config_fields = {}
-        engine = cls(llm, settings)
-        try:
-            with _as_engine_error("vLLM did not start"):
-                await llm.update_weight_version("0")
-                engine._has_checksums = settings.max_lora_rank == 0 and bool(await engine._digests())
-        except BaseException:
-            await engine.close()
-            raise
+            engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
+            try:
+                await engine._prepare()
+            except BaseException:
+                await engine.close()
+                raise
         return engine
 
     @property
@@ -186,6 +182,10 @@ class VllmEngine:
                 await self._adapters.load(update)
             else:
                 await self._reload(update)
+            # On from here: what is in flight, and whoever probes the new weights. The gate lets nothing out before
+            # `resume`, and nobody else in.
+            self._version = update.version
+            await self._let_run()
 
     async def checksums(self) -> Mapping[str, str]:
         """sha256 of each tensor, by its rank and vLLM's own name; {} without `capabilities.has_checksums`.
@@ -199,13 +199,13 @@ class VllmEngine:
             return await self._digests()
 
     async def resume(self, version: int) -> None:
-        """Commit, and go on with what is frozen; see `Engine.resume`."""
+        """Commit; see `Engine.resume`. Without `apply_weights` before it, the weights go on under a new version."""
         self._gate.require_paused()
         if self._is_asleep:
             raise EngineError("resume: the engine is asleep; call wake_up first")
         with _as_engine_error("resume"):
-            await self._llm.update_weight_version(str(version))
-            await self._llm.resume_generation()
+            self._version = version
+            await self._let_run()
         self._gate.resume(version)
 
     async def sleep(self) -> None:
@@ -256,9 +256,17 @@ class VllmEngine:
             handler.cancel()
             await asyncio.wait([handler])
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+        # Let go of it while modules still exist: its `__del__` needs them.
+        self._llm, self._adapters = None, Adapters(None)
+
+    async def _prepare(self) -> None:
+        # Else `min_tokens` would also withhold the end tokens of generation_config.json, which nobody asked to stop at.
+        self._llm.input_processor.generation_config_fields = {}
+        await self._llm.update_weight_version(str(self._version))
+        self._has_checksums = self._settings.max_lora_rank == 0 and bool(await self._digests())
 
     async def _sample(self, prompt: list[int], fields: dict[str, Any], stop_token_ids: tuple[int, ...]) -> Completion:
-        version = self._gate.weight_version
+        version = self._version
         adapter = self._adapters.begin()
         try:
             with _as_engine_error("generate"):
@@ -300,6 +308,10 @@ class VllmEngine:
         if len(outputs) != 1:
             raise EngineError(f"vLLM: expected one completion, got {len(outputs)}")
         return outputs[0]
+
+    async def _let_run(self) -> None:
+        await self._llm.update_weight_version(str(self._version))
+        await self._llm.resume_generation()
 
     async def _reload(self, update: WeightUpdate) -> None:
         assert update.folder is not None

@@ -16,6 +16,7 @@ import numpy as np
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.retries import AttemptError
+from gspo_gym.engine.vllm_requests import sampling_fields
 from gspo_gym.types import Completion, FinishReason
 
 # OpenAI's protocol has no infinity; vLLM writes this for it. No sampled token can have it.
@@ -50,31 +51,6 @@ class WireAnswer:
     versions: tuple[tuple[str, int, int], ...] = ()
 
 
-def sampling_fields(sampling: SamplingParams, max_tokens: int) -> dict[str, Any]:
-    """All that decides the sample, by vLLM's names, so that no default of the server or the model's files applies.
-
-    The model's own end-of-sequence token is ignored: what ends a completion is in `stop_token_ids`, and nothing else.
-    """
-    return {
-        "n": 1,
-        "max_tokens": max_tokens,
-        "min_tokens": min(sampling.min_tokens, max_tokens),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop": [],
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-        "seed": sampling.seed,
-        "logprobs": 0,
-    }
-
-
 def completions_request(
     prompt: Sequence[int], sampling: SamplingParams, *, model: str, max_tokens: int, request_id: str
 ) -> dict[str, Any]:
@@ -83,6 +59,7 @@ def completions_request(
         "model": model,
         "prompt": list(prompt),
         **sampling_fields(sampling, max_tokens),
+        "skip_special_tokens": False,
         "add_special_tokens": False,
         "return_token_ids": True,
         "stream": False,

@@ -140,6 +140,15 @@ class CorrectionSettings(Settings):
             "(arXiv 2512.02556); absent: none is"
         ),
     )
+    max_engine_gap: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "nats; an alarm where the two logprobs of a token sampled under the present weights differ by more, an "
+            "error in the third batch in a row; absent: 1e-4, or in 16 bits a mean KL of 0.01; none where temperature "
+            "aside the two are of different distributions by the settings"
+        ),
+    )
 
     @model_validator(mode="after")
     def _corrects_a_recomputed_ratio(self) -> CorrectionSettings:

@@ -115,6 +115,21 @@ class RolloutPool:
             RolloutError: all groups were dropped; says the most frequent reasons.
             EnginePoisonedError: the engine must be rebuilt; everything still running was cancelled.
         """
+        groups = await self._play(requests)
+        if groups:
+            require_episodes(groups)
+        return groups
+
+    async def play_group(self, request: GroupRequest) -> TrajectoryGroup:
+        """Play one group of many that are asked for one by one; as `collect`, but a dropped group is an answer.
+
+        Raises:
+            EnginePoisonedError: the engine must be rebuilt.
+        """
+        (group,) = await self._play([request])
+        return group
+
+    async def _play(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
         repeated = [name for name, count in Counter(r.group_id for r in requests).items() if count > 1]
         if repeated:
             raise ConfigError(f"collect: group ids must be unique, but {repeated[0]!r} occurs more than once")
@@ -128,10 +143,7 @@ class RolloutPool:
             for done in finished.values():
                 self._settle(done.trajectory, Disposition.DROPPED, done.reason or "its collection was stopped")
             raise _first_cause(error) from None
-        groups = tuple(self._assemble(request, finished) for request in requests)
-        if groups and not any(group.trajectories for group in groups):
-            raise RolloutError(_describe_total_failure(groups))
-        return groups
+        return tuple(self._assemble(request, finished) for request in requests)
 
     async def run_tasks(self, tasks: Sequence[Task], *, label: str) -> tuple[TrajectoryGroup, ...]:
         """One episode of each task, for evaluation: one group of size 1 per task, in their order.
@@ -186,7 +198,7 @@ class RolloutPool:
             except BaseException as error:
                 is_cancelled = isinstance(error, asyncio.CancelledError)
                 outcome = Outcome.CANCELLED if is_cancelled else Outcome.ENGINE_ERROR
-                reason = "the run was stopped" if is_cancelled else f"{type(error).__name__}: {error}"
+                reason = "it was cancelled" if is_cancelled else f"{type(error).__name__}: {error}"
                 self.ledger.settle(
                     Terminal(episode.trajectory_id, episode.attempt, outcome, Disposition.DROPPED, reason)
                 )
@@ -225,6 +237,16 @@ class RolloutPool:
     def _report(self, trajectory: Trajectory, disposition: Disposition) -> None:
         if self._on_episode is not None:
             self._on_episode(trajectory, disposition)
+
+
+def require_episodes(groups: Sequence[TrajectoryGroup]) -> None:
+    """Refuse groups of which no episode could be used.
+
+    Raises:
+        RolloutError: says the most frequent reasons.
+    """
+    if not any(group.trajectories for group in groups):
+        raise RolloutError(_describe_total_failure(groups))
 
 
 def _trajectory_id(request: GroupRequest, member: int) -> str:

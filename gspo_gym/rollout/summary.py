@@ -19,7 +19,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "rollout/turns_mean": "mean number of turns over kept episodes",
         "rollout/tokens_per_turn": "mean number of sampled tokens over the turns of kept episodes",
         "rollout/sampled_tokens": "sampled tokens of kept episodes",
-        "rollout/sampled_tokens_per_second": "sampled tokens over the seconds that collecting took",
+        "rollout/sampled_tokens_per_second": "sampled tokens over the seconds that episodes were being played in",
         "rollout/max_turns_fraction": "share of kept episodes that ended at the limit on turns",
         "rollout/context_overflow_fraction": "share of kept episodes whose next observation did not fit the model",
         "rollout/parse_failure_fraction": "share of turns whose text could not be parsed as an action",

@@ -13,6 +13,7 @@ import pytest
 from gspo_gym.collect import Collected, ConstantGroups, collect_groups
 from gspo_gym.errors import EnginePoisonedError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest
+from gspo_gym.schedule import OnDemand
 from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
 
 
@@ -52,10 +53,10 @@ def run(
     num_groups: int = 4,
 ) -> tuple[Collected, list[list[int]]]:
     pool = Groups(empty, failing, error or RolloutError("all 1 groups were dropped"))
+    schedule = OnDemand(pool.collect, lambda number, name: GroupRequest(name, Task("test/Env-v0", number), 1))
     collected = asyncio.run(
         collect_groups(
-            pool.collect,
-            lambda number: GroupRequest(f"g{number}", Task("test/Env-v0", number), 1),
+            schedule.take,
             num_groups=num_groups,
             constant_groups=mode,
             max_refill_rounds=rounds,

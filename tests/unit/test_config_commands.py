@@ -41,12 +41,12 @@ def test_check_says_what_no_clip_can_change(file: Path, capsys: pytest.CaptureFi
 
 
 def test_check_lists_what_this_version_cannot_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["services.task_url=https://x.org", "vllm.max_model_len=512"]
+    overrides = ["services.task_url=https://x.org", "services.judge_url=https://y.org"]
     assert main(["config", "check", str(file), *overrides]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
         "This version cannot run it:",
         "  services.task_url: episodes are played by environments in this process, not by task apps",
-        '  [vllm]: there is no vLLM engine; rollout.engine = "local" generates in this process',
+        "  services.judge_url: there is no judge",
     ]
 
 

@@ -286,7 +286,7 @@ def _what_is_built(config, monkeypatch):
         | ({"compute": config.compute.model_dump(exclude_none=True)} if config.compute else {})
     )
     policy = policy_of(relevant.model_dump_json(exclude_none=True))
-    player = build.build_player(config, policy)
+    player = asyncio.run(build.build_player(config, policy))
     try:
         learner = build.build_learner(config, policy)
         pool = build.build_training_pool(config, player)

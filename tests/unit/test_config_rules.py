@@ -374,6 +374,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "rollout.engine": "local"},
         'topology: has no effect with rollout.engine "local": set that to "vllm", or remove this section',
     ),
+    "servers and the local engine": (
+        {"services": {"engine_urls": ["http://localhost:8000"]}},
+        'services.engine_urls: has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this',
+    ),
+    "an endpoint without a URL": (
+        {"rollout.engine": "http"},
+        'rollout.engine: "http" needs services.engine_urls: name the endpoint, such as ["http://localhost:8000"]',
+    ),
+    "settings of a server that runs": (
+        {"vllm": {"kv_cache_gib": 2.0}, "services": {"engine_urls": ["http://localhost:8000"]}},
+        'vllm.kv_cache_gib: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server was told '
+        "by who started it, or remove this",
+    ),
     "an episode longer than the server's": (
         {"vllm": {"max_model_len": 256}},
         "vllm.max_model_len: expected at least rollout.max_model_len = 512, which episodes may need, got 256",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from gspo_gym import build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery, refuse_to_run
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.models import load_policy
 from gspo_gym.train import run_training
 
@@ -44,8 +45,8 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
         "  services.task_url: episodes are played by environments in this process, not by task apps",
         "  services.judge_url: there is no judge",
         "  compute.gpu_count = 4: training takes 0 GPUs or 1",
-        "  [topology]: generating and learning share one device",
-        '  [vllm]: there is no vLLM engine; rollout.engine = "local" generates in this process',
+        "  [topology]: vLLM in this process and the learner share the devices that they see; a server on GPUs of its own "
+        "is named by services.engine_urls",
         '  reference.placement = "dedicated": there is no scoring server; "shared" scores in this process',
         "  judge.enabled: there is no judge",
     ]
@@ -58,8 +59,7 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
         ({"services": {"judge_url": "https://x.org"}}, "services.judge_url"),
         ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2"),
         ({"compute": {"gpu_count": 1, "nodes": 2}}, "compute.nodes = 2"),
-        ({"vllm": {}}, "[vllm]"),
-        ({"rollout.engine": "vllm"}, "rollout.engine"),
+        ({"vllm": {}, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora"'),
         ({"reference": {"placement": "dedicated"}, "loss.kl_coef": 0.1}, "reference.placement"),
         ({"judge": EVERYTHING["judge"]}, "judge.enabled"),
     ],
@@ -82,6 +82,8 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"services": {}},
         {"compute": {"gpu_count": 0}},
         {"compute": {"gpu_count": 1}},
+        {"vllm": {}},
+        {"rollout.engine": "vllm"},
         {"judge": {"options": {"event": True}}},
         {"loss.kl_coef": 0.1},
     ],
@@ -93,8 +95,25 @@ def test_what_this_version_has_is_not_refused(changes: dict[str, Any], make: Mak
 
 
 def test_an_evaluation_is_refused_as_well(make: Make) -> None:
-    with pytest.raises(ConfigError, match="there is no vLLM engine"):
-        build.build_player(make({"vllm": {}}), load_policy("tiny:qwen3-64"))
+    with pytest.raises(ConfigError, match="there is no judge"):
+        asyncio.run(build.build_player(make({"judge": EVERYTHING["judge"]}), load_policy("tiny:qwen3-64")))
+
+
+def test_weights_that_are_somebody_elses_can_be_evaluated_but_not_trained(make: Make, tmp_path: Path) -> None:
+    urls = {"services.engine_urls": ["http://localhost:8000"]}
+    config = make({"rollout.engine": "http", "services": {}, **urls, "run.folder": str(tmp_path / "runs")})
+    assert missing_machinery(config.sections) == []
+    with pytest.raises(ConfigError, match=r'rollout\.engine: .* train with "local" or "vllm", and use this to evaluate'):
+        run_training(config)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_vllm_that_is_not_installed_is_said_before_anything_is_written(make: Make, tmp_path: Path) -> None:
+    config = make({"vllm": {"max_model_len": 512}, "run.folder": str(tmp_path / "runs")})
+    with pytest.raises(MissingExtraError, match=r"vLLM is not installed; pip install 'gspo-gym\[vllm\]'"):
+        run_training(config)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_url_loses_its_last_slash(make: Make) -> None:
@@ -143,7 +162,7 @@ def test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names(make:
 def test_the_policy_is_asked_as_the_policy_config_says(make: Make) -> None:
     said = {"system_prompt": "Be brief.", "chat_template_kwargs": {"enable_thinking": False}}
     config = make({"rollout.policy_config": said})
-    player = build.build_player(config, build.build_policy(config))
+    player = asyncio.run(build.build_player(config, build.build_policy(config)))
     try:
         assert player.renderers.system_prompt == "Be brief."
         assert player.renderers._template_kwargs == {"enable_thinking": False}

@@ -32,7 +32,7 @@ def test_config_is_built_as_it_says(path):
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in policy.model.parameters())
     assert (trainable < everything) == (config.model.trainer_mode == "lora")
-    player = build.build_player(config, policy)
+    player = asyncio.run(build.build_player(config, policy))
     try:
         assert player.engine.capabilities.max_model_len == config.rollout.max_model_len
         assert (build.build_warmup(config, player) is None) == (config.warmup is None)

@@ -23,6 +23,7 @@ TREE = {
     "EnvTimeoutError": ("EnvError", TimeoutError),
     "EngineError": ("GymError", RuntimeError),
     "EngineTimeoutError": ("EngineError", TimeoutError),
+    "EngineMismatchError": ("EngineError", RuntimeError),
     "EnginePoisonedError": ("EngineError", RuntimeError),
     "RolloutError": ("GymError", RuntimeError),
     "NonFiniteError": ("GymError", ArithmeticError),

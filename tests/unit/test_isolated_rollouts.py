@@ -46,7 +46,7 @@ def players() -> Any:
     made = {}
     for isolation in ("thread", "process"):
         settings = config(isolation=isolation)
-        made[isolation] = (settings, build.build_player(settings, build.build_policy(settings)))
+        made[isolation] = (settings, asyncio.run(build.build_player(settings, build.build_policy(settings))))
     yield made
     for _, player in made.values():
         asyncio.run(player.engine.close())

@@ -16,29 +16,37 @@ def test_every_public_name_is_what_its_home_calls_it():
 
 def test_the_list_of_names_is_a_promise():
     assert gspo_gym.__all__ == [
+        "Achievements",
         "DatasetEnv",
         "LocalEngine",
         "Message",
         "Reward",
+        "RewardTerms",
         "RunConfig",
         "ScriptedEngine",
+        "TaskSource",
         "TextEnv",
         "TokenObservationWrapper",
         "ToolCall",
         "ToolEnv",
+        "as_gymnasium",
         "check_env",
+        "collect_episodes",
         "load_config",
+        "load_episodes",
         "load_policy",
         "make",
+        "make_vec",
         "register",
         "run_evaluation",
         "run_training",
+        "save_episodes",
         "tool",
     ]
 
 
 def test_an_environments_author_needs_no_torch():
-    names = "TextEnv, ToolEnv, Reward, tool, make, check_env"
+    names = "TextEnv, ToolEnv, Reward, RewardTerms, TaskSource, Achievements, tool, make, make_vec, check_env"
     code = f"import sys; from gspo_gym import {names}; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

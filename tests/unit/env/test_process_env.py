@@ -416,6 +416,7 @@ def test_a_worker_sees_no_secrets_inherits_nothing_and_has_limits(
     assert variables.pop("ALLOWED") == "yes"
     threads = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"}
     assert {variables[name] for name in threads} == {"1"}
+    assert variables.pop("PYTHONHASHSEED") == "0"
     # LC_CTYPE is set by Python where there is no other locale, the last by Gymnasium.
     known = {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "HOME", "TMPDIR", "PYTHONPATH", "PYGAME_HIDE_SUPPORT_PROMPT"}
     assert set(variables) - threads <= known

@@ -1,0 +1,111 @@
+"""From a config: how new weights reach the engines, what attests them, and the alarm for what slips through.
+
+Called by `build.py` and `run.py`. Part of the build: here names become classes, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gspo_gym.attestation import TOLERANCES, Canary, Score, canary_prompts
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.weights import WeightSyncSection
+from gspo_gym.learning.mismatch import MismatchAlarm
+from gspo_gym.learning.scoring import Scorer
+from gspo_gym.models import Policy
+from gspo_gym.models_adapters import is_adapter
+from gspo_gym.staging import Staging, num_weight_bytes, staging_root
+from gspo_gym.types import Float32Array
+from gspo_gym.weight_sync import OnEvent, Target, WeightSync, choose_kind
+
+
+def build_weight_sync(
+    config: RunConfig,
+    policy: Policy,
+    targets: Sequence[Target],
+    *,
+    max_staleness: int = 0,
+    on_event: OnEvent | None = None,
+) -> WeightSync:
+    """The weight sync of [training.weight_sync], for one engine or several.
+
+    `max_staleness` is that of the samples, in versions: with more than 0, engines are updated in flight where they can
+    be. A canary is asked of engines that hold weights of their own.
+
+    Raises:
+        ConfigError: the engines take new weights in no way that the settings allow.
+    """
+    asked = config.training.weight_sync or WeightSyncSection()
+    engines = [target.engine for target in targets]
+    kind = choose_kind(engines, is_adapter=is_adapter(policy.model), mode=asked.mode, direct=asked.direct)
+    in_flight = max_staleness > 0 and all("keep" in engine.capabilities.pause_modes for engine in engines)
+    return WeightSync(
+        targets,
+        mode="keep" if in_flight else "wait",
+        kind=kind,
+        staging=None if kind == "shared" else _staging(config, policy, asked, max_staleness),
+        canary=None if kind == "shared" else build_canary(config, policy),
+        verify_every_k=asked.verify_every_k,
+        interval=config.training.weight_sync_interval,
+        on_event=on_event,
+    )
+
+
+def build_canary(config: RunConfig, policy: Policy) -> Canary:
+    """Fixed prompts at the temperature of rollouts, scored by the policy's own forward pass."""
+    temperature = config.rollout.temperature
+    return Canary(
+        canary_prompts(policy.tokenizer.vocab_size, config.rollout.max_model_len),
+        score=learner_score(policy.model, temperature),
+        tolerance=max(TOLERANCES[dtype] for dtype in _dtypes(config)),
+        temperature=temperature,
+    )
+
+
+def learner_score(model: nn.Module, temperature: float) -> Score:
+    """Scores whole sequences under the model's present weights, not truncated."""
+    scorer = Scorer(model, temperature=temperature)
+    device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def score(rows: Sequence[Sequence[int]]) -> Sequence[Float32Array]:
+        longest = max(len(row) for row in rows)
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+        attention = torch.arange(longest, device=device) < torch.tensor([[len(row)] for row in rows], device=device)
+        actions = attention.clone()
+        actions[:, 0] = False
+        logprobs = scorer.score(ids, attention, actions).logprobs.float().cpu().numpy()
+        return [values[1 : len(row)] for values, row in zip(logprobs, rows, strict=True)]
+
+    return score
+
+
+def build_alarm(config: RunConfig) -> MismatchAlarm | None:
+    """The alarm of correction.max_engine_gap; None where none is given and the logprobs differ on purpose.
+
+    They do where the engine truncates or reshapes a distribution that the learner scores whole, and where an adapter's
+    dropout acts while the learner scores.
+    """
+    rollout, lora, max_gap = config.rollout, config.training.lora, config.correction.max_engine_gap
+    is_truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    is_reshaped = rollout.repetition_penalty != 1 or rollout.min_output_tokens > 0
+    has_dropout = lora is not None and lora.dropout > 0
+    if max_gap is None and (is_reshaped or has_dropout or (is_truncated and not config.training.score_truncated)):
+        return None
+    return MismatchAlarm(max_gap=max_gap, has_16_bits=set(_dtypes(config)) != {"float32"})
+
+
+def _staging(config: RunConfig, policy: Policy, asked: WeightSyncSection, max_staleness: int) -> Staging:
+    keep = max_staleness + 2
+    num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # one more goes a commit later
+    root = staging_root(config.run_folder, in_memory=asked.direct, num_bytes=num_bytes)
+    return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])
+
+
+def _dtypes(config: RunConfig) -> tuple[str, str]:
+    """The learner's and the engine's."""
+    own = config.model.dtype
+    return own, getattr(config.vllm, "dtype", None) or own

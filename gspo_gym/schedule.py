@@ -1,0 +1,294 @@
+"""Which groups a step gets to train on: played when it asks for them, or ahead, while the learner works.
+
+The trainer's loop is the same for both: `begin` a step, `take` groups as often as it needs some, `finish` collecting.
+Nothing here knows what a group is worth (`collect.py`) or how it is played (`rollout.pool`).
+
+Staleness is counted in versions: a step trains weights of version v, and a sample whose oldest token was sampled from
+version u is v - u versions old. The bound is hard because it is kept twice: a group counts from the version that was
+committed when it was asked for, so that waiting for a free slot and waiting to be taken are included, and what it
+brings back is looked at token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gspo_gym.errors import RolloutError
+from gspo_gym.rollout.pool import GroupRequest, require_episodes
+from gspo_gym.types import Trajectory, TrajectoryGroup
+
+# The group of that number in the run, under that name.
+MakeRequest = Callable[[int, str], GroupRequest]
+
+
+class Schedule(Protocol):
+    """Hands out groups, step by step."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Groups that were asked for so far; the next one gets this number, and with it its task."""
+        ...
+
+    @property
+    def pending_tasks(self) -> tuple[int, ...]:
+        """Numbers of the groups that are asked for and not handed out, ascending: to be played again after a stop."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """From now on groups are for this step, which trains the weights of version step - 1."""
+        ...
+
+    async def take(self, count: int) -> Sequence[TrajectoryGroup]:
+        """So many groups, also such as lost all their episodes.
+
+        Raises:
+            RolloutError: no episode of them could be used.
+            EnginePoisonedError: the engine must be rebuilt.
+        """
+        ...
+
+    def finish(self) -> int:
+        """The step has all that it trains on; returns how many episodes were given up as too old since `begin`."""
+        ...
+
+    async def close(self) -> None:
+        """End whatever is still being played; closing twice is fine."""
+        ...
+
+
+class OnDemand:
+    """Plays groups when they are asked for, with the newest weights: strictly on-policy.
+
+    Args:
+        collect: plays all of them at once; see `RolloutPool.collect`.
+        request: see `MakeRequest`; names count from 0 in each step.
+        num_tasks: groups asked for by an earlier part of the run.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[Sequence[GroupRequest]], Awaitable[Sequence[TrajectoryGroup]]],
+        request: MakeRequest,
+        *,
+        num_tasks: int = 0,
+    ) -> None:
+        self._collect = collect
+        self._request = request
+        self._num_tasks = num_tasks
+        self._step = 0
+        self._first = num_tasks  # number of the step's first group
+
+    @property
+    def num_tasks(self) -> int:
+        return self._num_tasks
+
+    @property
+    def pending_tasks(self) -> tuple[int, ...]:
+        return ()
+
+    def begin(self, step: int) -> None:
+        """See `Schedule.begin`."""
+        self._step, self._first = step, self._num_tasks
+
+    async def take(self, count: int) -> Sequence[TrajectoryGroup]:
+        """See `Schedule.take`."""
+        numbers = range(self._num_tasks, self._num_tasks + count)
+        self._num_tasks = numbers.stop
+        names = (f"step_{self._step:06d}/group_{number - self._first:04d}" for number in numbers)
+        return await self._collect([self._request(*each) for each in zip(numbers, names, strict=True)])
+
+    def finish(self) -> int:
+        """See `Schedule.finish`; nothing is ever too old."""
+        return 0
+
+    async def close(self) -> None:
+        """Nothing is played unless `take` waits for it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Played:
+    """A finished group, and the oldest version among that of its start and those of its tokens."""
+
+    group: TrajectoryGroup
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """A group that is being played or waits to be taken; `version` was committed when it was asked for."""
+
+    number: int
+    step: int
+    version: int
+    request: GroupRequest
+    playing: asyncio.Task[_Played]
+
+
+class PlayedAhead:
+    """Keeps groups of coming steps in play while the learner works, none of which is trained on when it is too old.
+
+    After each step's groups are taken, as many are in play as `num_ahead` further steps need. A step takes those that
+    are finished, the longest begun first. So with `num_ahead` 1 it waits for every group, and none is too old; with
+    more it does not wait for a group that a whole batch of later ones has overtaken. Such a group is given up as soon
+    as no coming step may train on it: cancelled if it is still played, counted, and replaced by one of a fresh task.
+    That favours short episodes a little, and is the price of not waiting for the longest.
+
+    A group is as old as its oldest sample and given up whole: without all its siblings its baseline would be theirs who
+    were quick.
+
+    Args:
+        play: plays one group; see `RolloutPool.play_group`.
+        request: see `MakeRequest`.
+        weight_version: the version that samples now.
+        groups_per_step: groups that a step takes, unless it asks for more.
+        num_steps: of the run; nothing is played for steps after the last.
+        max_staleness: the bound, in versions.
+        num_ahead: steps that are played for in advance: `max_staleness`, less what the engine's weights lag behind.
+        num_tasks, pending_tasks: where an earlier part of the run stopped; the pending ones are played first.
+    """
+
+    def __init__(
+        self,
+        play: Callable[[GroupRequest], Awaitable[TrajectoryGroup]],
+        request: MakeRequest,
+        *,
+        weight_version: Callable[[], int],
+        groups_per_step: int,
+        num_steps: int,
+        max_staleness: int,
+        num_ahead: int,
+        num_tasks: int = 0,
+        pending_tasks: Iterable[int] = (),
+    ) -> None:
+        self._play = play
+        self._request = request
+        self._weight_version = weight_version
+        self._groups_per_step = groups_per_step
+        self._num_steps = num_steps
+        self._max_staleness = max_staleness
+        self._num_ahead = num_ahead
+        self._num_tasks = num_tasks
+        self._again = deque(sorted(pending_tasks))
+        self._begun: list[_Begun] = []  # not handed out, in the order in which they were begun
+        self._ending: set[asyncio.Task[_Played]] = set()  # given up, and closing their environments
+        self._step = 0
+        self._num_late = 0
+
+    @property
+    def num_tasks(self) -> int:
+        return self._num_tasks
+
+    @property
+    def pending_tasks(self) -> tuple[int, ...]:
+        return tuple(sorted([*self._again, *(group.number for group in self._begun)]))
+
+    def begin(self, step: int) -> None:
+        """See `Schedule.begin`."""
+        self._step, self._num_late = step, 0
+
+    async def take(self, count: int) -> Sequence[TrajectoryGroup]:
+        """See `Schedule.take`; waits until so many are finished and not too old.
+
+        Raises:
+            RolloutError: also if the engine samples from weights that are too old from the start.
+        """
+        while len(ready := self._ready()) < count:
+            self._ask_for(count - len(self._begun))
+            still = [group.playing for group in self._begun if not group.playing.done()]
+            await asyncio.wait(still, return_when=asyncio.FIRST_COMPLETED)
+        taken = ready[:count]
+        self._begun = [group for group in self._begun if group not in taken]
+        groups = tuple(group.playing.result().group for group in taken)
+        require_episodes(groups)
+        return groups
+
+    def finish(self) -> int:
+        """See `Schedule.finish`; asks for what the coming steps will need."""
+        for group in [g for g in self._begun if self._step - g.version > self._max_staleness]:
+            self._give_up(group)  # the next step trains version `step`, which is too far from its own
+        num_ahead = min(self._num_ahead, self._num_steps - self._step)
+        self._ask_for(num_ahead * self._groups_per_step - len(self._begun))
+        return self._num_late
+
+    async def close(self) -> None:
+        """Cancel what is being played and wait until its environments are closed."""
+        for group in self._begun:
+            self._end(group)
+        self._begun.clear()
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    def _ready(self) -> list[_Begun]:
+        """Those that are finished and may be trained on, the longest begun first.
+
+        Raises:
+            Exception: whatever ended one of them; RolloutError: one is too old although it was just begun.
+        """
+        finished = [group for group in self._begun if group.playing.done()]
+        late = [group for group in finished if self._age(group) > self._max_staleness]
+        for group in late:
+            self._give_up(group)
+            if group.step == self._step:
+                self._refuse(self._age(group), f"{group.request.group_id} was sampled from")
+        return [group for group in finished if group not in late]
+
+    def _age(self, group: _Begun) -> int:
+        """How many versions its oldest sample lies behind the weights that this step trains."""
+        return self._step - 1 - group.playing.result().oldest
+
+    def _ask_for(self, count: int) -> None:
+        version = self._weight_version()
+        if count > 0 and self._step - 1 - version > self._max_staleness:
+            self._refuse(self._step - 1 - version, "the engine samples from")
+        for _ in range(count):
+            number = self._again.popleft() if self._again else self._num_tasks
+            self._num_tasks = max(self._num_tasks, number + 1)
+            request = self._request(number, f"group_{number:06d}")
+            playing = asyncio.create_task(self._play_and_date(request, version))
+            self._begun.append(_Begun(number, self._step, version, request, playing))
+
+    async def _play_and_date(self, request: GroupRequest, version: int) -> _Played:
+        group = await self._play(request)
+        return _Played(group, min([version, *map(oldest_version, group.trajectories)]))
+
+    def _refuse(self, age: int, what: str) -> None:
+        raise RolloutError(
+            f"step {self._step}: {what} weights that are {age} versions old, and training.max_staleness is "
+            f"{self._max_staleness}: groups that are begun now would be given up again and again. Raise it, or see why "
+            "new weights do not reach the engine"
+        )
+
+    def _give_up(self, group: _Begun) -> None:
+        self._begun.remove(group)
+        self._num_late += group.request.size
+        self._end(group)
+
+    def _end(self, group: _Begun) -> None:
+        self._ending.add(group.playing)
+        group.playing.add_done_callback(self._ended)
+        group.playing.cancel()
+
+    def _ended(self, playing: asyncio.Task[_Played]) -> None:
+        self._ending.discard(playing)
+        if not playing.cancelled():
+            playing.exception()  # nobody else asks; what ends an engine ends the groups that are trained on, too
+
+
+def oldest_version(trajectory: Trajectory) -> int:
+    """The oldest version that a token of the episode was sampled from; -1 if one is unknown."""
+    sampled = [segment.weight_version[segment.action_mask] for segment in trajectory.segments]
+    return min((int(versions.min()) for versions in sampled if len(versions)), default=-1)
+
+
+def staleness_metrics(groups: Sequence[TrajectoryGroup], *, version: int, num_dropped: int) -> dict[str, float]:
+    """How old the samples of a batch are that trains weights of `version`; `num_dropped` episodes were older."""
+    ages = [version - oldest_version(trajectory) for group in groups for trajectory in group.trajectories]
+    return {
+        "rollout/staleness_mean": sum(ages) / len(ages),
+        "rollout/staleness_max": float(max(ages)),
+        "rollout/stale_dropped": float(num_dropped),
+    }

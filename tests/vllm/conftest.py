@@ -1,0 +1,115 @@
+"""For the tests with vLLM itself, on the CPU: an event loop that outlives a test, and engines that several tests share.
+
+`make vllm` runs these tests with an interpreter that has vLLM; every other stage leaves this folder out (`--ignore` in
+pyproject.toml). An engine takes half a minute to start and belongs to the loop that it was started in, so there is one
+loop, in a thread of its own, and an engine for each configuration, shared by the whole session. A test that breaks an
+engine starts its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.models import Policy, load_policy, save_policy
+
+T = TypeVar("T")
+
+# vLLM and torch warn when they are imported and started, in code that nobody here can change. Each entry is one kind of
+# one origin; all other warnings are errors, as everywhere.
+IMPORT_WARNINGS = (
+    r"ignore:`torch\.jit\.:DeprecationWarning",
+    r"ignore:`torch\.distributed\.reduce_op` is deprecated:FutureWarning",
+    r"ignore:.*Unclosed context <zmq:ResourceWarning",  # of the handshake with the engine's process
+    r"ignore:.*Unclosed context <zmq:pytest.PytestUnraisableExceptionWarning",
+)
+MAX_MODEL_LEN = 512
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in IMPORT_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+class LoopThread:
+    """An event loop in a thread of its own; engines live in it, and tests hand it coroutines."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-tests")
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_seconds: float = 300.0) -> T:
+        """The coroutine's result; raises what it raises."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_seconds)
+
+    def close(self) -> None:
+        self.run(self.loop.shutdown_default_executor())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+StartEngine = Callable[..., VllmEngine]
+
+
+@pytest.fixture(scope="session")
+def loop_thread() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+@pytest.fixture(scope="session")
+def policy() -> Policy:
+    """A tiny Qwen3, as it was before anything was learned; tests copy it before they change it."""
+    return load_policy("tiny:qwen3-64", seed=1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy as files."""
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    save_policy(policy, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start_engine(loop_thread: LoopThread, model_folder: Path) -> Iterator[StartEngine]:
+    """`start_engine(**settings)` starts vLLM on the policy in float32, without compilation; closed after the session."""
+    engines: list[VllmEngine] = []
+
+    def start(**changes: Any) -> VllmEngine:
+        settings: dict[str, Any] = {
+            "model": str(model_folder),
+            "max_model_len": MAX_MODEL_LEN,
+            "dtype": "float32",
+            "max_num_seqs": 32,
+            "kv_cache_gib": 0.25,
+            "enforce_eager": True,
+        }
+        engines.append(loop_thread.run(VllmEngine.start(VllmSettings(**{**settings, **changes}))))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        loop_thread.run(engine.close())
+
+
+@pytest.fixture(scope="session")
+def full_engine(start_engine: StartEngine) -> VllmEngine:
+    """Takes whole models. Its version and weights are what the last test left."""
+    return start_engine()
+
+
+@pytest.fixture(scope="session")
+def adapter_engine(start_engine: StartEngine) -> VllmEngine:
+    """Takes LoRA adapters of rank 8 at most."""
+    return start_engine(max_lora_rank=8, max_loras=3)
