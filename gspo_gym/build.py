@@ -305,6 +305,8 @@ def build_plan(config: RunConfig) -> TrainPlan:
         constant_groups=config.training.constant_groups,
         max_refill_rounds=config.training.max_refill_rounds,
         log_episodes_every_n_iters=config.run.log_episodes_every_n_iters,
+        max_staleness=config.training.max_staleness,
+        weight_sync_interval=config.training.weight_sync_interval,
     )
 
 
@@ -344,7 +346,17 @@ def build_trainer(
     progress: Progress,
     state: TrainState,
 ) -> Trainer:
-    """Everything joined; `learner` and `state` are as fresh or as restored as the caller made them."""
+    """Everything joined; `learner` and `state` are as fresh or as restored as the caller made them.
+
+    Raises:
+        ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
+    """
+    engine = player.engine
+    if config.training.max_staleness > 0 and not engine.capabilities.reports_versions:
+        raise ConfigError(
+            f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
+            f"{config.training.max_staleness}"
+        )
 
     def save_checkpoint(state: TrainState) -> None:
         folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
@@ -360,4 +372,5 @@ def build_trainer(
         recorder=recorder,
         progress=progress,
         state=state,
+        weight_version=lambda: engine.weight_version,
     )

@@ -6,6 +6,7 @@ Called by `build.py`. How the engine gets new weights is `weight_sync`'s affair;
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import re
 import shutil
@@ -38,8 +39,10 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
     _require_context(config, policy)
     if config.rollout.engine == "vllm":
         return await _start_vllm(config, policy)
+    is_ahead = config.training.max_staleness > 0  # it samples while the learner changes its own weights
     return LocalEngine(
-        policy.model,
+        copy.deepcopy(policy.model) if is_ahead else policy.model,
+        source=policy.model if is_ahead else None,
         max_model_len=config.rollout.max_model_len,
         max_batch_size=config.rollout.max_concurrent_rollouts,
     )

@@ -156,7 +156,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     policy.tokenizer.save_pretrained(folder)
     if not is_adapter(policy.model):
-        with _no_progress_bars():
+        with no_progress_bars():
             policy.model.save_pretrained(folder)
         return
     # The vocabulary is never resized; told so, PEFT need not look the base up (on the hub, if it finds no folder).
@@ -193,7 +193,7 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
                 f"model folder {folder}: expected config.json (transformers) or adapter_config.json (PEFT), found "
                 f"{', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}"
             )
-        with _no_progress_bars():
+        with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True, **_options(form)
             )
@@ -278,13 +278,13 @@ def _save_tiny_base(policy: Policy, folder: Path) -> None:
         for name, tensor in base.state_dict().items()
         if "lora_" not in name
     }
-    with _no_progress_bars():
+    with no_progress_bars():
         base.save_pretrained(folder, state_dict=weights)
     policy.tokenizer.save_pretrained(folder)
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Without transformers' bars, which would run through the trainer's own display at every checkpoint."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

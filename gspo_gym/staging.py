@@ -25,13 +25,12 @@ from torch import Tensor
 
 from gspo_gym.engine.base import UpdateKind, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, UsageError
-from gspo_gym.models import Policy
+from gspo_gym.models import Policy, no_progress_bars
 from gspo_gym.models_adapters import ADAPTER, is_adapter
 from gspo_gym.models_quantization import is_quantized
 
 MANIFEST = "manifest.json"
 _MEMORY = Path("/dev/shm")
-_PREFIX = "gspo_gym-"
 
 
 class Staging:
@@ -122,13 +121,13 @@ class Staging:
             )
         base = model.get_base_model() if is_adapter(model) else model
         weights = {name: self._cast(tensor) for name, tensor in full_weights(model)}
-        base.save_pretrained(folder, state_dict=weights, max_shard_size=self._max_shard_size)
+        with no_progress_bars():
+            base.save_pretrained(folder, state_dict=weights, max_shard_size=self._max_shard_size)
         self._policy.tokenizer.save_pretrained(folder)
         if self._dtype is not None:
             _say_dtype(folder / "config.json", self._dtype)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        # Clones, for a shared tensor under two names must stay one for transformers to leave the second out.
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
 
@@ -171,14 +170,13 @@ def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
     there; else in the run's folder. Its name is new each time, for an engine may outlive the process that wrote.
     """
     run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
-    above = run_folder / "weights"
-    in_shm = _MEMORY / f"{_PREFIX}{run}"
-    for leftover in (above, in_shm):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for above, prefix in ((_MEMORY, f"gspo_gym-{run}-"), (run_folder, ".weights-")):
+        for leftover in above.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     if in_memory and _MEMORY.is_dir() and 2 * num_bytes <= shutil.disk_usage(_MEMORY).free:
-        above = in_shm
-    above.mkdir(parents=True, mode=0o700)
-    return Path(tempfile.mkdtemp(dir=above))
+        return Path(tempfile.mkdtemp(prefix=f"gspo_gym-{run}-", dir=_MEMORY))
+    run_folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".weights-", dir=run_folder))
 
 
 def num_weight_bytes(model: Any) -> int:

@@ -47,6 +47,7 @@ _UNITS = {
     "_ms": "milliseconds",
     "_every_n_iters": "iterations",
     "_interval": "iterations",
+    "_staleness": "versions",
     "_turns": "turns",
     "_tokens": "tokens",
     "_tokens_per_microbatch": "tokens",

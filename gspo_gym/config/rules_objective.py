@@ -117,6 +117,16 @@ def _nothing_else_is_acknowledged(
     return None
 
 
+def _stale_samples_are_weighed(max_staleness: int, old_logprobs: str, level: str) -> str | None:
+    if max_staleness == 0 or old_logprobs == "rollout" or level != "none":
+        return None
+    return (
+        f"expected 0, got {max_staleness}: samples of earlier weights would be taken for fresh ones; set "
+        'correction.old_logprobs = "rollout", so that the ratio begins at the weights that sampled, or a '
+        "correction.level"
+    )
+
+
 def _dual_clip_is_outside(dual_clip: float | None, clip_high: float) -> str | None:
     if dual_clip is None or dual_clip > 1 + clip_high:
         return None
@@ -258,6 +268,10 @@ OBJECTIVE_RULES = (
         "training.step_rewards_strategy",
         lambda strategy: strategy != "per_achievement",
         "each event has its limit in step_rewards_k_limits; choose another strategy",
+    ),
+    Rule(
+        ("training.max_staleness", "correction.old_logprobs", "correction.level"),
+        _stale_samples_are_weighed,
     ),
     Rule(("reference.placement", *KL_TERMS), _reference_fits_terms),
     Rule(("reference.source", "model.trainer_mode"), _source_fits_trainer_mode),

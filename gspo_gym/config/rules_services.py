@@ -128,6 +128,15 @@ def _of_sent_weights(name: str) -> Rule:
     )
 
 
+def _stale_weights_are_allowed(max_staleness: int, interval: int, engine: str) -> str | None:
+    if max_staleness >= interval - 1 or engine == "local":  # which has no interval
+        return None
+    return (
+        f"expected at least training.weight_sync_interval - 1 = {interval - 1}, which samples lie behind before new "
+        f"weights are sent, got {max_staleness}"
+    )
+
+
 def _sync_is_not_off(enable: bool | None) -> str | None:
     if enable is not False:
         return None
@@ -240,6 +249,7 @@ SERVICE_RULES = (
         lambda engine: engine != "local",
         "it shares the learner's weights; set 1",
     ),
+    Rule(("training.max_staleness", "training.weight_sync_interval", "rollout.engine"), _stale_weights_are_allowed),
     Rule(("training.weight_sync.enable",), _sync_is_not_off),
     Rule(("training.weight_sync.targets",), _sync_has_a_target),
     Rule(

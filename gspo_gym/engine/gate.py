@@ -53,7 +53,7 @@ class Gate:
         self._draining: list[asyncio.Future[None]] = []  # for the last call in flight
         self._tasks: dict[str, set[asyncio.Task[object]]] = {}
         self._aborted: set[asyncio.Task[object]] = set()
-        self._stopped: set[asyncio.Task[object]] = set()  # in flight when the engine was poisoned
+        self._stopped: set[asyncio.Task[object]] = set()  # in flight when the engine was poisoned or closed
 
     @asynccontextmanager
     async def admit(self, session_id: str | None = None, deadline_seconds: float | None = None) -> AsyncIterator[None]:
@@ -79,7 +79,7 @@ class Gate:
         except asyncio.CancelledError:
             if task in self._stopped:
                 task.uncancel()
-                raise EnginePoisonedError(f"the engine is poisoned: {self._reason}") from None
+                self.require_open()
             if task in self._aborted:
                 task.uncancel()
                 raise EngineError(f"session {session_id}: the call was aborted") from None
@@ -154,16 +154,13 @@ class Gate:
         if self._reason is not None:
             return
         self._reason = reason
-        for task in set().union(*self._tasks.values()) if self._tasks else ():
-            self._stopped.add(task)
-            task.cancel()
-        _wake(self._waiting)
-        _wake(self._draining)
+        self._stop()
 
     def close(self) -> None:
-        """Admit nobody; those who wait raise. Calls in flight are the engine's own affair."""
-        self._is_closed = True
-        _wake(self._waiting)
+        """Admit nobody ever again; calls in flight end at once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._stop()
 
     def health(self, failure: str | None = None) -> EngineHealth:
         """As `Engine.health`; `failure` says why the engine behind the gate is dead, None if it is not."""
@@ -174,6 +171,13 @@ class Gate:
             weight_version=self.weight_version,
             reason=self._reason or failure or ("closed" if self._is_closed else None),
         )
+
+    def _stop(self) -> None:
+        for task in set().union(*self._tasks.values()) - self._aborted - self._stopped:
+            self._stopped.add(task)
+            task.cancel()
+        _wake(self._waiting)
+        _wake(self._draining)
 
     @asynccontextmanager
     async def _in_flight(self) -> AsyncIterator[None]:

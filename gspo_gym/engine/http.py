@@ -269,13 +269,13 @@ class HttpEngine:
         async def ask(prompt: Sequence[int], sampling: SamplingParams) -> Completion:
             return await self._sample(prompt, sampling, sampling.max_tokens)
 
+        self._seeds_per_request = await obeys_seeds(ask)
         if not self.route.has_logprobs:
             self.why_not_trainable = (
                 f"{self.route.name} gives no token ids and logprobs. Evaluate with it; to train on its text all the "
                 "same, with the learner's own logprobs in place of the sampler's, set rescore = true"
             )
             return
-        self._seeds_per_request = await obeys_seeds(ask)
         self.logprobs = await find_logprob_facts(ask)
         self.why_not_trainable = None
         if self.logprobs.mode == "raw":

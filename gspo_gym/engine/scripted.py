@@ -176,6 +176,8 @@ class ScriptedEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Admit nobody; with "wait", until no call is in flight. One that is kept carries the version it began with."""
+        if mode not in self.capabilities.pause_modes:
+            raise ConfigError(f"ScriptedEngine.pause: expected mode 'wait' or 'keep', got {mode!r}")
         self._gate.pause()
         if mode == "wait":
             await self._gate.drained()

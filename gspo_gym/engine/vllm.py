@@ -30,6 +30,7 @@ from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.vllm_adapters import Adapters
 from gspo_gym.engine.vllm_requests import completion_of, finish_reason_of, sampling_fields, versions_of
 from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.engine.vllm_worker import RELOAD_METHOD
 from gspo_gym.errors import ConfigError, EngineError, GymError, MissingExtraError
 from gspo_gym.types import Completion
 
@@ -317,7 +318,7 @@ class VllmEngine:
         assert update.folder is not None
         folder = update.folder.resolve()
         _require_same_tensors(self._settings.model_folder, folder)
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        await self._llm.collective_rpc(RELOAD_METHOD, kwargs={"weights_path": str(folder)})
         # Also preempts what is frozen, which is computed again. Salted or not, nothing of the old weights is kept.
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM kept blocks of its prefix cache that were computed under earlier weights")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gspo_gym.engine.vllm_worker import WORKER_EXTENSION
 from gspo_gym.errors import ConfigError
 
 _GIB = 2**30
@@ -102,6 +103,7 @@ class VllmSettings:
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
+            "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
         }
         if self.kv_cache_gib is not None:

@@ -16,6 +16,7 @@ from gspo_gym.cli import main
 from gspo_gym.command_line import parse_and_run
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
+from gspo_gym_envs import BUNDLED
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -108,6 +109,14 @@ def play(arguments, typed, capsys):
 
     assert env_commands.play_environment(parser.parse_args(["play", *arguments]), read=read) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name, home in BUNDLED.items() if home.startswith("gspo_gym_envs.")])
+def test_every_bundled_environment_can_be_played(name, capsys):
+    out = play([name, "--seed", "1", "--max-turns", "2", "--mask"], ["x", "y", "z"], capsys)
+    assert "reward" in out
+    assert "trained on: " in out
+    assert ", return " in out
 
 
 def test_playing_shows_answers_rewards_and_what_would_be_trained_on(capsys):

@@ -107,6 +107,7 @@ OTHER = {
     "training.checkpoint_every_n_iters": (7, {}),
     "training.stop_at_success_rate": (0.5, {}),
     "training.constant_groups": ("drop", {}),
+    "training.max_staleness": (1, {"correction.old_logprobs": "rollout"}),
     "training.max_refill_rounds": (2, {"training.constant_groups": "refill"}),
     "training.step_rewards_enabled": (False, {}),
     "training.step_rewards_mode": ("off", {}),
@@ -206,7 +207,9 @@ REFUSED = {
     "reference.tp": (1, SERVED),
     "reference.health_max_wait_s": (10, SERVED),
     "reference.health_interval_ms": (10, SERVED),
-    "training.weight_sync_interval": (2, {"rollout.engine": "vllm"}),
+    "training.weight_sync_interval": (
+        2, {"rollout.engine": "vllm", "training.max_staleness": 1, "correction.old_logprobs": "rollout"}
+    ),
     "training.weight_sync.targets": ([], {"rollout.engine": "vllm"}),
     "training.weight_sync.mode": ("full", {"rollout.engine": "vllm"}),
     "training.weight_sync.direct": (False, {"rollout.engine": "vllm"}),

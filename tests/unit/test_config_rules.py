@@ -25,6 +25,7 @@ DEDICATED = {
     "reference": {"placement": "dedicated"},
     "loss": {"kl_coef": 0.1},
 }
+STALE = {"training.max_staleness": 1, "correction.old_logprobs": "rollout"}
 NOT_SHARED = 'has no effect with rollout.engine = "local": it shares the learner\'s weights; set {}, or remove this'
 
 
@@ -423,6 +424,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "training.weight_sync.enable: false would train one policy on the episodes of another, which never learns: set "
         "true",
     ),
+    # samples that lie behind
+    "stale samples as if they were fresh": (
+        {"training.max_staleness": 1},
+        "training.max_staleness: expected 0, got 1: samples of earlier weights would be taken for fresh ones; "
+        'set correction.old_logprobs = "rollout", so that the ratio begins at the weights that sampled, or a '
+        "correction.level",
+    ),
+    "weights that are sent too rarely for fresh samples": (
+        {"vllm": {}, "training.weight_sync_interval": 2},
+        "training.max_staleness: expected at least training.weight_sync_interval - 1 = 1, which samples lie behind "
+        "before new weights are sent, got 0",
+    ),
     # tracking and judge
     "one sink twice": (
         {"tracking.report_to": ["wandb", "wandb"]},
@@ -521,7 +534,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "reference of its own": DEDICATED,
     "one GPU": {"compute": {"gpu_count": 1, "gpu_type": "H200"}, "model.device": "cuda"},
     "no GPU": {"compute": {"gpu_count": 0}, "model.device": "cpu"},
-    "sent weights": {"vllm": {}, "training.weight_sync": {"verify_every_k": 3}, "training.weight_sync_interval": 2},
+    "sent weights": {
+        "vllm": {}, "training.weight_sync": {"verify_every_k": 3}, "training.weight_sync_interval": 2, **STALE
+    },
+    "stale samples with a weight": {"training.max_staleness": 2, "correction.level": "trajectory"},
     "shared weights as the hosted trainer says it": {
         "training.weight_sync": {
             "enable": True, "targets": ["policy"], "mode": "direct", "direct": True, "verify_every_k": 0

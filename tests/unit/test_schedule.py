@@ -312,7 +312,7 @@ def test_closing_ends_what_is_played_and_waits_for_it() -> None:
         assert world.running == {2, 3, 4, 5, 6, 7}
         await schedule.close()
         await schedule.close()
-        return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+        return asyncio.all_tasks() - {asyncio.current_task()}
 
     assert run(main()) == set()
     assert (world.running, sorted(world.cancelled)) == (set(), [2, 3, 4, 5, 6, 7])

@@ -73,7 +73,8 @@ def test_tied_weights_are_written_once_and_large_ones_in_several_files(tmp_path:
     assert policy.model.config.tie_word_embeddings
     update = Staging(policy, tmp_path / "w", max_shard_size="100KB").stage(1, "full")
     digests = tensor_digests(update)
-    assert "lm_head.weight" not in digests and "model.embed_tokens.weight" in digests
+    assert "lm_head.weight" not in digests
+    assert "model.embed_tokens.weight" in digests
     assert len(list(folder_of(update).glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(folder_of(update), local_files_only=True)
     assert torch.equal(logits(loaded), logits(policy.model))
@@ -111,26 +112,23 @@ def test_digests_are_of_the_bytes_of_files_and_of_tensors(tmp_path: Path) -> Non
     assert tensor_digests(update)["model.norm.weight"] == hashlib.sha256(norm.numpy().tobytes()).hexdigest()
     verify_staged(update)
     config.write_text("{}")
-    with pytest.raises(EngineError, match="config.json: is missing or was changed"):
+    with pytest.raises(EngineError, match=r"config\.json: is missing or was changed"):
         verify_staged(update)
 
 
 def test_a_version_that_cannot_be_written_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
-    class Full(Exception):
-        pass
-
     policy = load_policy(DENSE, seed=1)
     staging = Staging(policy, tmp_path / "w")
-    write, policy_tokenizer = policy.tokenizer.save_pretrained, policy.tokenizer
+    write = policy.tokenizer.save_pretrained
 
     def refuse(folder: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    policy_tokenizer.save_pretrained = refuse  # after the weights: a half-written folder
-    with pytest.raises(EngineError, match="version 1 could not be staged: .*No space left"):
+    policy.tokenizer.save_pretrained = refuse  # after the weights: a half-written folder
+    with pytest.raises(EngineError, match=r"version 1 could not be staged: .*No space left"):
         staging.stage(1, "full")
     assert list((tmp_path / "w").iterdir()) == []
-    policy_tokenizer.save_pretrained = write
+    policy.tokenizer.save_pretrained = write
     assert folder_of(staging.stage(1, "full")).is_dir()
 
 
@@ -168,7 +166,9 @@ def test_the_root_is_new_each_time_and_what_was_left_behind_is_gone(tmp_path: Pa
     first = staging_root(tmp_path, in_memory=False, num_bytes=1)
     (first / "policy-v1").mkdir()
     second = staging_root(tmp_path, in_memory=False, num_bytes=1)
-    assert first != second and not first.exists() and second.is_dir()
+    assert first != second
+    assert not first.exists()
+    assert second.is_dir()
     assert second.is_relative_to(tmp_path)
 
 
@@ -179,7 +179,8 @@ def test_weights_go_into_memory_only_where_there_is_room_for_twice_of_them(tmp_p
     small = staging_root(tmp_path, in_memory=True, num_bytes=1)
     assert small.is_relative_to("/dev/shm")
     large = staging_root(tmp_path, in_memory=True, num_bytes=2**60)
-    assert large.is_relative_to(tmp_path) and not small.exists()
+    assert large.is_relative_to(tmp_path)
+    assert not small.exists()
 
 
 def test_weights_are_counted_in_bytes() -> None:

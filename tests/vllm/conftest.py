@@ -83,7 +83,7 @@ def model_folder(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def start_engine(loop_thread: LoopThread, model_folder: Path) -> Iterator[StartEngine]:
-    """`start_engine(**settings)` starts vLLM on the policy in float32, without compilation; closed after the session."""
+    """`start_engine(**settings)` starts vLLM on the policy in float32, not compiled; closed after the session."""
     engines: list[VllmEngine] = []
 
     def start(**changes: Any) -> VllmEngine:

@@ -1,0 +1,236 @@
+"""What playing ahead saves: `python -m gspo_gym.benchmark pipeline`.
+
+The same training run synchronously and with `max_staleness` 1 and 2: a tiny model, the local engine and an environment
+that takes 0.2 seconds a turn on average, with a heavy tail. A step cannot take less than the longer of playing and
+learning while every step plays its own batch; the ratio to that, as measured in the synchronous run, is what is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import math
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gspo_gym.engine.local import LocalEngine
+from gspo_gym.evaluation import Evaluation, EvaluationRow
+from gspo_gym.learning.settings import (
+    AdvantageSettings,
+    CorrectionSettings,
+    LossSettings,
+    OptimizerSettings,
+    UpdateSettings,
+)
+from gspo_gym.learning.update import Learner
+from gspo_gym.models import Policy, load_policy
+from gspo_gym.recording import RunRecorder, read_metrics
+from gspo_gym.report.progress import QuietProgress
+from gspo_gym.rollout.actors import EngineActor
+from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.seeding import generator
+from gspo_gym.trainer import Trainer, TrainPlan
+from gspo_gym.types import Outcome, Task
+from gspo_gym.weight_sync import WeightSync
+
+_ENV_ID = "benchmark/Slow-v0"
+_MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        model: as for `models.load_policy`.
+        num_steps: steps in all; the first is left out of the measurement, because it warms up and fills the pipeline.
+        num_groups, group_size: episodes of a step.
+        num_turns: of every episode.
+        turn_seconds: mean latency of the environment's turns.
+        sigma: of the lognormal latency; 1.0 makes one turn in a hundred take 6 times the mean.
+        observation_tokens: length of what the environment says, which sets the cost of learning.
+    """
+
+    model: str = "tiny:qwen3-128"
+    num_steps: int = 9
+    num_groups: int = 8
+    group_size: int = 8
+    num_turns: int = 4
+    turn_seconds: float = 0.2
+    sigma: float = 1.0
+    observation_tokens: int = 64
+
+    def latency(self, task_seed: int, member: int, turn: int) -> float:
+        """Seconds of that turn; the same in every run, whoever plays it."""
+        location = math.log(self.turn_seconds) - self.sigma**2 / 2
+        return float(generator(task_seed, "latency", member, turn).lognormal(location, self.sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Means over the measured steps, in seconds; `playing` is the part of a step that waited for episodes."""
+
+    step: float
+    playing: float
+    learning: float
+    staleness: float
+    num_late: int
+
+
+class _Slow:
+    """An environment that takes its time and rewards different letters."""
+
+    def __init__(self, workload: Workload, task: Task, member: int) -> None:
+        self._workload, self._seed, self._member = workload, task.seed, member
+        self._turn = 0
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return "a" * self._workload.observation_tokens, {}
+
+    async def step(self, action: str) -> Any:
+        await asyncio.sleep(self._workload.latency(self._seed, self._member, self._turn))
+        self._turn += 1
+        is_over = self._turn == self._workload.num_turns
+        return "b" * self._workload.observation_tokens, len(set(action)) / 16, is_over, False, {}
+
+    async def close(self) -> None:
+        pass
+
+
+def measure(workload: Workload, max_staleness: int) -> StepTimes:
+    """Train and time it."""
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_train(workload, max_staleness, Path(folder) / "run"))
+        lines = read_metrics(Path(folder) / "run")[1:]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(line.get(name, 0.0) for line in lines)
+
+    return StepTimes(
+        step=mean("time/step_seconds"),
+        playing=mean("time/rollout_seconds"),
+        learning=mean("time/update_seconds"),
+        staleness=mean("rollout/staleness_mean"),
+        num_late=int(sum(line.get("rollout/stale_dropped", 0.0) for line in lines)),
+    )
+
+
+async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
+    policy = load_policy(workload.model, seed=0)
+    model = copy.deepcopy(policy.model) if max_staleness else policy.model
+    engine = LocalEngine(model, max_model_len=_MAX_MODEL_LEN, source=policy.model if max_staleness else None)
+    recorder = RunRecorder.create(folder, "")
+    trainer = Trainer(
+        TrainPlan(
+            env_id=_ENV_ID,
+            run_seed=0,
+            num_steps=workload.num_steps,
+            groups_per_batch=workload.num_groups,
+            group_size=workload.group_size,
+            advantages=AdvantageSettings(),
+            evaluate_every=workload.num_steps,
+            checkpoint_every=workload.num_steps,
+            log_every=1,
+            stop_at_success_rate=None,
+            log_episodes_every_n_iters=0,
+            max_staleness=max_staleness,
+        ),
+        pool=_pool(workload, policy, engine),
+        publish=WeightSync(engine).publish,
+        learner=_learner(policy),
+        evaluate=_evaluate_nothing,
+        save_checkpoint=lambda state: None,
+        recorder=recorder,
+        progress=QuietProgress(lambda text: None),
+        weight_version=lambda: engine.weight_version,
+    )
+    try:
+        await trainer.run()
+    finally:
+        recorder.close()
+        await engine.close()
+
+
+def _pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPool:
+    members: Counter[int] = Counter()  # environments made so far for each task
+
+    def make_env(task: Task) -> _Slow:
+        members[task.seed] += 1
+        return _Slow(workload, task, members[task.seed] - 1)
+
+    return RolloutPool(
+        make_env=make_env,
+        act=EngineActor(engine, min_tokens=8),
+        renderers=RendererCache(policy.tokenizer),
+        episode_limits=EpisodeLimits(
+            max_turns=workload.num_turns, max_output_tokens=16, max_model_len=_MAX_MODEL_LEN, step_timeout_seconds=600.0
+        ),
+        pool_limits=PoolLimits(max_concurrent_rollouts=1024, max_attempts=1, min_group_fraction=1.0),
+        run_seed=0,
+    )
+
+
+def _learner(policy: Policy) -> Learner:
+    return Learner(
+        policy.model,
+        optimizer=OptimizerSettings(learning_rate=1e-5),
+        loss=LossSettings(),
+        update=UpdateSettings(),
+        correction=CorrectionSettings(old_logprobs="rollout"),
+    )
+
+
+async def _evaluate_nothing(label: str) -> Evaluation:
+    return Evaluation(_ENV_ID, (EvaluationRow(0, 0.0, None, 1, Outcome.TERMINATED),))
+
+
+def render(times: Sequence[StepTimes]) -> Table:
+    """The table; the first row is the synchronous run, and each has its `max_staleness` for its number."""
+    table = Table("max_staleness")
+    for heading in ("step", "of it waiting", "of it learning", "ratio to bound", "mean staleness", "episodes too late"):
+        table.add_column(heading, justify="right")
+    bound = max(times[0].playing, times[0].learning)
+    for staleness, run in enumerate(times):
+        table.add_row(
+            f"{staleness}",
+            *(f"{seconds:.2f} s" for seconds in (run.step, run.playing, run.learning)),
+            f"{run.step / bound:.2f}",
+            f"{run.staleness:.2f}",
+            f"{run.num_late}",
+        )
+    return table
+
+
+def run_pipeline(workload: Workload) -> int:
+    """Measure and print."""
+    console = Console()
+    times = [measure(workload, max_staleness) for max_staleness in (0, 1, 2)]
+    synchronous = times[0]
+    console.print(
+        f"{workload.model}, {torch.get_num_threads()} torch thread(s); {workload.num_groups} groups of "
+        f"{workload.group_size} episodes of {workload.num_turns} turns, {workload.turn_seconds:g} s a turn on average "
+        f"(lognormal, sigma {workload.sigma:g}); means of {workload.num_steps - 1} steps"
+    )
+    console.print(
+        f"one after the other: playing {synchronous.playing:.2f} s, learning {synchronous.learning:.2f} s; no step that "
+        f"plays its batch takes less than {max(synchronous.playing, synchronous.learning):.2f} s"
+    )
+    console.print(render(times))
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of this benchmark alone."""
+    parser.add_argument("--steps", type=int, default=Workload.num_steps, help="pipeline only: training steps")

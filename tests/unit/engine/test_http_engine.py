@@ -1,0 +1,511 @@
+"""The engine behind HTTP, against a real server on loopback whose samples anyone can compute (`hash_model`)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import hash_model
+import numpy as np
+import pytest
+from faulty_server import MAX_MODEL_LEN, MODEL, FaultPlan, FaultyServer
+
+from gspo_gym.engine.base import Capabilities, SamplingParams, WeightUpdate
+from gspo_gym.engine.http import HttpEngine, HttpSettings
+from gspo_gym.engine.retries import RetrySettings
+from gspo_gym.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineError,
+    EnginePoisonedError,
+    EngineTimeoutError,
+)
+from gspo_gym.types import Completion, FinishReason
+
+Json = dict[str, Any]
+
+PROMPT = [1, 2, 3]
+STOP = 5
+SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(STOP,), seed=3)
+TOKENIZER = hash_model.LetterTokenizer()
+
+
+async def no_sleep(seconds: float) -> None:
+    """Retries at once."""
+
+
+def use(
+    server: FaultyServer, body: Callable[[HttpEngine], Awaitable[Any]], tokenizer: Any = None, **settings: Any
+) -> Any:
+    """What `body` makes of an engine that has started."""
+
+    async def run() -> Any:
+        asked = HttpSettings(server.base_url, MODEL, **({"vocab_size": 64} | settings))
+        engine = await HttpEngine.start(asked, tokenizer, sleep=no_sleep)
+        try:
+            return await body(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def ask(server: FaultyServer, sampling: SamplingParams = SAMPLING, **settings: Any) -> Completion:
+    completion: Completion = use(server, lambda engine: engine.generate(PROMPT, sampling), **settings)
+    return completion
+
+
+async def capabilities_of(engine: HttpEngine) -> Capabilities:
+    return engine.capabilities
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.5, "temperature": 1.7},
+    ],
+)
+def test_samples_and_their_logprobs_are_the_models(asked: dict[str, Any]) -> None:
+    rule = hash_model.sample(PROMPT, seed=3, max_tokens=12, stop_token_ids=(STOP,), **asked)
+    with FaultyServer() as server:
+        completion = ask(server, SamplingParams(max_tokens=12, stop_token_ids=(STOP,), seed=3, **asked))
+    assert completion.token_ids.tolist() == rule.token_ids
+    np.testing.assert_allclose(completion.logprobs, rule.processed, atol=1e-6)
+    assert completion.weight_version.tolist() == [-1] * len(rule.token_ids)
+
+
+def test_a_stop_token_is_kept_and_the_contexts_end_cuts_off() -> None:
+    first = hash_model.sample(PROMPT, seed=3, max_tokens=4).token_ids
+    with FaultyServer() as server:
+        stopped = ask(server, SamplingParams(max_tokens=12, stop_token_ids=(first[3],), seed=3))
+        cut = ask(server, max_model_len=5)
+    assert stopped.token_ids.tolist() == first
+    assert stopped.finish_reason is FinishReason.STOP
+    assert (len(cut.token_ids), cut.finish_reason) == (2, FinishReason.LENGTH)
+
+
+def test_a_prompt_without_room_is_refused_before_anything_is_sent() -> None:
+    async def overflow(engine: HttpEngine) -> None:
+        num_seen = len(server.seen)
+        with pytest.raises(ContextOverflowError, match="a prompt of 512 tokens leaves no room in a context of 512"):
+            await engine.generate([1] * MAX_MODEL_LEN, SAMPLING)
+        assert len(server.seen) == num_seen
+
+    with FaultyServer() as server:
+        use(server, overflow)
+
+
+def test_a_request_names_its_call_its_attempt_and_its_cache() -> None:
+    with FaultyServer() as server:
+        ask(server, cache_salt="mine")
+        seen = server.seen[-1]
+    assert seen.path == "/v1/completions"
+    assert (seen.body["model"], seen.body["prompt"], seen.body["cache_salt"]) == (MODEL, PROMPT, "mine")
+    assert seen.body["request_id"] == seen.headers["x-request-id"] == f"{seen.headers['idempotency-key']}-0"
+
+
+# --- what an endpoint can do ------------------------------------------------------------------------------------------
+
+
+def test_a_vllm_endpoint_with_processed_logprobs_is_trainable_but_frozen() -> None:
+    with FaultyServer() as server:
+        found = use(server, capabilities_of, tier="trainable")
+    assert found == Capabilities(
+        is_trainable=True,
+        seeds_per_request=True,
+        reuses_prefixes=False,
+        max_model_len=MAX_MODEL_LEN,
+        logprob_mode="processed",
+        reports_versions=False,
+        update_kinds=(),
+        pause_modes=("wait",),
+    )
+
+
+def test_raw_logprobs_are_found_out_and_not_trained_on() -> None:
+    with FaultyServer(logprobs="raw") as server:
+        found = use(server, capabilities_of)
+        assert (found.is_trainable, found.logprob_mode) == (False, "raw")
+        with pytest.raises(EngineError, match="before temperature and truncation.*--logprobs-mode processed_logprobs"):
+            use(server, capabilities_of, tier="trainable")
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_logprobs_that_know_of_no_truncation_allow_none(dialect: Any) -> None:
+    with FaultyServer(dialect=dialect, logprobs="scaled") as server:
+        assert use(server, capabilities_of).is_trainable
+        rule = hash_model.sample(PROMPT, seed=3, max_tokens=12, stop_token_ids=(STOP,), temperature=0.7)
+        completion = ask(server, SamplingParams(max_tokens=12, stop_token_ids=(STOP,), seed=3, temperature=0.7))
+        np.testing.assert_allclose(completion.logprobs, rule.scaled, atol=1e-6)
+        for truncation in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+            with pytest.raises(ConfigError, match="not renormalised over what truncation leaves"):
+                ask(server, SamplingParams(max_tokens=12, stop_token_ids=(STOP,), seed=3, **truncation))
+
+
+def renormalised_but_of_temperature_1(answer: Json) -> Json:
+    """As of a server that applies top_k to the logprobs that it reports, but not the temperature."""
+    choice = answer["choices"][0]
+    # The body is not at hand here; with two tokens left, a logprob at temperature 2 is what halves the difference.
+    logprobs = choice["logprobs"]["token_logprobs"]
+    if len(logprobs) == 1:
+        logprobs[0] = -0.3
+    return answer
+
+
+def test_logprobs_that_follow_truncation_but_not_temperature_are_no_logprobs() -> None:
+    with (
+        FaultyServer(spoil=renormalised_but_of_temperature_1) as server,
+        pytest.raises(EngineError, match="follow top_k but not the temperature"),
+    ):
+        use(server, capabilities_of)
+
+
+def test_logprobs_that_grow_with_the_temperature_are_no_logprobs() -> None:
+    number = iter(range(10**6))
+
+    def spoil(answer: Json) -> Json:
+        logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+        answer["choices"][0]["logprobs"]["token_logprobs"] = [-5.0 + 0.1 * next(number)] * len(logprobs)
+        return answer
+
+    with (
+        FaultyServer(spoil=spoil) as server,
+        pytest.raises(EngineError, match="of no known distribution: the likeliest tokens have"),
+    ):
+        use(server, capabilities_of)
+
+
+def test_an_endpoint_that_ignores_seeds_is_found_out() -> None:
+    with FaultyServer(has_seeds=False) as server:
+        found = use(server, capabilities_of)
+    assert (found.seeds_per_request, found.is_trainable) == (False, True)
+
+
+def test_an_endpoint_that_does_not_echo_the_prompt_is_not_trusted_with_tokens() -> None:
+    def forget(answer: Json) -> Json:
+        del answer["choices"][0]["prompt_token_ids"]
+        return answer
+
+    with FaultyServer(spoil=forget) as server, pytest.raises(EngineError, match="the prompt as the server read it"):
+        use(server, capabilities_of)
+
+
+def test_sglangs_own_route_is_found_beside_v1() -> None:
+    async def route(engine: HttpEngine) -> str:
+        return engine.route.name
+
+    with FaultyServer(dialect="sglang", logprobs="scaled") as server:
+        assert use(server, route, tier="trainable") == "SGLang's /generate"
+        assert server.seen[-1].path == "/generate"
+
+
+def test_a_context_of_unknown_length_must_be_given() -> None:
+    with FaultyServer(dialect="text") as server, pytest.raises(ConfigError, match="does not say how long a context"):
+        use(server, capabilities_of, TOKENIZER)
+
+
+# --- text only --------------------------------------------------------------------------------------------------------
+
+
+def test_an_endpoint_with_text_only_evaluates_but_does_not_train() -> None:
+    rule = hash_model.sample(PROMPT, seed=3, max_tokens=40, stop_token_ids=(STOP,))
+    assert rule.finish_reason == "stop"
+
+    async def generate(engine: HttpEngine) -> tuple[Capabilities, Completion]:
+        sampling = SamplingParams(max_tokens=40, stop_token_ids=(STOP,), seed=3)
+        return engine.capabilities, await engine.generate(PROMPT, sampling)
+
+    with FaultyServer(dialect="text") as server:
+        found, completion = use(server, generate, TOKENIZER, max_model_len=100)
+    assert (found.is_trainable, found.logprob_mode, found.seeds_per_request) == (False, "none", True)
+    assert completion.token_ids.tolist() == rule.token_ids  # the stop token, which is not in the text, included
+    assert completion.finish_reason is FinishReason.STOP
+    assert not completion.logprobs.any()
+    assert set(completion.weight_version.tolist()) == {-1}
+
+
+def test_text_that_was_cut_off_stays_cut_off() -> None:
+    with FaultyServer(dialect="text") as server:
+        sampling = SamplingParams(max_tokens=4, stop_token_ids=(), seed=3)
+        completion = use(
+            server, lambda engine: engine.generate(PROMPT, sampling), TOKENIZER, max_model_len=100, tier="text"
+        )
+    assert completion.token_ids.tolist() == hash_model.sample(PROMPT, seed=3, max_tokens=4).token_ids
+    assert completion.finish_reason is FinishReason.LENGTH
+
+
+def test_rescoring_must_be_asked_for_by_name() -> None:
+    async def why_not(engine: HttpEngine) -> str | None:
+        return engine.why_not_trainable
+
+    with FaultyServer(dialect="text") as server:
+        reason = use(server, why_not, TOKENIZER, max_model_len=100)
+        assert "set rescore = true" in reason
+        found = use(server, capabilities_of, TOKENIZER, max_model_len=100, rescore=True)
+    assert (found.is_trainable, found.logprob_mode) == (True, "none")
+
+
+def test_what_a_text_endpoint_has_no_field_for_is_refused_and_not_dropped() -> None:
+    async def generate(engine: HttpEngine) -> None:
+        for asked in ({"top_k": 4}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"min_tokens": 2}):
+            sampling = SamplingParams(max_tokens=4, stop_token_ids=(STOP,), seed=0, **asked)
+            with pytest.raises(ConfigError, match=f"leave {next(iter(asked))} at the default"):
+                await engine.generate(PROMPT, sampling)
+
+    with FaultyServer(dialect="text") as server:
+        use(server, generate, TOKENIZER, max_model_len=100)
+
+
+def test_an_endpoint_that_only_chats_is_refused_with_every_reason() -> None:
+    with FaultyServer(dialect="chat") as server, pytest.raises(EngineError) as caught:
+        use(server, capabilities_of, TOKENIZER)
+    for route in ("/v1/completions with token ids", "SGLang's /generate", "/v1/completions with text"):
+        assert f"{route}: " in str(caught.value)
+    with FaultyServer(dialect="chat") as server, pytest.raises(ConfigError, match='tier "text" needs the tokenizer'):
+        use(server, capabilities_of, tier="text")
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def spoil_logprobs(value: Any) -> Callable[[Json], Json]:
+    def spoil(answer: Json) -> Json:
+        answer["choices"][0]["logprobs"]["token_logprobs"][0] = value
+        return answer
+
+    return spoil
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 0.5, None, "x"])
+def test_a_spoilt_answer_is_asked_for_again_and_never_returned(value: Any) -> None:
+    async def spoil_two_then_all(engine: HttpEngine) -> None:
+        spoil, num_left = spoil_logprobs(value), iter([True, True])
+        server.spoil = lambda answer: spoil(answer) if next(num_left, False) else answer
+        completion = await engine.generate(PROMPT, SAMPLING)
+        assert np.isfinite(completion.logprobs).all()
+        assert engine.counters.failures == {"answer": 2}
+        server.spoil = spoil
+        with pytest.raises(EngineError, match=r"\(3 attempts\)"):
+            await engine.generate(PROMPT, SAMPLING)
+        assert engine.counters.failures == {"answer": 5}
+
+    with FaultyServer() as server:
+        use(server, spoil_two_then_all, retries=RetrySettings(max_attempts=3))
+
+
+def test_an_answer_to_another_prompt_is_never_returned() -> None:
+    def swap(answer: Json) -> Json:
+        answer["choices"][0]["prompt_token_ids"] = [9, 9, 9]
+        return answer
+
+    async def generate(engine: HttpEngine) -> None:
+        server.spoil = swap
+        with pytest.raises(EngineError, match="to another prompt"):
+            await engine.generate(PROMPT, SAMPLING)
+
+    with FaultyServer() as server:
+        use(server, generate, retries=RetrySettings(max_attempts=2))
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("500", "500"),
+        ("502", "502"),
+        ("429", "429"),
+        ("reset_early", "connection"),
+        ("reset_late", "connection"),
+        ("cut_body", "connection"),
+        ("truncated_json", "json"),
+        ("content_type", "content"),
+    ],
+)
+def test_each_fault_is_counted_by_its_kind_and_survived(fault: str, kind: str) -> None:
+    async def generate(engine: HttpEngine) -> None:
+        server.plan = FaultPlan({fault: 1.0})
+        with pytest.raises(EngineError, match=r"\(4 attempts\)"):
+            await engine.generate(PROMPT, SAMPLING)
+        assert engine.counters.failures == {kind: 4}
+        server.plan = FaultPlan()
+        rule = hash_model.sample(PROMPT, seed=3, max_tokens=12, stop_token_ids=(STOP,))
+        assert (await engine.generate(PROMPT, SAMPLING)).token_ids.tolist() == rule.token_ids
+
+    with FaultyServer() as server:
+        use(server, generate, retries=RetrySettings(max_attempts=4))
+
+
+@pytest.mark.parametrize("fault", ["timeout", "slow_body"])
+def test_a_request_that_was_accepted_and_not_answered_gives_one_sample_in_the_end(fault: str) -> None:
+    async def generate(engine: HttpEngine) -> None:
+        server.plan = FaultPlan({fault: 1.0})
+        task = asyncio.create_task(engine.generate(PROMPT, SAMPLING))
+        while engine.counters.failures["timeout"] < 1:
+            await asyncio.sleep(0.01)  # the attempt's own 0.2 seconds pass in the meantime
+        server.plan = FaultPlan()
+        rule = hash_model.sample(PROMPT, seed=3, max_tokens=12, stop_token_ids=(STOP,))
+        assert (await task).token_ids.tolist() == rule.token_ids
+        key = server.seen[-1].headers["idempotency-key"]
+        assert server.num_samples[key] >= 2  # the server made it more than once,
+        assert server.num_answers[key] == 1  # and delivered it once
+
+    with FaultyServer() as server:
+        use(server, generate, timeout_seconds=0.2, retries=RetrySettings(max_attempts=50))
+
+
+def test_a_deadline_ends_a_call_that_hangs_and_hangs_up() -> None:
+    async def generate(engine: HttpEngine) -> None:
+        server.plan = FaultPlan({"timeout": 1.0})
+        with pytest.raises(EngineTimeoutError, match="no completion within 0.1 seconds"):
+            await engine.generate(PROMPT, SAMPLING, deadline_seconds=0.1)
+        assert (await engine.health()).num_in_flight == 0
+        server.plan = FaultPlan()
+        await engine.generate(PROMPT, SAMPLING)
+
+    with FaultyServer() as server:
+        use(server, generate)
+
+
+def test_the_settings_deadline_holds_for_waits_between_attempts_too() -> None:
+    async def run() -> None:
+        settings = HttpSettings(server.base_url, MODEL, deadline_seconds=0.2)
+        engine = await HttpEngine.start(settings)  # with the real clock
+        server.plan = FaultPlan({"429": 1.0})
+        with pytest.raises(EngineTimeoutError, match="no completion within 0.2 seconds"):
+            await engine.generate(PROMPT, SAMPLING)
+        assert engine.counters.num_attempts == engine.counters.num_calls  # it was waiting, for 30 seconds
+        await engine.close()
+
+    with FaultyServer(retry_after="30") as server:
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["abort", "poison", "cancel"])
+def test_a_call_in_flight_can_be_given_up(how: str) -> None:
+    async def generate(engine: HttpEngine) -> None:
+        server.plan = FaultPlan({"timeout": 1.0})
+        num_seen = len(server.seen)
+        task = asyncio.create_task(engine.generate(PROMPT, SAMPLING, session_id="a"))
+        while len(server.seen) == num_seen:
+            await asyncio.sleep(0)
+        if how == "abort":
+            await engine.abort("a")
+        elif how == "poison":
+            engine.poison("a test")
+        else:
+            task.cancel()
+        errors = {"abort": EngineError, "poison": EnginePoisonedError, "cancel": asyncio.CancelledError}
+        with pytest.raises(errors[how]):
+            await task
+        assert (await engine.health()).num_in_flight == 0
+
+    with FaultyServer() as server:
+        use(server, generate)
+
+
+def test_nobody_listening_is_an_error_after_the_last_attempt() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+        settings = HttpSettings(url, MODEL, retries=RetrySettings(max_attempts=3))
+        with pytest.raises(EngineError, match=r"connection failed \(ConnectError\) \(3 attempts\)"):
+            asyncio.run(HttpEngine.start(settings, sleep=no_sleep))
+
+
+def test_a_closed_engine_answers_no_more() -> None:
+    async def generate(engine: HttpEngine) -> None:
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            await engine.generate(PROMPT, SAMPLING)
+        assert not (await engine.health()).is_alive
+
+    with FaultyServer() as server:
+        use(server, generate)
+
+
+# --- keys, proxies, redirects -----------------------------------------------------------------------------------------
+
+
+def test_the_key_goes_to_the_endpoint_and_into_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_KEY", "sk-very-secret")
+    with FaultyServer() as server:
+        ask(server, api_key_env="TEST_KEY")
+        assert {seen.headers["authorization"] for seen in server.seen} == {"Bearer sk-very-secret"}
+    with FaultyServer(FaultPlan({"401": 1.0})) as server, pytest.raises(EngineError) as caught:
+        ask(server, api_key_env="TEST_KEY")
+    error: BaseException | None = caught.value
+    assert "HTTP 401: " in str(error)
+    assert "wrong key: Bearer ***" in str(error)
+    assert "sk-very-secret" not in str(error)
+
+
+def test_a_key_that_is_not_set_is_an_error_and_no_other_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-somebody-elses")
+    with FaultyServer() as server:
+        with pytest.raises(ConfigError, match="expected a key in the variable TEST_KEY, got none"):
+            ask(server, api_key_env="TEST_KEY")
+        ask(server)
+        assert {seen.headers["authorization"] for seen in server.seen} == {"Bearer none"}
+
+
+def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with FaultyServer() as server:
+        ask(server)
+
+
+def test_redirects_are_refused_and_not_followed() -> None:
+    with FaultyServer(FaultPlan({"307": 1.0})) as server, pytest.raises(EngineError, match="HTTP 307"):
+        ask(server)
+    assert not [seen for seen in server.seen if "elsewhere" in seen.path]
+
+
+# --- weights and settings ---------------------------------------------------------------------------------------------
+
+
+def test_somebody_elses_weights_cannot_be_updated() -> None:
+    async def update(engine: HttpEngine) -> None:
+        await engine.pause("wait")
+        with pytest.raises(ConfigError, match="is a frozen policy, whose weights cannot become version 1"):
+            await engine.apply_weights(WeightUpdate(1, "shared"))
+        assert await engine.checksums() == {}
+        await engine.resume(0)
+        await engine.generate(PROMPT, SAMPLING)
+        with pytest.raises(ConfigError, match="expected mode 'wait', got 'keep'"):
+            await engine.pause("keep")
+
+    with FaultyServer() as server:
+        use(server, update)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"base_url": "127.0.0.1:8000"}, r"expected http\(s\)://HOST"),
+        ({"base_url": "ftp://host/v1"}, r"expected http\(s\)://HOST"),
+        ({"base_url": "http://user:secret@host/v1"}, "expected no user or password in it"),
+        ({"model": ""}, "expected a model's name"),
+        ({"timeout_seconds": 0.0}, "expected timeout_seconds > 0"),
+        ({"deadline_seconds": math.nan}, "expected timeout_seconds > 0 and deadline_seconds > 0"),
+        ({"max_model_len": 1}, "expected max_model_len >= 2"),
+        ({"vocab_size": 0}, "vocab_size >= 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        HttpSettings(**({"base_url": "http://127.0.0.1:1/v1", "model": "m"} | wrong))
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,638 @@
+"""Several engines as one: who gets which call, who is not asked, and what becomes of calls and weights when one fails.
+
+Time is virtual: an event loop whose clock jumps to the next timer. A reply is the sum of the prompt and a stop token:
+every replica gives the same sample to the same call, and a wrong one is seen.
+
+Pinned here:
+1. breaker and limit, by tables and by hand;
+2. sessions stay, new ones go to the replica with the fewest, drained ones get none;
+3. a call moves to another replica only if that gives the same sample, and never past its deadline;
+4. of 2,000 calls none is lost or answered twice while a replica dies and comes back;
+5. updates reach all replicas or leave them out; what is left out comes back under the committed version only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from gspo_gym.engine.base import Capabilities, Engine, EngineHealth, SamplingParams, WeightUpdate
+from gspo_gym.engine.breaker import CircuitBreaker, InFlightLimit
+from gspo_gym.engine.gate import probing
+from gspo_gym.engine.replica_set import RouterSettings
+from gspo_gym.engine.router import RoutedEngine
+from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
+from gspo_gym.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineError,
+    EnginePoisonedError,
+    EngineTimeoutError,
+)
+from gspo_gym.types import Completion
+
+STOP = 2
+SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(STOP,), seed=0)
+
+Result = TypeVar("Result")
+
+
+class Jumping(selectors.SelectSelector):
+    """Instead of waiting for the next timer, it is that time already."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout:
+            self.now += timeout
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock is its selector's."""
+
+    def __init__(self) -> None:
+        self._jumping = Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def reply(prompt: tuple[int, ...], turn: int) -> list[int]:
+    return [sum(prompt) + 3, STOP]
+
+
+class Fragile(ScriptedEngine):
+    """A scripted engine whose samples depend on the prompt only, and which can be dead for a while."""
+
+    def __init__(self, *, seconds: float = 1.0, failures: Failures | None = None, seeds: bool = True) -> None:
+        super().__init__(reply, latency=Latency(per_call_seconds=seconds), failures=failures)
+        self.is_dead = False
+        self.num_answers = 0
+        self.fails_at = ""
+        self._seeds = seeds
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, seeds_per_request=self._seeds)
+
+    async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, **options: Any) -> Completion:
+        if self.is_dead:
+            raise EngineError("connection refused")
+        completion = await super().generate(prompt_token_ids, sampling, **options)
+        if self.is_dead:
+            raise EngineError("connection reset")
+        self.num_answers += 1
+        return completion
+
+    async def health(self) -> EngineHealth:
+        return replace(await super().health(), **({"is_alive": False, "reason": "dead"} if self.is_dead else {}))
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        if self.fails_at == "apply":
+            raise EngineError("no space for the weights")
+        await super().apply_weights(update)
+
+    async def resume(self, version: int) -> None:
+        if self.fails_at == "resume":
+            raise EngineError("connection lost")
+        await super().resume(version)
+
+
+def routed(*replicas: Engine, **settings: Any) -> RoutedEngine:
+    clock = asyncio.get_running_loop().time
+    return RoutedEngine(replicas, settings=RouterSettings(**settings), clock=clock)
+
+
+def token(completion: Completion) -> int:
+    return int(completion.token_ids[0])
+
+
+async def update(engine: Engine, version: int) -> None:
+    await engine.pause("wait")
+    await engine.apply_weights(WeightUpdate(version, "shared"))
+    await engine.resume(version)
+
+
+# Failures_to_open 3, cool_down 5: what happens at which second, and the state right after.
+BREAKER = (
+    ("two failures are not three", [("fail", 0), ("fail", 1)], 1, "closed"),
+    ("three in a row open it", [("fail", 0), ("fail", 1), ("fail", 2)], 2, "open"),
+    ("an answer between them counts anew", [("fail", 0), ("fail", 1), ("succeed", 2), ("fail", 3)], 3, "closed"),
+    ("before the cool-down it stays open", [("fail", 0), ("fail", 1), ("fail", 2)], 6.9, "open"),
+    ("after it one call may try", [("fail", 0), ("fail", 1), ("fail", 2)], 7, "half_open"),
+    ("late failures do not prolong it", [("fail", 0), ("fail", 1), ("fail", 2), ("fail", 4)], 7, "half_open"),
+    ("a failed try opens it again", [("fail", 0), ("fail", 1), ("fail", 2), ("fail", 8)], 12.9, "open"),
+    ("for as long as before", [("fail", 0), ("fail", 1), ("fail", 2), ("fail", 8)], 13, "half_open"),
+    ("a try that is answered closes it", [("fail", 0), ("fail", 1), ("fail", 2), ("succeed", 8)], 8, "closed"),
+)
+
+
+@pytest.mark.parametrize(("events", "now", "state"), [row[1:] for row in BREAKER], ids=[row[0] for row in BREAKER])
+def test_breaker_opens_cools_down_and_tries(events: list[tuple[str, float]], now: float, state: str) -> None:
+    breaker = CircuitBreaker(failures_to_open=3, cool_down_seconds=5.0)
+    for what, when in events:
+        if what == "fail":
+            breaker.fail(when)
+        else:
+            breaker.succeed()
+    assert breaker.state(now) == state
+    assert breaker.allows(now, num_in_flight=0) == (state != "open")
+    assert breaker.allows(now, num_in_flight=1) == (state == "closed")
+
+
+def test_limit_is_halved_by_a_timeout_and_raised_by_one_for_each_full_round() -> None:
+    limit = InFlightLimit(16)
+    limit.time_out(begun=0.0, now=10.0)
+    assert limit.limit == 8  # 16 / 2
+    limit.time_out(begun=9.0, now=11.0)
+    assert limit.limit == 8  # that call was made under the old limit
+    limit.time_out(begun=10.5, now=12.0)
+    assert limit.limit == 4
+    for _ in range(3):
+        limit.succeed(4)
+    assert limit.limit == 4
+    limit.succeed(4)  # the 4th answer of a full round
+    assert limit.limit == 5
+    for _ in range(100):
+        limit.succeed(4)  # never used to the full: nothing is learned
+    assert limit.limit == 5
+    for number in range(5, 16):
+        for _ in range(number):
+            limit.succeed(number)
+    assert limit.limit == 16
+    for _ in range(16):
+        limit.succeed(16)
+    assert limit.limit == 16  # the most
+
+
+def test_limit_never_falls_below_one() -> None:
+    limit = InFlightLimit(2)
+    for second in range(5):
+        limit.time_out(begun=second, now=second + 0.5)
+    assert limit.limit == 1
+
+
+@pytest.mark.parametrize("options", [{"failures_to_open": 0}, {"max_in_flight": 0}, {"health_interval_seconds": 0.0}])
+def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        RoutedEngine([Fragile()], settings=RouterSettings(**options))
+
+
+def test_sessions_stay_and_new_ones_go_where_fewest_are() -> None:
+    async def main() -> list[list[str | None]]:
+        replicas = [Fragile() for _ in range(3)]
+        engine = routed(*replicas)
+        for turn in range(2):  # one after another: nothing is in flight, only sessions count
+            for name in "abcdefg":
+                await engine.generate([1, turn], SAMPLING, session_id=name)
+        await engine.end_session("b")
+        await engine.end_session("e")
+        await engine.generate([1], SAMPLING, session_id="h")
+        return [[call.session_id for call in replica.calls] for replica in replicas]
+
+    # a b c d e f g in turn to 0 1 2 0 1 2 0; their second calls likewise; then replica 1 has none and takes h.
+    assert run(main()) == [list("adgadg"), list("bebeh"), list("cfcf")]
+
+
+def test_calls_without_session_go_where_fewest_are_in_flight() -> None:
+    async def main() -> list[int]:
+        replicas = [Fragile(seconds=seconds) for seconds in (10.0, 1.0)]
+        engine = routed(*replicas)
+        slow = [asyncio.create_task(engine.generate([1], SAMPLING)) for _ in range(2)]  # one for each
+        await asyncio.sleep(2.0)  # the second replica has answered
+        await asyncio.gather(*(engine.generate([1], SAMPLING) for _ in range(1)))
+        await asyncio.gather(*slow)
+        return [len(replica.calls) for replica in replicas]
+
+    assert run(main()) == [1, 2]
+
+
+def test_no_replica_is_given_more_calls_than_its_limit() -> None:
+    most = 0
+
+    async def main() -> float:
+        nonlocal most
+
+        class Counting(Fragile):
+            running = 0
+
+            async def generate(self, *arguments: Any, **options: Any) -> Completion:
+                nonlocal most
+                self.running += 1
+                most = max(most, self.running)
+                try:
+                    return await super().generate(*arguments, **options)
+                finally:
+                    self.running -= 1
+
+        engine = routed(Counting(), Counting(), max_in_flight=4)
+        await asyncio.gather(*(engine.generate([1], SAMPLING) for _ in range(80)))
+        return asyncio.get_running_loop().time()
+
+    seconds = run(main())
+    assert most == 4
+    assert seconds == pytest.approx(80 / (2 * 4))  # all slots are used all the time
+
+
+def test_drained_replica_keeps_its_sessions_and_gets_no_new_ones() -> None:
+    async def main() -> list[list[str | None]]:
+        replicas = [Fragile(), Fragile()]
+        engine = routed(*replicas)
+        await engine.generate([1], SAMPLING, session_id="old")
+        drained = asyncio.create_task(engine.drain(0))
+        await asyncio.sleep(0)
+        for name in ("x", "y", "old"):
+            await engine.generate([1], SAMPLING, session_id=name)
+        assert not drained.done()
+        await engine.end_session("old")
+        await drained
+        engine.undrain(0)
+        await engine.generate([1], SAMPLING, session_id="z")
+        return [[call.session_id for call in replica.calls] for replica in replicas]
+
+    assert run(main()) == [["old", "old", "z"], ["x", "y"]]
+
+
+def test_failed_call_is_answered_by_another_replica_with_the_same_sample() -> None:
+    async def main() -> None:
+        broken, sound = Fragile(failures=Failures(every=1)), Fragile()
+        engine = routed(broken, sound)
+        completion = await engine.generate([5, 6], SAMPLING, session_id="a")
+        assert token(completion) == 14  # 5 + 6 + 3
+        assert (broken.num_failures, sound.num_answers, engine.num_retries) == (1, 1, 1)
+        await engine.generate([7], SAMPLING, session_id="a")
+        assert len(broken.calls) == 1  # the session has moved
+        await engine.end_session("a")
+        assert [len(replica.sessions) for replica in engine.replicas] == [0, 0]
+
+    run(main())
+
+
+def test_sample_that_cannot_be_repeated_is_not_replaced_by_another_one() -> None:
+    async def main() -> None:
+        broken, sound = Fragile(failures=Failures(every=1), seeds=False), Fragile(seeds=False)
+        with pytest.raises(EngineError, match="replica 0: scripted failure"):
+            await routed(broken, sound).generate([5], SAMPLING)
+        assert sound.calls == []
+
+    run(main())
+
+
+def test_call_that_every_replica_fails_says_what_each_one_said() -> None:
+    async def main() -> None:
+        engine = routed(*(Fragile(failures=Failures(every=1)) for _ in range(2)))
+        with pytest.raises(EngineError, match=r"replica 0: scripted failure.*; replica 1: scripted failure"):
+            await engine.generate([5], SAMPLING)
+
+    run(main())
+
+
+def test_mistakes_of_the_caller_are_no_failures_of_a_replica() -> None:
+    async def main() -> None:
+        replicas = [Fragile(), Fragile()]
+        engine = routed(*replicas, failures_to_open=1)
+        with pytest.raises(ContextOverflowError):
+            await engine.generate([1] * 4096, SAMPLING)
+        with pytest.raises(EngineError, match="at least one token"):
+            await engine.generate([], SAMPLING)
+        call = asyncio.create_task(engine.generate([1], SAMPLING, session_id="a"))
+        await asyncio.sleep(0.5)
+        await engine.abort("a")
+        with pytest.raises(EngineError, match="aborted"):
+            await call
+        assert [len(replica.calls) for replica in replicas] == [1, 0]
+        assert all(replica.breaker.state(0.5) == "closed" for replica in engine.replicas)
+
+    run(main())
+
+
+def test_replica_that_fails_again_and_again_is_asked_once_a_cool_down() -> None:
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        asked: list[float] = []
+
+        class Broken(Fragile):
+            async def generate(self, *arguments: Any, **options: Any) -> Completion:
+                asked.append(loop.time())
+                raise EngineError("broken")
+
+        engine = routed(Broken(), Fragile(), failures_to_open=2, cool_down_seconds=10.0)
+        for _ in range(30):  # one call a second
+            await engine.generate([1], SAMPLING)
+        return asked
+
+    # Twice in a row; open from second 1, tried again at 11 and, 10 seconds after that failure, at 21.
+    assert run(main()) == [0.0, 1.0, 11.0, 21.0]
+
+
+def test_call_out_of_time_raises_at_its_deadline_and_halves_the_limit() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engine = routed(Fragile(seconds=100.0), Fragile(seconds=100.0), max_in_flight=8)
+        with pytest.raises(EngineTimeoutError, match="3 seconds"):
+            await engine.generate([1], SAMPLING, deadline_seconds=3.0)
+        assert loop.time() == pytest.approx(3.0)
+        assert [replica.limit.limit for replica in engine.replicas] == [4, 8]
+        assert [replica.num_in_flight for replica in engine.replicas] == [0, 0]
+
+    run(main())
+
+
+def test_deadline_covers_the_second_attempt_too() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engine = routed(Fragile(seconds=2.0, failures=Failures(every=1)), Fragile(seconds=2.0))
+        with pytest.raises(EngineTimeoutError):
+            await engine.generate([1], SAMPLING, deadline_seconds=3.0)
+        assert loop.time() == pytest.approx(3.0)
+
+    run(main())
+
+
+def test_calls_on_a_replica_that_hangs_dead_move_when_its_health_says_so() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        hanging, sound = Fragile(failures=Failures(every=1, kind="hang")), Fragile()
+        engine = routed(hanging, sound, failures_to_open=2, health_interval_seconds=5.0)
+        hanging.is_dead = False
+        call = asyncio.create_task(engine.generate([5], SAMPLING))
+        await asyncio.sleep(1.0)
+        hanging.is_dead = True
+        assert token(await call) == 8  # 5 + 3
+        assert loop.time() == pytest.approx(11.0)  # health fails at 5 and 10, the other replica takes 1
+
+    run(main())
+
+
+def test_calls_raise_when_no_replica_has_been_up_for_long() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        dead = Fragile()
+        dead.is_dead = True
+        engine = routed(dead, failures_to_open=1, cool_down_seconds=1000.0, max_wait_seconds=60.0)
+        with pytest.raises(EngineError, match="connection refused"):
+            await engine.generate([1], SAMPLING)
+        with pytest.raises(EngineError, match="no replica can be asked"):
+            await engine.generate([1], SAMPLING)
+        assert 60.0 <= loop.time() <= 65.0  # found at the first health check after it
+
+    run(main())
+
+
+async def play(engine: RoutedEngine, number: int, answers: dict[tuple[int, int], list[int]]) -> None:
+    """A session of four turns, each prompt holding the session's number and turn."""
+    for turn in range(4):
+        completion = await engine.generate([number, turn], SAMPLING, session_id=f"session-{number}")
+        answers.setdefault((number, turn), []).append(token(completion))
+    await engine.end_session(f"session-{number}")
+
+
+def test_no_call_of_2000_is_lost_or_answered_twice_while_a_replica_dies_and_comes_back() -> None:
+    answers: dict[tuple[int, int], list[int]] = {}
+
+    async def main() -> tuple[list[Fragile], RoutedEngine, list[int]]:
+        replicas = [Fragile(seconds=1.0 + number / 10) for number in range(3)]
+        engine = routed(*replicas, max_in_flight=16)
+        sessions = [asyncio.create_task(play(engine, number, answers)) for number in range(500)]
+        await asyncio.sleep(8.5)
+        replicas[1].is_dead = True
+        await asyncio.sleep(10.0)
+        while_dead = replicas[1].num_answers
+        replicas[1].is_dead = False
+        await asyncio.gather(*sessions)
+        return replicas, engine, [while_dead, replicas[1].num_answers]
+
+    replicas, engine, answered = run(main())
+    assert len(answers) == 2000
+    assert all(given == [number + turn + 3] for (number, turn), given in answers.items())
+    assert sum(replica.num_answers for replica in replicas) == 2000  # no sample was taken twice
+    assert engine.num_retries >= 16  # what was in flight, at least
+    assert answered[1] > answered[0]  # it came back into use
+    assert [len(replica.sessions) for replica in engine.replicas] == [0, 0, 0]
+
+
+def test_update_reaches_all_replicas_and_waits_for_their_calls() -> None:
+    async def main() -> None:
+        replicas = [Fragile(seconds=2.0), Fragile(seconds=3.0)]
+        engine = routed(*replicas)
+        before = [asyncio.create_task(engine.generate([1], SAMPLING)) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        updating = asyncio.create_task(update(engine, 7))
+        await asyncio.sleep(0.5)
+        after = asyncio.create_task(engine.generate([1], SAMPLING))
+        await updating
+        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+        assert [(await call).weight_version.tolist() for call in before] == [[0, 0], [0, 0]]
+        assert (await after).weight_version.tolist() == [7, 7]
+        assert engine.weight_version == 7
+        assert [replica.weight_version for replica in replicas] == [7, 7]
+
+    run(main())
+
+
+@pytest.mark.parametrize("step", ["apply", "resume", "attest"])
+def test_replica_that_fails_an_update_is_left_out_and_the_others_commit(step: str) -> None:
+    async def main() -> None:
+        replicas = [Fragile() for _ in range(3)]
+        replicas[1].fails_at = step
+        engine = routed(*replicas)
+
+        async def attest(one: Engine) -> None:
+            with probing():
+                await one.generate([1], SAMPLING)
+            if one is replicas[1] and step == "attest":
+                raise EngineError("other weights")
+
+        engine.attest = attest
+        await update(engine, 1)
+        versions = {
+            name: (await engine.generate([1], SAMPLING, session_id=name)).weight_version.tolist() for name in "abc"
+        }
+        assert versions == {name: [1, 1] for name in "abc"}
+        assert [replica.left_out is None for replica in engine.replicas] == [True, False, True]
+        with pytest.raises(EnginePoisonedError):
+            await replicas[1].generate([1], SAMPLING)
+        assert (await engine.health()).is_alive
+
+    run(main())
+
+
+def test_update_that_fails_everywhere_poisons_the_engine() -> None:
+    async def main() -> None:
+        replicas = [Fragile(), Fragile()]
+        for replica in replicas:
+            replica.fails_at = "apply"
+        engine = routed(*replicas)
+        with pytest.raises(EnginePoisonedError, match="no space for the weights"):
+            await update(engine, 1)
+        with pytest.raises(EnginePoisonedError):
+            await engine.generate([1], SAMPLING)
+        assert (await engine.health()).is_poisoned
+
+    run(main())
+
+
+def test_update_takes_a_dead_replica_out_and_a_rebuilt_one_comes_back_under_the_committed_version() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        class Rebuilt(Fragile):
+            """Stands for a fresh engine behind the same object: the poison is gone, the version is what it is given."""
+
+            fresh: Fragile | None = None
+
+            async def generate(self, *arguments: Any, **options: Any) -> Completion:
+                return await (self.fresh.generate if self.fresh else super().generate)(*arguments, **options)
+
+            async def health(self) -> EngineHealth:
+                return await (self.fresh.health if self.fresh else super().health)()
+
+        lost, sound = Rebuilt(), Fragile()
+        lost.fails_at = "apply"
+        engine = routed(lost, sound, health_interval_seconds=5.0)
+        versions = iter([0, 1])  # the first rebuild gives it the version before
+
+        async def rebuild(one: Engine) -> None:
+            assert one is lost
+            lost.fresh = Fragile()
+            if version := next(versions):
+                await update(lost.fresh, version)
+
+        engine.set_rebuild(rebuild)
+        await update(engine, 1)
+        for _ in range(20):
+            completion = await engine.generate([1], SAMPLING)
+            assert completion.weight_version.tolist() == [1, 1]
+        assert [replica.left_out for replica in engine.replicas] == [None, None]
+        assert lost.fresh is not None
+        assert lost.fresh.num_answers > 0
+        assert loop.time() == pytest.approx(20.0)
+
+    run(main())
+
+
+def test_replica_that_answers_under_a_version_it_should_not_have_is_left_out() -> None:
+    async def main() -> None:
+        stale, sound = Fragile(), Fragile()
+        engine = routed(stale, sound)
+        await update(engine, 3)
+        await update(stale, 2)  # as after a restart: something changed it behind the router
+        completion = await engine.generate([1], SAMPLING)
+        assert completion.weight_version.tolist() == [3, 3]
+        assert engine.replicas[0].left_out == "it sampled under version 2, expected 3"
+
+    run(main())
+
+
+def test_retry_never_moves_a_call_past_an_update() -> None:
+    async def main() -> None:
+        failing, sound = Fragile(seconds=2.0, failures=Failures(every=1)), Fragile(seconds=5.0)
+        engine = routed(failing, sound)
+        call = asyncio.create_task(engine.generate([1], SAMPLING))
+        busy = asyncio.create_task(engine.generate([1], SAMPLING))
+        await asyncio.sleep(1.0)
+        updating = asyncio.create_task(update(engine, 1))
+        with pytest.raises(EngineError, match="weights changed before the call could be made elsewhere"):
+            await call
+        await updating
+        assert (await busy).weight_version.tolist() == [0, 0]
+
+    run(main())
+
+
+def test_call_that_was_kept_over_an_update_may_carry_both_versions() -> None:
+    async def main() -> None:
+        replicas = [Fragile(seconds=4.0), Fragile(seconds=4.0)]
+        engine = routed(*replicas)
+        call = asyncio.create_task(engine.generate([1], SAMPLING))
+        await asyncio.sleep(1.0)
+        await engine.pause("keep")
+        await engine.apply_weights(WeightUpdate(1, "shared"))
+        await engine.resume(1)
+        assert (await call).weight_version.tolist() == [0, 0]  # a scripted call carries the version it began with
+        assert [replica.left_out for replica in engine.replicas] == [None, None]
+
+    run(main())
+
+
+def test_probes_are_answered_while_an_update_is_under_way() -> None:
+    async def main() -> None:
+        engine = routed(Fragile(), Fragile())
+        await engine.pause("wait")
+        await engine.apply_weights(WeightUpdate(1, "shared"))
+        waiting = asyncio.create_task(engine.generate([1], SAMPLING))
+        with probing():
+            assert token(await engine.generate([4], SAMPLING)) == 7  # 4 + 3
+        assert not waiting.done()
+        await engine.resume(1)
+        assert (await waiting).weight_version.tolist() == [1, 1]
+
+    run(main())
+
+
+def test_common_capabilities_are_what_all_replicas_promise() -> None:
+    class Other(Fragile):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(
+                super().capabilities,
+                max_model_len=100,
+                update_kinds=("full", "adapter"),
+                pause_modes=("wait",),
+                has_checksums=True,
+            )
+
+    common = RoutedEngine([Fragile(), Other()]).capabilities
+    assert (common.max_model_len, common.update_kinds, common.pause_modes, common.has_checksums) == (
+        100,
+        ("full", "adapter"),
+        ("wait",),
+        False,
+    )
+    with pytest.raises(ConfigError, match="expected one of wait"):
+        asyncio.run(RoutedEngine([Fragile(), Other()]).pause("keep"))
+
+
+def test_routed_engine_serves_one_event_loop_after_another() -> None:
+    engine = RoutedEngine([Fragile(seconds=0.0), Fragile(seconds=0.0)])
+    for _ in range(2):
+        assert token(asyncio.run(engine.generate([1], SAMPLING))) == 4  # 1 + 3
+    asyncio.run(engine.close())
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(engine.generate([1], SAMPLING))
+
+
+Action = Callable[[RoutedEngine], Awaitable[object]]
+
+
+@pytest.mark.parametrize(
+    "end", [lambda engine: engine.close(), lambda engine: _poison(engine)], ids=["close", "poison"]
+)
+def test_calls_that_wait_for_a_replica_end_with_the_engine(end: Action) -> None:
+    async def main() -> None:
+        engine = routed(Fragile(seconds=100.0), max_in_flight=1)
+        calls = [asyncio.create_task(engine.generate([1], SAMPLING)) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        await end(engine)
+        results = await asyncio.gather(*calls[1:], return_exceptions=True)
+        assert all(isinstance(result, EngineError) for result in results)
+        calls[0].cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    run(main())
+
+
+async def _poison(engine: RoutedEngine) -> None:
+    engine.poison("the test says so")
