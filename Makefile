@@ -10,14 +10,17 @@ PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 SUITES := .venv-foreign
 VERIFIERS := .venv-verifiers
 VLLM := .venv-vllm
+# The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
+OPENAI_2 := .openai-2
+OPENAI_TESTS := tests/unit/engine/test_http_engine.py tests/fault/test_http_engine_faults.py
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test lint types unit slow foreign vllm benchmark clean
+.PHONY: quickstart test lint types unit slow foreign openai-2 vllm benchmark clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-test: lint types unit slow foreign vllm
+test: lint types unit slow foreign openai-2 vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -36,6 +39,10 @@ foreign: $(SUITES)/.installed $(VERIFIERS)/.installed
 	$(SUITES)/bin/python -m pytest -m "not verifiers" tests/foreign
 	$(VERIFIERS)/bin/python -m pytest -m verifiers tests/foreign
 
+openai-2: $(OPENAI_2)/.installed
+	PYTHONPATH=$(OPENAI_2) $(BIN)/python -c "import openai; assert openai.__version__ == '2.25.0', openai"
+	PYTHONPATH=$(OPENAI_2) $(BIN)/python -m pytest -m "not slow" $(OPENAI_TESTS)
+
 # Memory for keys and values in GiB, or vLLM takes a large part of the machine; and it reports nothing to anybody.
 vllm: $(VLLM)/.installed
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest tests/vllm
@@ -44,7 +51,7 @@ benchmark: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.benchmark engines
 
 clean:
-	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(OPENAI_2) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +73,10 @@ $(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/.dev
 	$(PYTHON) -m venv --clear $(VERIFIERS)
 	$(VERIFIERS)/bin/python $(PIP) --requirement $<
 	$(call see_ours,$(VERIFIERS))
+
+$(OPENAI_2)/.installed: | $(VENV)/.dev
+	$(BIN)/python $(PIP) --no-deps --upgrade --target $(OPENAI_2) openai==2.25.0
+	@touch $@
 
 # The torch of constraints.txt comes first, or pip takes another build of it. vLLM's wheel asks for torchvision and its
 # kin, whose builds for GPUs fail to load beside that torch; it runs without them.

@@ -1,19 +1,21 @@
 """How fast engines sample multi-turn episodes: `python -m gspo_gym.benchmark engines`.
 
-`python -m gspo_gym.benchmark faults` is in `benchmark_faults.py`.
+`python -m gspo_gym.benchmark faults` is in `benchmark_faults.py`, and `pipeline` in `benchmark_pipeline.py`.
 
-One table from one run: transformers' `generate` once a turn, transformers' continuous batching, and the local engine,
-on the same model and the same episodes. Environments answer at once, so this is sampling and nothing else.
+One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
+vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
+and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,9 @@ from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from gspo_gym.benchmark_faults import run_faults
-from gspo_gym.engine.base import SamplingParams
+from gspo_gym.benchmark_pipeline import Workload, run_pipeline
+from gspo_gym.benchmark_vllm import has_vllm, running_vllm
+from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.errors import EngineError, GymError
 from gspo_gym.models import load_policy
@@ -156,6 +160,14 @@ def sample_with_local_engine(model: Any, plans: Sequence[EpisodePlan]) -> int:
 
 async def _run_local_engine(model: Any, plans: Sequence[EpisodePlan]) -> int:
     engine = LocalEngine(model, max_model_len=max(plan.num_tokens for plan in plans) + 1)
+    try:
+        return await sample_episodes(engine, plans)
+    finally:
+        await engine.close()
+
+
+async def sample_episodes(engine: Engine, plans: Sequence[EpisodePlan]) -> int:
+    """All episodes at once, one coroutine each; returns tokens sampled."""
 
     async def run_episode(index: int, plan: EpisodePlan) -> int:
         history, session_id = list(plan.prompt), f"episode-{index}"
@@ -166,10 +178,7 @@ async def _run_local_engine(model: Any, plans: Sequence[EpisodePlan]) -> int:
         await engine.end_session(session_id)
         return sum(plan.num_sampled)
 
-    try:
-        return sum(await asyncio.gather(*(run_episode(index, plan) for index, plan in enumerate(plans))))
-    finally:
-        await engine.close()
+    return sum(await asyncio.gather(*(run_episode(index, plan) for index, plan in enumerate(plans))))
 
 
 class _StopRows(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
@@ -182,20 +191,25 @@ class _StopRows(StoppingCriteria):  # type: ignore[misc]  # transformers is unty
         return input_ids.shape[1] >= self._ends
 
 
-ENGINES: dict[str, Callable[[Any, Sequence[EpisodePlan]], int]] = {
+# (model, plans) -> tokens sampled. Any: transformers is untyped.
+Sample = Callable[[Any, Sequence[EpisodePlan]], int]
+
+ENGINES: Mapping[str, Sample] = {
     "model.generate, once a turn": sample_with_generate,
     "transformers continuous batching": sample_with_continuous_batching,
     "LocalEngine": sample_with_local_engine,
 }
 
 
-def measure(model: Any, plans: Sequence[EpisodePlan], *, repeats: int) -> dict[str, Measurement]:
+def measure(
+    model: Any, plans: Sequence[EpisodePlan], *, repeats: int, engines: Mapping[str, Sample] = ENGINES
+) -> dict[str, Measurement]:
     """The median run of each engine. They take turns, so that a busy moment of the machine hits all of them."""
-    for sample in ENGINES.values():
+    for sample in engines.values():
         sample(model, plans[:4])
-    runs: dict[str, list[Measurement]] = {name: [] for name in ENGINES}
+    runs: dict[str, list[Measurement]] = {name: [] for name in engines}
     for _ in range(repeats):
-        for name, sample in ENGINES.items():
+        for name, sample in engines.items():
             start = time.perf_counter()
             num_sampled = sample(model, plans)
             runs[name].append(Measurement(num_sampled, time.perf_counter() - start))
@@ -219,7 +233,7 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("what", choices=["engines", "faults"], help="what to measure")
+    parser.add_argument("what", choices=["engines", "faults", "pipeline"], help="what to measure")
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults")
@@ -227,11 +241,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="runs of each engine, median kept (default: %(default)s)"
     )
+    parser.add_argument(
+        "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
+    if arguments.what == "pipeline":
+        torch.set_num_threads(arguments.threads)
+        return run_pipeline(Workload(num_groups=arguments.groups), repeats=arguments.repeats)
     if arguments.what == "faults":
         return run_faults(arguments.episodes or 2000)
     torch.set_num_threads(arguments.threads)
@@ -245,7 +265,13 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.threads} torch thread(s); {len(plans)} episodes of {min(turns)} to {max(turns)} turns, "
         f"{sum(sum(plan.num_sampled) for plan in plans):,} tokens to sample; median of {arguments.repeats}"
     )
-    console.print(render(measure(policy.model, plans, repeats=arguments.repeats)))
+    engines = dict(ENGINES)
+    with contextlib.ExitStack() as stack:
+        if has_vllm():
+            longest = max(plan.num_tokens for plan in plans) + 1
+            vllm = stack.enter_context(running_vllm(policy, max_model_len=longest, dtype=arguments.dtype))
+            engines["VllmEngine"] = lambda _, episodes: vllm(lambda engine: sample_episodes(engine, episodes))
+        console.print(render(measure(policy.model, plans, repeats=arguments.repeats, engines=engines)))
     return 0
 
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gspo_gym.build_engines import build_engine
+from gspo_gym.build_weights import build_alarm
 from gspo_gym.checkpoints import CheckpointStore
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.engine.base import Engine
+from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation import Evaluation, evaluate
+from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.truncation import Truncation
 from gspo_gym.learning.update import Learner
 from gspo_gym.models import Policy, adapt_policy, load_policy
@@ -146,14 +150,17 @@ async def build_player(config: RunConfig, policy: Policy) -> Player:
         MissingExtraError, EngineError: see `build_engine`.
     """
     refuse_to_run(config.sections)
-    engine = await build_engine(config, policy)
+    return Player(policy, await build_engine(config, policy), build_renderers(config, policy.tokenizer))
+
+
+def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
+    """How messages become tokens, as [rollout.policy_config] says (Any: transformers is untyped)."""
     asked = config.rollout.policy_config
-    renderers = RendererCache(
-        policy.tokenizer,
+    return RendererCache(
+        tokenizer,
         template_kwargs=None if asked is None else asked.chat_template_kwargs,
         system_prompt=None if asked is None else asked.system_prompt,
     )
-    return Player(policy, engine, renderers)
 
 
 def build_actor(config: RunConfig, player: Player, *, temperature: float) -> EngineActor:
@@ -225,14 +232,14 @@ def build_evaluation_actor(config: RunConfig, player: Player) -> EngineActor:
     return build_actor(config, player, temperature=config.evaluation.temperature)
 
 
-def build_scripted_evaluate(config: RunConfig, player: Player, policy_name: str) -> Evaluate:
-    """Evaluates a policy that the environment brings along, in the model's place.
+def build_scripted_evaluate(config: RunConfig, renderers: RendererCache, policy: str | PolicyFactory) -> Evaluate:
+    """Evaluates, in the model's place, a policy that the environment brings along under that name, or any other.
 
     Raises:
         UnknownNameError: it brings none of that name.
     """
-    make_policy = policy_of(build_environment(config)(), policy_name)
-    return _evaluation_of(config, player.renderers, ScriptedActor(make_policy), None)
+    make_policy = policy_of(build_environment(config)(), policy) if isinstance(policy, str) else policy
+    return _evaluation_of(config, renderers, ScriptedActor(make_policy), None)
 
 
 def _evaluation_of(config: RunConfig, renderers: RendererCache, act: Actor, keep: Keep | None) -> Evaluate:
@@ -253,8 +260,11 @@ def _evaluation_of(config: RunConfig, renderers: RendererCache, act: Actor, keep
     return run
 
 
-def build_learner(config: RunConfig, policy: Policy) -> Learner:
-    """The learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training]."""
+def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy | None = None) -> Learner:
+    """The learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
+
+    `reference` is one that is served; None: it is in this process, if anything compares with it.
+    """
     rollout = config.rollout
     return Learner(
         policy.model,
@@ -269,6 +279,7 @@ def build_learner(config: RunConfig, policy: Policy) -> Learner:
         truncation=Truncation(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p),
         total_steps=config.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
+        reference_policy=reference,
     )
 
 
@@ -345,6 +356,7 @@ def build_trainer(
     checkpoints: CheckpointStore,
     progress: Progress,
     state: TrainState,
+    weight_sync: WeightSync,
 ) -> Trainer:
     """Everything joined; `learner` and `state` are as fresh or as restored as the caller made them.
 
@@ -365,7 +377,7 @@ def build_trainer(
     return Trainer(
         build_plan(config),
         pool=build_training_pool(config, player, Ledger(recorder.folder / "ledger.jsonl")),
-        publish=WeightSync(player.engine).publish,
+        publish=weight_sync.after_step,
         learner=learner,
         evaluate=build_evaluate(config, player, recorder.episodes),
         save_checkpoint=save_checkpoint,
@@ -373,4 +385,6 @@ def build_trainer(
         progress=progress,
         state=state,
         weight_version=lambda: engine.weight_version,
+        is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
+        alarm=build_alarm(config),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib.util
+import os
 import re
 import shutil
 import tempfile
@@ -15,10 +16,13 @@ from pathlib import Path
 
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import VllmSection
-from gspo_gym.engine.base import Engine
+from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate
+from gspo_gym.engine.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local import LocalEngine
-from gspo_gym.engine.rebuildable import RebuildableEngine
+from gspo_gym.engine.rebuildable import MakeEngine, RebuildableEngine
+from gspo_gym.engine.router import RoutedEngine
 from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.models import Policy
@@ -26,17 +30,23 @@ from gspo_gym.models_adapters import ADAPTER, is_adapter
 from gspo_gym.staging import Staging
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
+_API_KEY = "OPENAI_API_KEY"  # as the openai package calls it, whoever the provider is
 
 
 async def build_engine(config: RunConfig, policy: Policy) -> Engine:
-    """The engine of rollout.engine, with the policy's present weights as version 0.
+    """The engine of rollout.engine, with the policy's present weights as version 0 unless nobody can change its own.
 
     Raises:
-        ConfigError: the model, or this machine, cannot do what the config asks for.
-        MissingExtraError: vLLM is not installed.
+        ConfigError: the model, the servers or this machine cannot do what the config asks for.
+        MissingExtraError: vLLM or the openai package is not installed.
         EngineError: it did not start, or nobody answers at services.engine_urls.
     """
     _require_context(config, policy)
+    urls = () if config.services is None else config.services.engine_urls
+    if config.rollout.engine == "http":
+        return await _connect([_openai_endpoint(config, policy, url) for url in urls])
+    if config.rollout.engine == "vllm" and urls:
+        return await _connect_vllm(config, policy, urls)
     if config.rollout.engine == "vllm":
         return await _start_vllm(config, policy)
     is_ahead = config.training.max_staleness > 0  # it samples while the learner changes its own weights
@@ -64,6 +74,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
         seed=config.run.seed,
         max_lora_rank=next((known for known in _LORA_RANKS if known >= rank), rank) if rank else 0,
+        max_loras=config.training.max_staleness + 2,
     )
 
 
@@ -79,32 +90,123 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
             'rollout.engine = "vllm": vLLM is not installed; pip install \'gspo-gym[vllm]\', or set "local"'
         )
     folder = Path(tempfile.mkdtemp(prefix="gspo_gym-start-"))
+
+    async def start() -> Engine:
+        return await VllmEngine.start(settings)
+
     try:
-        await asyncio.to_thread(_write_start, config, policy, folder)
-        settings = vllm_settings(config, policy, folder / "policy-v0")
-
-        async def start() -> Engine:
-            return await VllmEngine.start(settings)
-
-        return RebuildableEngine(await start(), start, on_close=lambda: shutil.rmtree(folder, ignore_errors=True))
+        if sends_adapters(config, policy):
+            await asyncio.to_thread(write_base, policy, folder / "base")
+            settings = vllm_settings(config, policy, folder / "base")
+        else:
+            staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
+            settings = vllm_settings(config, policy, staged.folder or folder)
+        engine = RebuildableEngine(await start(), start, on_close=lambda: shutil.rmtree(folder, ignore_errors=True))
+        if sends_adapters(config, policy):
+            await _give_weights(config, policy, engine)
+        return engine
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _write_start(config: RunConfig, policy: Policy, folder: Path) -> None:
-    """The weights that vLLM starts with, in transformers layout: the base alone if adapters come later."""
-    if not sends_adapters(config, policy):
-        Staging(policy, folder).stage(0, "full")
-        return
+async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]) -> Engine:
+    """vLLM servers that run already; what they were started with may be other weights than the policy's."""
+    wanted = config.vllm or VllmSection()
+
+    def connect(url: str) -> MakeEngine:
+        settings = VllmHttpSettings(
+            url,
+            vocab_size=_vocab_size(policy),
+            dtype=wanted.dtype or config.model.dtype,
+            max_model_len=wanted.max_model_len or config.rollout.max_model_len,
+            api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
+            seed=config.run.seed,
+        )
+
+        async def start() -> Engine:
+            return await VllmHttpEngine.start(settings)
+
+        return start
+
+    engine = await _connect([connect(url) for url in urls])
+    try:
+        await _give_weights(config, policy, engine)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
+    """An endpoint that serves the model under the name that model.base gives it."""
+    settings = HttpSettings(
+        url if url.endswith("/v1") else f"{url}/v1",
+        config.model.base or policy.base,
+        api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
+        max_model_len=config.rollout.max_model_len,
+        vocab_size=_vocab_size(policy),
+        seed=config.run.seed,
+    )
+
+    async def start() -> Engine:
+        return await HttpEngine.start(settings, policy.tokenizer)
+
+    return start
+
+
+async def _connect(starts: list[MakeEngine]) -> Engine:
+    """One engine, or several behind the interface of one; each can be connected to again."""
+    engines: list[Engine] = []
+    try:
+        for start in starts:
+            engines.append(RebuildableEngine(await start(), start))
+    except BaseException:
+        for engine in engines:
+            await engine.close()
+        raise
+    return engines[0] if len(engines) == 1 else RoutedEngine(engines)
+
+
+async def _give_weights(config: RunConfig, policy: Policy, engine: Engine) -> None:
+    """Make the policy's present weights version 0 of an engine that began with others."""
+    kinds = engine.capabilities.update_kinds
+    if not {"full", "adapter"} & set(kinds):
+        raise ConfigError(
+            "services.engine_urls: these servers do not let their weights be changed from here, so that they would "
+            "sample from others than the policy's; start them with `gspo-gym serve --engine vllm`, or evaluate what "
+            'they serve with rollout.engine = "http"'
+        )
+    folder = Path(tempfile.mkdtemp(prefix="gspo_gym-start-"))
+    try:
+        update = await asyncio.to_thread(_stage, config, policy, folder, "full" if "full" in kinds else "adapter")
+        await engine.pause("wait")
+        await engine.apply_weights(update)
+        await engine.resume(0)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) -> WeightUpdate:
+    dtype = (config.vllm or VllmSection()).dtype or config.model.dtype
+    return Staging(policy, folder, dtype=dtype).stage(0, kind)
+
+
+def write_base(policy: Policy, folder: Path) -> None:
+    """What adapters are put on: the base's weights under their own names, in transformers layout."""
     base = policy.model.get_base_model()
     weights = {
         re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach()
         for name, tensor in base.state_dict().items()
         if "lora_" not in name
     }
-    base.save_pretrained(folder / "policy-v0", state_dict=weights)
-    policy.tokenizer.save_pretrained(folder / "policy-v0")
+    base.save_pretrained(folder, state_dict=weights)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def _vocab_size(policy: Policy) -> int:
+    """Rows of the embedding: every token id is below it, padded ones included."""
+    return int(policy.model.get_input_embeddings().weight.shape[0])
 
 
 def _require_context(config: RunConfig, policy: Policy) -> None:

@@ -6,6 +6,7 @@ Called by `build.py` and `run.py`. Part of the build: here names become classes,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,45 +14,56 @@ from torch import nn
 from gspo_gym.attestation import TOLERANCES, Canary, Score, canary_prompts
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.weights import WeightSyncSection
+from gspo_gym.engine.base import Engine
+from gspo_gym.engine.rebuildable import RebuildableEngine
+from gspo_gym.engine.router import RoutedEngine
 from gspo_gym.learning.mismatch import MismatchAlarm
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.models import Policy
 from gspo_gym.models_adapters import is_adapter
+from gspo_gym.recording import RunRecorder
 from gspo_gym.staging import Staging, num_weight_bytes, staging_root
 from gspo_gym.types import Float32Array
-from gspo_gym.weight_sync import OnEvent, Target, WeightSync, choose_kind
+from gspo_gym.weight_sync import Target, WeightSync, choose_kind
 
 
-def build_weight_sync(
-    config: RunConfig,
-    policy: Policy,
-    targets: Sequence[Target],
-    *,
-    max_staleness: int = 0,
-    on_event: OnEvent | None = None,
-) -> WeightSync:
-    """The weight sync of [training.weight_sync], for one engine or several.
+def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:
+    """The weight sync of [training.weight_sync]; an engine that can be rebuilt will be, under the last weights.
 
-    `max_staleness` is that of the samples, in versions: with more than 0, engines are updated in flight where they can
-    be. A canary is asked of engines that hold weights of their own.
+    Where samples may lie behind, requests in flight are kept over an update if the engine can keep them. A canary is
+    asked of every engine that holds weights of its own.
 
     Raises:
-        ConfigError: the engines take new weights in no way that the settings allow.
+        ConfigError: the engine takes new weights in no way that the settings allow.
     """
-    asked = config.training.weight_sync or WeightSyncSection()
-    engines = [target.engine for target in targets]
-    kind = choose_kind(engines, is_adapter=is_adapter(policy.model), mode=asked.mode, direct=asked.direct)
-    in_flight = max_staleness > 0 and all("keep" in engine.capabilities.pause_modes for engine in engines)
-    return WeightSync(
-        targets,
+    asked, max_staleness = config.training.weight_sync or WeightSyncSection(), config.training.max_staleness
+    kind = choose_kind(engine, is_adapter=is_adapter(policy.model), mode=asked.mode, direct=asked.direct)
+    in_flight = max_staleness > 0 and "keep" in engine.capabilities.pause_modes
+    canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
+    if isinstance(engine, RoutedEngine) and canary is not None:
+        engine.attest = canary.check  # of each replica, where a call would reach one of them
+    rebuildable = engine if isinstance(engine, RebuildableEngine) else None
+    weight_sync = WeightSync(
+        [Target(engine, None if rebuildable is None else rebuildable.rebuild)],
         mode="keep" if in_flight else "wait",
         kind=kind,
-        staging=None if kind == "shared" else _staging(config, policy, asked, max_staleness),
-        canary=None if kind == "shared" else build_canary(config, policy),
+        staging=None if kind == "shared" else _staging(config, policy, asked),
+        canary=canary,
         verify_every_k=asked.verify_every_k,
         interval=config.training.weight_sync_interval,
-        on_event=on_event,
+        on_event=lambda name, values: recorder.event(name, values["version"], values),
     )
+    if rebuildable is not None:
+        rebuildable.bring_up = weight_sync.restore
+    if isinstance(engine, RoutedEngine):
+        engine.set_rebuild(partial(_rebuild, weight_sync))
+    return weight_sync
+
+
+async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:
+    """Put a fresh engine under the committed weights behind a replica that is left out."""
+    if isinstance(replica, RebuildableEngine):
+        await replica.rebuild(weight_sync.restore)
 
 
 def build_canary(config: RunConfig, policy: Policy) -> Canary:
@@ -98,8 +110,8 @@ def build_alarm(config: RunConfig) -> MismatchAlarm | None:
     return MismatchAlarm(max_gap=max_gap, has_16_bits=set(_dtypes(config)) != {"float32"})
 
 
-def _staging(config: RunConfig, policy: Policy, asked: WeightSyncSection, max_staleness: int) -> Staging:
-    keep = max_staleness + 2
+def _staging(config: RunConfig, policy: Policy, asked: WeightSyncSection) -> Staging:
+    keep = config.training.max_staleness + 2
     num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # one more goes a commit later
     root = staging_root(config.run_folder, in_memory=asked.direct, num_bytes=num_bytes)
     return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])

@@ -179,16 +179,34 @@ def _player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractA
     if not isinstance(policy, str):
         return _scripted_player(policy)
     if policy.startswith(ENDPOINT):
-        model, _, url = policy.removeprefix(ENDPOINT).partition("@")
         return _endpoint_player(
-            ChatModelSettings(
-                model,
-                base_url=url or None,
-                temperature=settings.temperature,
-                max_tokens=settings.max_output_tokens,
-            )
+            endpoint_settings(policy, temperature=settings.temperature, max_tokens=settings.max_output_tokens)
         )
     return _model_player(policy, settings)
+
+
+def chat_policy(model: ChatModel) -> PolicyFactory:
+    """A player of any environment that hands the conversation, and the tools, to a model behind an endpoint."""
+
+    def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+        tools = tuple(getattr(env, "tool_schemas", ()))
+
+        async def player(messages: Sequence[Message]) -> Message:
+            return await model.reply(messages, tools=tools, seed=int(rng.integers(2**31)))
+
+        return player
+
+    return policy
+
+
+def endpoint_settings(name: str, *, temperature: float, max_tokens: int) -> ChatModelSettings:
+    """Of "openai:MODEL", or "openai:MODEL@BASE_URL" for another provider than OpenAI.
+
+    >>> endpoint_settings("openai:m@http://localhost:8000/v1", temperature=1.0, max_tokens=8).base_url
+    'http://localhost:8000/v1'
+    """
+    model, _, url = name.removeprefix(ENDPOINT).partition("@")
+    return ChatModelSettings(model, base_url=url or None, temperature=temperature, max_tokens=max_tokens)
 
 
 @asynccontextmanager
@@ -199,17 +217,8 @@ async def _scripted_player(policy: PolicyFactory) -> Any:
 @asynccontextmanager
 async def _endpoint_player(settings: ChatModelSettings) -> Any:
     model = ChatModel(settings)
-
-    def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-        tools = tuple(getattr(env, "tool_schemas", ()))
-
-        async def player(messages: Sequence[Message]) -> Message:
-            return await model.reply(messages, tools=tools, seed=int(rng.integers(2**31)))
-
-        return player
-
     try:
-        yield _Player(ScriptedActor(policy), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
+        yield _Player(ScriptedActor(chat_policy(model)), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
     finally:
         await model.close()
 

@@ -18,6 +18,7 @@ Each class is also the standard-library error it refines, so `except ValueError`
     │   ├── EngineTimeoutError   TimeoutError  a generation missed its deadline
     │   ├── EngineMismatchError  RuntimeError  batch after batch, an engine's logprobs are not the learner's
     │   └── EnginePoisonedError  RuntimeError  a weight update failed half-way: nothing sampled may be trained on
+    ├── ServiceError         RuntimeError  a process or server that the run needs beside it did not start or broke off
     ├── RolloutError         RuntimeError  so many episodes failed that the run cannot go on
     ├── NonFiniteError       ArithmeticError   a loss or gradient was NaN or infinite too many times in a row
     └── CheckpointError      OSError       a checkpoint is missing, incomplete or of another run
@@ -93,6 +94,10 @@ class EngineMismatchError(EngineError):
 
 class EnginePoisonedError(EngineError):
     """A weight update failed half-way: nothing this engine samples may be trained on."""
+
+
+class ServiceError(GymError, RuntimeError):
+    """A process or server that the run needs beside it did not start or broke off."""
 
 
 class RolloutError(GymError, RuntimeError):

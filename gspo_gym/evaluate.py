@@ -1,8 +1,8 @@
 """`python -m gspo_gym.evaluate CONFIG.toml --model PATH --seeds 0:100`: how good is a model over seeded episodes?
 
 The config says which environment and limits; `--model` which weights (any [model] base: a checkpoint's folder, a hub
-id, tiny:NAME, or `scripted:NAME` for a policy that the environment brings along). `--against` plays a second model on
-the same seeds and compares pair by pair.
+id, tiny:NAME, `scripted:NAME` for a policy that the environment brings along, or `openai:MODEL@URL` for one behind an
+OpenAI-compatible chat route). `--against` plays a second model on the same seeds and compares pair by pair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gspo_gym.config.run_config import RunConfig
     from gspo_gym.evaluation import Evaluation
 
-_SCRIPTED = "scripted:"
+_SCRIPTED, _ENDPOINT = "scripted:", "openai:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,38 +67,58 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def run_evaluation(config: RunConfig, model: str | None = None) -> Evaluation:
-    """Evaluate one model (or `scripted:NAME`) over the config's evaluation seeds; None: model.base of the config.
+    """Evaluate one model, `scripted:NAME` or `openai:MODEL[@URL]` over the config's seeds; None: the config's model.
 
     Raises:
         UnknownNameError: no such model or scripted policy.
         RolloutError: no episode could be scored.
     """
     from gspo_gym import build
+
+    name = model or build.model_name(config)
+    if name.startswith((_SCRIPTED, _ENDPOINT)):
+        return asyncio.run(_play_without_engine(config, name))
+    return asyncio.run(_play_with_engine(config, name))
+
+
+async def _play_with_engine(config: RunConfig, name: str) -> Evaluation:
+    from gspo_gym import build
     from gspo_gym.models import load_policy
     from gspo_gym.seeding import child_seed
 
-    name = model or build.model_name(config)
-    base = build.model_name(config) if name.startswith(_SCRIPTED) else name
-    seed = child_seed(config.run.seed, "model")
-    is_untrained_qlora = config.model.trainer_mode == "qlora" and base == build.model_name(config)
+    is_untrained_qlora = config.model.trainer_mode == "qlora" and name == build.model_name(config)
     policy = load_policy(
-        base,
+        name,
         dtype=config.model.dtype,
         device=build.device_of(config),
-        seed=seed,
+        seed=child_seed(config.run.seed, "model"),
         quantization=config.model.quantization if is_untrained_qlora else "as_saved",
     )
+    player = await build.build_player(config, policy)
+    try:
+        return await build.build_evaluate(config, player)(name)
+    finally:
+        await player.engine.close()
 
-    async def play() -> Evaluation:
-        player = await build.build_player(config, policy)
-        try:
-            if name.startswith(_SCRIPTED):
-                return await build.build_scripted_evaluate(config, player, name.removeprefix(_SCRIPTED))(name)
-            return await build.build_evaluate(config, player)(name)
-        finally:
-            await player.engine.close()
 
-    return asyncio.run(play())
+async def _play_without_engine(config: RunConfig, name: str) -> Evaluation:
+    """By players that speak in messages: hand-written ones, and models behind an endpoint's chat route."""
+    from gspo_gym import build
+    from gspo_gym.config.services import refuse_to_run
+    from gspo_gym.env.chat_model import ChatModel
+    from gspo_gym.episode_collection import chat_policy, endpoint_settings
+    from gspo_gym.models import load_tokenizer
+
+    refuse_to_run(config.sections)
+    renderers = build.build_renderers(config, load_tokenizer(build.model_name(config)))  # counts tokens for the limits
+    if name.startswith(_SCRIPTED):
+        return await build.build_scripted_evaluate(config, renderers, name.removeprefix(_SCRIPTED))(name)
+    limit, temperature = config.rollout.max_output_tokens, config.evaluation.temperature
+    model = ChatModel(endpoint_settings(name, temperature=temperature, max_tokens=limit))
+    try:
+        return await build.build_scripted_evaluate(config, renderers, chat_policy(model))(name)
+    finally:
+        await model.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -166,7 +166,20 @@ def save_policy(policy: Policy, folder: Path) -> None:
             json.dumps({"base": quantization_of(policy.model)}) + "\n", encoding="utf-8"
         )
     elif _base_name(folder).startswith(TINY_PREFIX):
-        _save_tiny_base(policy, folder / "base")
+        save_base(policy, folder / "base")
+
+
+def save_base(policy: Policy, folder: Path) -> None:
+    """Write the frozen weights under a policy's adapter as a full model: the adapter is left out, not merged."""
+    base = policy.model.get_base_model()
+    weights = {
+        re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach().clone()
+        for name, tensor in base.state_dict().items()
+        if "lora_" not in name
+    }
+    with no_progress_bars():
+        base.save_pretrained(folder, state_dict=weights)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
@@ -268,19 +281,6 @@ def _base_name(folder: Path) -> str:
     if not name:
         raise CheckpointError(f"{folder}/adapter_config.json: expected base_model_name_or_path, got {name!r}")
     return str(name)
-
-
-def _save_tiny_base(policy: Policy, folder: Path) -> None:
-    """The frozen weights under the adapter, as a full model: the adapter's layers are left out, not merged."""
-    base = policy.model.get_base_model()
-    weights = {
-        re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach().clone()
-        for name, tensor in base.state_dict().items()
-        if "lora_" not in name
-    }
-    with no_progress_bars():
-        base.save_pretrained(folder, state_dict=weights)
-    policy.tokenizer.save_pretrained(folder)
 
 
 @contextmanager

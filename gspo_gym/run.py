@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from gspo_gym import build
+from gspo_gym.build_reference import serving_reference
+from gspo_gym.build_weights import build_weight_sync
 from gspo_gym.checkpoints import CheckpointStore
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError
@@ -29,6 +31,10 @@ _FREE_ON_RESUME = frozenset(
         "run.log_episodes_every_n_iters",
         "model.label",
         "model.device",
+        "reference.placement",
+        "reference.port",
+        "reference.health_max_wait_s",
+        "reference.health_interval_ms",
         "rollout.policy_name",
         "rollout.max_concurrent_rollouts",
         "training.num_epochs",
@@ -70,13 +76,17 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
         stack.callback(recorder.close)
+        weight_sync = build_weight_sync(config, policy, player.engine, recorder)
+        stack.callback(weight_sync.close)
+        await weight_sync.attest()
         if warmup is not None:
             pool, plan = warmup
             report = await warm_up(policy.model, pool, plan, progress)
-            await WeightSync(player.engine).publish(0)
+            await weight_sync.publish(0)
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
-        learner = build.build_learner(config, policy)
-        return await _train(config, player, learner, recorder, progress, TrainState())
+        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+        learner = build.build_learner(config, policy, reference)
+        return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync)
 
 
 async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
@@ -91,11 +101,14 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
         name = config.rollout.policy_name
         recorder = RunRecorder.resume(config.run_folder, state.step, policy_name=name, sinks=sinks)
         stack.callback(recorder.close)
-        learner = build.build_learner(config, policy)
+        weight_sync = build_weight_sync(config, policy, player.engine, recorder)
+        stack.callback(weight_sync.close)
+        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+        learner = build.build_learner(config, policy, reference)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
-        await WeightSync(player.engine).publish(state.step)
+        await weight_sync.publish(state.step)
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
-        return await _train(config, player, learner, recorder, progress, state)
+        return await _train(config, player, learner, recorder, progress, state, weight_sync)
 
 
 async def _train(
@@ -105,6 +118,7 @@ async def _train(
     recorder: RunRecorder,
     progress: Progress,
     state: TrainState,
+    weight_sync: WeightSync,
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: then its status says how."""
     trainer = build.build_trainer(
@@ -115,6 +129,7 @@ async def _train(
         checkpoints=_checkpoints(config),
         progress=progress,
         state=state,
+        weight_sync=weight_sync,
     )
     status = "completed"
     try:

@@ -19,6 +19,7 @@ from gspo_gym.evaluation import Evaluation
 from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch, build_batch
 from gspo_gym.learning.credit import played, returns_of
+from gspo_gym.learning.mismatch import MismatchAlarm
 from gspo_gym.learning.running import RunningReturns
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.update import Learner
@@ -29,6 +30,7 @@ from gspo_gym.rollout.summary import rollout_metrics
 from gspo_gym.schedule import OnDemand, PlayedAhead, Schedule, staleness_metrics
 from gspo_gym.seeding import training_seed
 from gspo_gym.types import Task, TrajectoryGroup
+from gspo_gym.weight_sync import require_committed, versions_of
 
 _Result = TypeVar("_Result")
 
@@ -168,9 +170,15 @@ class Trainer:
         progress: Progress,
         state: TrainState | None = None,
         weight_version: Callable[[], int] = lambda: 0,
+        is_committed: Callable[[int], bool] | None = None,
+        alarm: MismatchAlarm | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Join the parts; `weight_version` says what samples now, and is asked only if episodes are played ahead."""
+        """Join the parts.
+
+        `weight_version` says what samples now, and is asked only if episodes are played ahead. `is_committed` says
+        whether tokens of a version may be trained on; None: all may. `alarm` judges every batch; None: nobody does.
+        """
         self.plan = plan
         self.state = state or TrainState()
         self._schedule = self._make_schedule(pool, weight_version)
@@ -180,6 +188,8 @@ class Trainer:
         self._save_checkpoint = save_checkpoint
         self._recorder = recorder
         self._progress = progress
+        self._is_committed = is_committed
+        self._alarm = alarm
         self._clock = clock
 
     async def run(self) -> TrainState:
@@ -191,6 +201,7 @@ class Trainer:
             RolloutError: no episode of a whole batch could be used.
             NonFiniteError: too many optimizer steps in a row were not finite.
             EnginePoisonedError: a weight update failed half-way.
+            EngineMismatchError: the engine's logprobs are not the learner's, batch after batch.
         """
         plan = self.plan
         self._progress.started(plan.num_steps)
@@ -217,10 +228,11 @@ class Trainer:
         """
         started, step = self._clock(), self.state.step + 1
         self._schedule.begin(step)
-        collected = await self._collect()
+        collected = self._only_committed(await self._collect(), step)
         num_late = self._schedule.finish()
         played_at = self._clock()
         built, learned = await self._block(lambda: self._learn(collected))
+        self._require_agreement(collected, learned, step)
         await self._publish(step)
         finished = self._clock()
         is_ahead = self.plan.max_staleness > 0  # then episodes are played all the time, not only while a step waits
@@ -276,6 +288,25 @@ class Trainer:
             max_refill_rounds=plan.max_refill_rounds,
             is_informative=self._is_informative,
         )
+
+    def _only_committed(self, collected: Collected, step: int) -> Collected:
+        """Without episodes of weights that were never committed, of which there are none unless an engine is broken."""
+        if self._is_committed is None:
+            return collected
+        checked = require_committed(collected.kept, self._is_committed)
+        if checked.num_dropped:
+            self._recorder.event("uncommitted", step, {"num_episodes": checked.num_dropped})
+        return dataclasses.replace(collected, kept=checked.groups)
+
+    def _require_agreement(self, collected: Collected, learned: Mapping[str, float], step: int) -> None:
+        """Sound the alarm if engine and learner disagree; the weights that were scored are those of the step before."""
+        if self._alarm is None:
+            return
+        sampled_under = {version for group in collected.kept for t in group.trajectories for version in versions_of(t)}
+        reason = self._alarm.check(learned, sampled_under=sampled_under, version=step - 1)
+        if reason is not None:
+            self._recorder.event("mismatch", step, {"reason": reason})
+            self._progress.note(f"step {step}: {reason}")
 
     def _learn(self, collected: Collected) -> tuple[BuiltBatch, Mapping[str, float]]:
         plan = self.plan

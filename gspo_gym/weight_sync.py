@@ -1,8 +1,9 @@
 """WeightSync: the learner's weights become the engines', as a transaction that either happened or poisoned the engine.
 
-Stage -> pause -> apply -> attest -> resume. Until `resume` nothing that was sampled under the new weights gets out, so no
-token carries a version that was not committed. An engine that fails a step never answers again; where another can be put
-in its place, that one gets the new weights, once. Called by the trainer after every update, and by `run.py` when a run begins or goes on.
+Stage -> pause -> apply -> attest -> resume. Until `resume` nothing that was sampled under the new weights gets out, so
+no token carries a version that was not committed. An engine that fails a step never answers again; where another can be
+put in its place, that one gets the new weights, once. Called by the trainer after every update, and by `run.py` when a
+run begins or goes on.
 """
 
 from __future__ import annotations
@@ -123,6 +124,16 @@ class WeightSync:
         if self._staging is not None:
             self._staging.retire(version)
 
+    async def attest(self) -> None:
+        """Ask every engine for its canary without an update: when a run begins with the weights an engine started with.
+
+        Raises:
+            EngineError: one does not sample what the learner would.
+        """
+        for target in self._targets:
+            if self._canary is not None:
+                await self._canary.check(target.engine)
+
     async def restore(self, engine: Engine) -> None:
         """Give a fresh engine the last committed version; for one that died between updates.
 
@@ -226,27 +237,25 @@ def versions_of(trajectory: Trajectory) -> frozenset[int]:
     return frozenset(int(version) for versions in found for version in versions)
 
 
-def choose_kind(
-    engines: Sequence[Engine], *, is_adapter: bool, mode: Literal["direct", "full"], direct: bool
-) -> UpdateKind:
-    """How weights reach these engines with the least copying that the settings allow.
+def choose_kind(engine: Engine, *, is_adapter: bool, mode: Literal["direct", "full"], direct: bool) -> UpdateKind:
+    """How weights reach this engine with the least copying that the settings allow.
 
     `direct` allows to share memory. Of what is staged, mode "direct" sends the adapter alone if the policy is one, and
     "full" sends all weights, an adapter merged into them.
 
     Raises:
-        ConfigError: none of these is a way that all the engines have.
+        ConfigError: none of these is a way that the engine has.
     """
     wanted: list[UpdateKind] = ["shared"] if direct else []
     wanted += ["adapter"] if is_adapter and mode == "direct" else []
     wanted += ["full"]
     for kind in wanted:
-        if all(kind in engine.capabilities.update_kinds for engine in engines):
+        if kind in engine.capabilities.update_kinds:
             return kind
-    offered = [list(engine.capabilities.update_kinds) for engine in engines]
     raise ConfigError(
-        f"training.weight_sync: expected engines that take new weights as one of {', '.join(wanted)}, got engines that "
-        f"take {offered}; see mode and direct there, and whether the engine was started for adapters"
+        f"training.weight_sync: expected an engine that takes new weights as one of {', '.join(wanted)}, got one that "
+        f"takes {list(engine.capabilities.update_kinds)}; see mode and direct there, and whether the engine was "
+        "started for adapters"
     )
 
 

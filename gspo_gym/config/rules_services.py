@@ -97,14 +97,38 @@ def _lengths_agree(max_model_len: int | None, rollout_len: int) -> str | None:
     return f"expected at least rollout.max_model_len = {rollout_len}, which episodes may need, got {max_model_len}"
 
 
-def _reference_has_gpus(placement: str, for_ref: int | None, tp: int) -> str | None:
+def _reference_has_gpus(placement: str, for_ref: int | None, tp: int, url: str | None) -> str | None:
     if for_ref is None:
         return None
+    if url is not None:
+        return f"topology.gpus_for_ref = {for_ref} has no use: services.reference_url has its own" if for_ref else None
     if placement == "dedicated" and (for_ref == 0 or for_ref % tp != 0):
         return f'"dedicated" needs topology.gpus_for_ref, a multiple of reference.tp = {tp}, got {for_ref}'
     if placement != "dedicated" and for_ref > 0:
         return f'expected "dedicated" with topology.gpus_for_ref = {for_ref}, got {show(placement)}'
     return None
+
+
+def _served_reference_is_used(url: str | None, placement: str) -> str | None:
+    if url is None or placement == "dedicated":
+        return None
+    return f'has no effect with reference.placement {show(placement)}: set that to "dedicated", or remove this'
+
+
+def _served_reference_stays(update_every_n_iters: int, url: str | None) -> str | None:
+    if update_every_n_iters == 0 or url is None:
+        return None
+    return "cannot move the reference at services.reference_url, which is not this run's: set 0, or remove the URL"
+
+
+def _of_own_reference(name: str) -> Rule:
+    return no_effect(
+        f"reference.{name}",
+        ReferenceSection.model_fields[name].default,
+        "services.reference_url",
+        lambda url: url is None,
+        "such a server was told by who started it",
+    )
 
 
 def _of_dedicated(name: str) -> Rule:
@@ -239,8 +263,13 @@ SERVICE_RULES = (
     Rule(("vllm.max_model_len", "rollout.max_model_len"), _lengths_agree),
     Rule(("services.engine_urls", "rollout.engine"), _urls_are_used),
     Rule(("rollout.engine", "services.engine_urls"), _http_has_urls),
-    *(_of_vllm_here(name) for name in VllmSection.model_fields if name != "max_model_len"),
-    Rule(("reference.placement", "topology.gpus_for_ref", "reference.tp"), _reference_has_gpus),
+    *(_of_vllm_here(name) for name in VllmSection.model_fields if name not in ("max_model_len", "dtype")),
+    Rule(
+        ("reference.placement", "topology.gpus_for_ref", "reference.tp", "services.reference_url"), _reference_has_gpus
+    ),
+    Rule(("services.reference_url", "reference.placement"), _served_reference_is_used),
+    Rule(("reference.update_every_n_iters", "services.reference_url"), _served_reference_stays),
+    *(_of_own_reference(name) for name in ("port", "tp")),
     *(_of_dedicated(name) for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")),
     no_effect(
         "training.weight_sync_interval",

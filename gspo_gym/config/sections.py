@@ -357,8 +357,10 @@ class ReferenceSection(Settings):
     )
     source: Literal["auto", "base", "adapter", "copy"] = same(ReferenceSettings, "source")
     update_every_n_iters: int = same(ReferenceSettings, "update_every_n_iters")
-    port: int = Field(default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server")
-    tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that share each of its layers")
+    port: int = Field(
+        default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server, on the loopback interface"
+    )
+    tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that share each of its layers; 1 so far")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
     health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
 

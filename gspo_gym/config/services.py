@@ -27,7 +27,11 @@ class ServicesSection(Settings):
         default=(), description='base URLs of servers that generate, alike; with rollout.engine "vllm" or "http"'
     )
 
-    @field_validator("task_url", "judge_url")
+    reference_url: str | None = Field(
+        default=None, description='base URL of a scoring server; with reference.placement "dedicated"'
+    )
+
+    @field_validator("task_url", "judge_url", "reference_url")
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
         return None if url is None else _checked_url(url)
@@ -83,7 +87,8 @@ class VllmSection(Settings):
         description="tokens; rollout.max_model_len if that is absent; absent: that, and 8192 without either",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="of weights and keys in vLLM; absent: model.dtype, which agrees best with the learner"
+        default=None,
+        description="in which vLLM computes, a server of it, too; absent: model.dtype",
     )
     gpu_memory_utilization: float = Field(
         default=0.4, gt=0, le=1, description="fraction of a GPU's memory that vLLM takes; the rest is the learner's"
@@ -182,8 +187,9 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
             "own is named by services.engine_urls"
         )
     found += _missing_engines(sections["rollout"].engine, sections["model"].trainer_mode)
-    if sections["reference"].placement == "dedicated":
-        found.append('reference.placement = "dedicated": there is no scoring server; "shared" scores in this process')
+    has_reference = services is not None and services.reference_url is not None
+    if sections["reference"].placement == "dedicated" and not has_reference:
+        found += _missing_reference(sections["reference"].tp, sections["model"].trainer_mode)
     if judge is not None and judge.enabled:
         found.append("judge.enabled: there is no judge")
     return found
@@ -193,6 +199,17 @@ def _missing_engines(engine: str, trainer_mode: str) -> list[str]:
     if engine == "vllm" and trainer_mode == "qlora":
         return ['model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use "lora"']
     return []
+
+
+def _missing_reference(tp: int, trainer_mode: str) -> list[str]:
+    found = []
+    if tp > 1:
+        found.append(f"reference.tp = {tp}: the scoring server runs its model on one device")
+    if trainer_mode == "qlora":
+        found.append(
+            'reference.placement = "dedicated": quantized weights cannot be handed to a scoring server; set "shared"'
+        )
+    return found
 
 
 def refuse_to_run(sections: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ are `env.chat_model.ChatModel`'s. A vLLM server whose weights we do change is `v
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -83,10 +84,10 @@ class HttpSettings:
                 "HttpSettings: expected timeout_seconds > 0 and deadline_seconds > 0, got "
                 f"{self.timeout_seconds} and {self.deadline_seconds}"
             )
-        if (self.max_model_len or 2) < 2 or (self.vocab_size or 1) < 1:
+        length, vocab_size = self.max_model_len, self.vocab_size
+        if (length is not None and length < 2) or (vocab_size is not None and vocab_size < 1):
             raise ConfigError(
-                "HttpSettings: expected max_model_len >= 2 and vocab_size >= 1 or none, got "
-                f"{self.max_model_len} and {self.vocab_size}"
+                f"HttpSettings: expected max_model_len >= 2 and vocab_size >= 1 or none, got {length} and {vocab_size}"
             )
 
 
@@ -205,6 +206,9 @@ class HttpEngine:
             EngineError: refused, or the last attempt failed.
         """
         prompt = [int(token) for token in prompt_token_ids]
+        top = self._settings.vocab_size
+        if wrong := [token for token in prompt if token < 0 or (top is not None and token >= top)]:
+            raise EngineError(f"generate: expected prompt tokens in [0, {top or 'vocab_size'}), got {wrong[0]}")
         max_tokens = num_tokens_to_sample(len(prompt), sampling, self._max_model_len)
         if self.logprobs.mode == "processed" and not self.logprobs.is_renormalised:
             _require_untruncated(sampling)
@@ -254,8 +258,10 @@ class HttpEngine:
         return self._gate.health()
 
     async def close(self) -> None:
-        """Give the connections back; further calls raise EngineError."""
+        """Give the connections back. Calls in flight, and all later ones, raise EngineError."""
         self._gate.close()
+        with contextlib.suppress(EngineError):  # they were cancelled, and are on their way out
+            await self._gate.drained()
         await self._client.close()
 
     async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Completion:

@@ -1,14 +1,13 @@
-"""The three ways to get a completion out of an endpoint, each one attempt at one sample.
+"""The ways to get a completion out of an endpoint, each one attempt at one sample.
 
-`CompletionsRoute` and `SglangRoute` take token ids and give token ids and logprobs. `TextRoute` is for endpoints that
-give text only: what it returns is good for evaluation, not for gradients. Chosen by `http_probe.py`, used by `http.py`.
+All but one take token ids and give token ids and logprobs. `TextRoute` is for endpoints that give text only: what it
+returns is good for evaluation, not for gradients. Chosen by `http_probe.py`, used by `http.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -109,8 +108,7 @@ class SglangRoute:
     def __init__(self, client: OpenAIClient, *, vocab_size: int | None) -> None:
         self._client = client
         self._vocab_size = vocab_size
-        base = urlsplit(client.base_url)
-        self._url = f"{base.scheme}://{base.netloc}{base.path.removesuffix('/v1')}/generate"
+        self._url = f"{_root(client)}/generate"
 
     async def sample(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, call_id: str, attempt: int
@@ -184,6 +182,11 @@ class TextRoute:
             finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
             weight_version=np.full(len(ids), _UNKNOWN_VERSION, np.int32),
         )
+
+
+def _root(client: OpenAIClient) -> str:
+    """What `/v1` is below."""
+    return client.base_url.removesuffix("/v1")
 
 
 def _require_plain(sampling: SamplingParams) -> None:

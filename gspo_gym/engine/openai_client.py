@@ -47,12 +47,13 @@ class OpenAIClient:
         self.base_url = base_url.rstrip("/")
         self._timeout_seconds = timeout_seconds
         self._api_key = api_key
+        is_encrypted = self.base_url.startswith("https:")  # without it, reading the list of authorities takes longest
         self._client = openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=api_key or "none",
             max_retries=0,
             timeout=timeout_seconds,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False, verify=is_encrypted),
         )
 
     async def get(self, path: str) -> Any:

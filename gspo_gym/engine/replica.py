@@ -61,13 +61,12 @@ class Replica:
         """
         task = asyncio.create_task(call)
         self._calls.add(task)
+        task.add_done_callback(_note)
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({task})  # what the call holds is freed before anybody goes on
-            if not task.cancelled():
-                task.exception()  # looked at, for asyncio's sake: it is not what ends this
             raise
         finally:
             self._calls.discard(task)
@@ -112,3 +111,9 @@ def common_capabilities(all_of: Sequence[Capabilities]) -> Capabilities:
         has_checksums=all(one.has_checksums for one in all_of),
         structured_output=all(one.structured_output for one in all_of),
     )
+
+
+def _note(task: asyncio.Task[Completion]) -> None:
+    """Take the exception off a task whose end nobody may be waiting for any more."""
+    if not task.cancelled():
+        task.exception()

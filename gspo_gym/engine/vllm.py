@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from gspo_gym.engine.base import (
@@ -28,6 +27,7 @@ from gspo_gym.engine.base import (
 )
 from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.vllm_adapters import Adapters
+from gspo_gym.engine.vllm_folders import weights_folder
 from gspo_gym.engine.vllm_requests import completion_of, finish_reason_of, sampling_fields, versions_of
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.engine.vllm_worker import RELOAD_METHOD
@@ -49,11 +49,11 @@ class VllmEngine:
     requests, which are computed again under the new weights, and every token carries the version that sampled it; an
     adapter update leaves requests in flight on the adapter that they began with.
 
-    >>> async def sample() -> int:  # doctest: +SKIP
-    ...     engine = await VllmEngine.start(VllmSettings(model="runs/policy", max_model_len=4096))
-    ...     completion = await engine.generate([72, 105], SamplingParams(max_tokens=5, stop_token_ids=(), seed=0))
-    ...     await engine.close()
-    ...     return len(completion.token_ids)
+    Example::
+
+        engine = await VllmEngine.start(VllmSettings(model="runs/policy", max_model_len=4096))
+        completion = await engine.generate([72, 105], SamplingParams(max_tokens=5, stop_token_ids=(), seed=0))
+        await engine.close()
     """
 
     def __init__(self, llm: Any, settings: VllmSettings) -> None:
@@ -316,8 +316,7 @@ class VllmEngine:
 
     async def _reload(self, update: WeightUpdate) -> None:
         assert update.folder is not None
-        folder = update.folder.resolve()
-        _require_same_tensors(self._settings.model_folder, folder)
+        folder = weights_folder(update.folder, self._settings.model_folder)
         await self._llm.collective_rpc(RELOAD_METHOD, kwargs={"weights_path": str(folder)})
         # Also preempts what is frozen, which is computed again. Salted or not, nothing of the old weights is kept.
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
@@ -344,31 +343,3 @@ def _as_engine_error(doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineError(f"{doing}: {type(error).__name__}: {error}") from error
-
-
-def _require_same_tensors(model: Path | None, staged: Path) -> None:
-    """A reload keeps the old values of tensors that it does not find, so all must be there, in the same shapes.
-
-    Raises:
-        EngineError: names what is missing, unknown or of another shape.
-    """
-    found = _shapes(staged)
-    if not found:
-        raise EngineError(f"expected weights (*.safetensors) in {staged}, got none")
-    expected = _shapes(model) if model is not None else found
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if wrong:
-        raise EngineError(
-            f"{staged}: expected the {len(expected)} tensors of {model}; {len(wrong)} are missing, unknown or of "
-            f"another shape, such as {wrong[0]}: expected {expected.get(wrong[0])}, got {found.get(wrong[0])}"
-        )
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes

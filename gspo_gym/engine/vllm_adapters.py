@@ -8,13 +8,11 @@ with; a version is removed when the last of them has ended and it is no longer t
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from gspo_gym.engine.base import WeightUpdate
+from gspo_gym.engine.vllm_folders import adapter_folder
 from gspo_gym.errors import EngineError
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 class Adapters:
@@ -38,7 +36,8 @@ class Adapters:
         Raises:
             EngineError: there is no adapter in the folder, or vLLM refused it.
         """
-        folder = _adapter_folder(update)
+        assert update.folder is not None
+        folder = adapter_folder(update.folder)
         from vllm.lora.request import LoRARequest
 
         # A number of its own even if a version is published twice: vLLM takes equal numbers for equal adapters.
@@ -71,12 +70,3 @@ class Adapters:
             del self._in_flight[request.lora_int_id]
         for request in unused:
             await self._llm.remove_lora(request.lora_int_id)
-
-
-def _adapter_folder(update: WeightUpdate) -> Path:
-    assert update.folder is not None
-    folder = update.folder.resolve()
-    # vLLM takes a path that does not exist for the name of a repository, and tries to download it.
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise EngineError(f"version {update.version}: expected an adapter (PEFT layout) in {folder}, got none")
-    return folder

@@ -16,6 +16,7 @@ from typing import Any
 
 from gspo_gym.engine.base import PauseMode
 from gspo_gym.engine.vllm_client import Address, VllmClient, address_of
+from gspo_gym.engine.vllm_worker import RELOAD_METHOD, WORKER_EXTENSION
 from gspo_gym.engine.wire import shorten
 from gspo_gym.errors import ConfigError, EngineError
 
@@ -34,6 +35,8 @@ class ServerInfo:
         loads_adapters: while it runs.
         reuses_prefixes: keys and values of earlier requests are kept.
         model_folder: its model's, None if it is a name; read on the server's machine, which is this one.
+        device: "cpu", "cuda", ...
+        has_our_workers: its workers were extended by `vllm_worker.py`.
         has_own_end_tokens: it knows end tokens of the model's that no request names, and withholds them, too, where
             `min_tokens` asks for a longer completion.
     """
@@ -44,6 +47,8 @@ class ServerInfo:
     loads_adapters: bool
     reuses_prefixes: bool
     model_folder: Path | None
+    device: str
+    has_our_workers: bool
     has_own_end_tokens: bool
 
 
@@ -98,7 +103,7 @@ class VllmControl:
         """Whether the scheduler waits."""
         return bool(_member(await self._client.get("/is_paused"), "is_paused", bool))
 
-    async def reload_weights(self, folder: Path) -> None:
+    async def reload_weights(self, folder: Path, *, has_our_workers: bool) -> None:
         """Read a whole model (transformers layout) into the one that is served, and drop what older weights computed.
 
         Requests that are frozen are computed again when they go on. `folder` is absolute, and a fresh one each time.
@@ -108,7 +113,7 @@ class VllmControl:
         """
         await self._client.post(
             "/collective_rpc",
-            {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            {"method": RELOAD_METHOD if has_our_workers else "reload_weights", "kwargs": {"weights_path": str(folder)}},
         )
         answer = await self._client.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if not _member(answer, "success", bool):
@@ -173,6 +178,8 @@ def _server_info(answer: Any) -> ServerInfo:
         loads_adapters=bool(_member(answer, "vllm_env", dict).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
         reuses_prefixes=bool(_member(config, "cache_config", dict).get("enable_prefix_caching")),
         model_folder=folder if folder.is_dir() else None,
+        device=str((config.get("device_config") or {}).get("device")),
+        has_our_workers=_member(config, "parallel_config", dict).get("worker_extension_cls") == WORKER_EXTENSION,
         has_own_end_tokens=_has_own_end_tokens(model),
     )
 

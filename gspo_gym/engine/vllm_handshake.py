@@ -18,6 +18,7 @@ from gspo_gym.engine.vllm_client import VllmClient
 from gspo_gym.engine.vllm_control import ServerInfo, VllmControl
 from gspo_gym.engine.vllm_routes import CompletionsRoute, GenerateRoute, Route
 from gspo_gym.engine.vllm_versions import Served, new_name
+from gspo_gym.engine.vllm_worker import WORKER_EXTENSION
 from gspo_gym.engine.wire import shorten
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
@@ -28,6 +29,10 @@ _SHORT = SamplingParams(max_tokens=1, stop_token_ids=(), seed=0)
 _ANOTHER_MACHINE = "the server is not on this machine; bring it here with: ssh -L 8000:127.0.0.1:8000 HOST"
 _NO_DEV_MODE = "the server has no control routes; start it with VLLM_SERVER_DEV_MODE=1, on 127.0.0.1"
 _NO_ADAPTERS = "the server takes adapters, but not while it runs; start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+_NO_CPU_RELOAD = (
+    "on the CPU vLLM's own reload may keep an old output head; start the server with `gspo-gym serve --engine vllm` "
+    f"or with --worker-extension-cls {WORKER_EXTENSION}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Handshake:
         reuses_prefixes: as far as it is known.
         has_checksums: of whole models.
         has_own_end_tokens: `min_tokens` would withhold more than the request's stop tokens.
+        has_our_workers: they reload whole models completely on every device.
         model_folder: the served model's, if it is known and a folder.
     """
 
@@ -57,6 +63,7 @@ class Handshake:
     reuses_prefixes: bool
     has_checksums: bool
     has_own_end_tokens: bool
+    has_our_workers: bool
     model_folder: Path | None
 
 
@@ -108,6 +115,7 @@ async def shake_hands(
         reuses_prefixes=info is not None and info.reuses_prefixes,
         has_checksums=control is not None and kinds == ("full",) and bool(await control.checksums()),
         has_own_end_tokens=info is None or info.has_own_end_tokens,
+        has_our_workers=info is not None and info.has_our_workers,
         model_folder=None if info is None else info.model_folder,
     )
 
@@ -154,7 +162,9 @@ def _require_fit(url: str, info: ServerInfo, dtype: str | None) -> None:
 def _why_no_updates(control: VllmControl | None, info: ServerInfo | None, *, is_here: bool) -> str | None:
     if control is None or info is None:
         return _NO_DEV_MODE if is_here else _ANOTHER_MACHINE
-    return _NO_ADAPTERS if info.max_lora_rank and not info.loads_adapters else None
+    if info.max_lora_rank:
+        return None if info.loads_adapters else _NO_ADAPTERS
+    return _NO_CPU_RELOAD if info.device == "cpu" and not info.has_our_workers else None
 
 
 async def _find_route(client: VllmClient, retries: Retries, *, model: str, vocab_size: int) -> Route:

@@ -37,7 +37,7 @@ from gspo_gym.engine.vllm_versions import Served, ServedVersions
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
 
-# How long a server may take to say that it is well.
+# How long a server may take to say that it is well, or to forget an adapter.
 _HEALTH_SECONDS = 5.0
 
 
@@ -114,8 +114,6 @@ class VllmHttpEngine:
         self._served = ServedVersions(
             control, model=handshake.model, label=handshake.label, has_adapters="adapter" in handshake.update_kinds
         )
-        self._in_flight: set[asyncio.Task[Completion]] = set()
-        self._is_closed = False
         self._name = uuid.uuid4().hex  # an identity: no two processes may share request ids
         self._num_calls = 0
 
@@ -154,6 +152,9 @@ class VllmHttpEngine:
             if control is not None:
                 await control.close()
             raise
+        if control is not None and not handshake.update_kinds:
+            await control.close()
+            control = None
         return cls(settings, client, control, handshake, retries)
 
     @property
@@ -210,16 +211,7 @@ class VllmHttpEngine:
         sampling_fields(sampling, max_new)  # refuses what vLLM would change
         deadline = self._settings.deadline_seconds if deadline_seconds is None else deadline_seconds
         async with self._gate.admit(session_id, deadline):
-            call = asyncio.ensure_future(self._sample(prompt, sampling, max_new, session_id))
-            self._in_flight.add(call)
-            try:
-                return await call
-            except asyncio.CancelledError:
-                if call.cancelled() and self._is_closed and not _is_cancelled():
-                    raise EngineError("the engine was closed") from None
-                raise
-            finally:
-                self._in_flight.discard(call)
+            return await self._sample(prompt, sampling, max_new, session_id)
 
     async def abort(self, session_id: str) -> None:
         """Give up the session's calls; see `Engine.abort`. Hanging up is how the server hears of it."""
@@ -259,7 +251,8 @@ class VllmHttpEngine:
             if update.kind == "adapter":
                 await self._served.load_adapter(update)
             else:
-                await self._control.reload_weights(weights_folder(update.folder, self.handshake.model_folder))
+                folder = weights_folder(update.folder, self.handshake.model_folder)
+                await self._control.reload_weights(folder, has_our_workers=self.handshake.has_our_workers)
                 await self._served.relabel(update.version)
             await self._control.resume()
         except EngineError as error:
@@ -290,7 +283,7 @@ class VllmHttpEngine:
 
     async def health(self) -> EngineHealth:
         """How it is; the server is asked."""
-        if self._is_closed:
+        if not self._gate.health().is_alive:
             return self._gate.health()
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
@@ -301,14 +294,9 @@ class VllmHttpEngine:
 
     async def close(self) -> None:
         """Give the connections back; the server goes on. Calls in flight, and all later ones, raise EngineError."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         self._gate.close()
-        for call in self._in_flight:
-            call.cancel()
-        if self._in_flight:
-            await asyncio.wait(self._in_flight)
+        with contextlib.suppress(EngineError):  # they were cancelled, and are on their way out
+            await self._gate.drained()
         await self._client.close()
         if self._control is not None:
             await self._control.close()
@@ -338,9 +326,10 @@ class VllmHttpEngine:
             await self._end(served)
 
     async def _end(self, served: Served) -> None:
-        # A server that is dead has failed the call already; one that does not unload only keeps a name.
-        with contextlib.suppress(EngineError):
-            await self._served.end(served)
+        # A server that is dead has failed the call already; one that does not unload in time only keeps a name.
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                await self._served.end(served)
 
 
 def _key(settings: VllmHttpSettings) -> str | None:
@@ -350,8 +339,3 @@ def _key(settings: VllmHttpSettings) -> str | None:
     if not key:
         raise ConfigError(f"VllmHttpSettings.api_key_env: expected a key in {settings.api_key_env}, it is not set")
     return key
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -68,11 +68,11 @@ def versions_of(spans: Sequence[Span] | None, num_tokens: int) -> list[int]:
         EngineError: the spans do not cover the tokens one after another, or a label is not a version of ours.
     """
     versions: list[int] = []
+    is_right = True
     for span in spans or ():
-        if span.start != len(versions) or span.end <= span.start or not span.version.isdecimal():
-            break
-        versions += [int(span.version)] * (span.end - span.start)
-    if len(versions) != num_tokens:
+        is_right = is_right and span.start == len(versions) and span.end > span.start and span.version.isdecimal()
+        versions += [int(span.version)] * (span.end - span.start) if is_right else []
+    if not is_right or len(versions) != num_tokens:
         raise EngineError(f"vLLM: expected weight versions of {num_tokens} tokens in a row, got {spans}")
     return versions
 

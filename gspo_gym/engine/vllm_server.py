@@ -9,6 +9,7 @@ tests, and by whoever builds a run. Read with vLLM 0.32.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
@@ -17,16 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
-from gspo_gym.engine.vllm_client import is_loopback
+from gspo_gym.engine.vllm_client import Address, address_of, is_loopback
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
 
 _POLL_SECONDS = 0.2
+_HEALTH_SECONDS = 5.0
 _STOP_SECONDS = 30.0
 _LOG_LINES = 40
 _LOG_BYTES = 20_000
@@ -102,7 +104,8 @@ class VllmServer:
             raise EngineError(f"vLLM server {self.url}: runs already")
         self._folder = Path(tempfile.mkdtemp(prefix="gspo-gym-vllm-"))
         try:
-            self._port = self._port or _free_port(self._host)
+            if self._uds is None:
+                self._port = _free_port(self._host, self._port)
             log = self._log_path
             with log.open("wb") as output:
                 self._process = subprocess.Popen(
@@ -176,15 +179,18 @@ class VllmServer:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._settings.model_folder is not None:  # nothing of it is elsewhere, so nothing is looked for elsewhere
             env["HF_HUB_OFFLINE"] = "1"
+        # Its workers load `vllm_worker.py`, with an interpreter that may not have this package.
+        ours = str(Path(__file__).parents[2])
+        env["PYTHONPATH"] = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
         if self._key is not None:
             env["VLLM_API_KEY"] = self._key  # not an argument, which every program of this machine can read
         return env
 
     def _wait_until_it_answers(self) -> None:
         assert self._process is not None
-        is_healthy = _health_check(self.url)
+        address = address_of(self.url)
         deadline = time.monotonic() + self._start_seconds
-        while not is_healthy():
+        while not _answers(address):
             status = self._process.poll()
             if status is not None:
                 tail = self.log_tail()
@@ -235,32 +241,33 @@ def _key(name: str | None) -> str | None:
     return key
 
 
-def _free_port(host: str) -> int:
-    """One that nobody listens on; vLLM cannot say which it took, if it is told to take any."""
+def _free_port(host: str, port: int) -> int:
+    """That port, or any for 0, if nobody listens there: another server's answers would be taken for ours.
+
+    vLLM cannot say which port it took, if it is told to take any.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"vLLM server: cannot listen on {host}, port {port}: {error}") from error
         return int(probe.getsockname()[1])
 
 
-def _health_check(url: str) -> Callable[[], bool]:
-    try:
-        import httpx
-    except ImportError as error:
-        raise MissingExtraError("waiting for a vLLM server needs: pip install httpx") from error
-    from gspo_gym.engine.vllm_client import address_of
-
-    address = address_of(url)
-
-    def is_healthy() -> bool:
-        transport = httpx.HTTPTransport(uds=address.uds, trust_env=False)
-        try:
-            with httpx.Client(base_url=address.base_url, transport=transport, timeout=5.0, trust_env=False) as client:
-                return client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    return is_healthy
+def _answers(address: Address) -> bool:
+    """Whether `/health` says that all is well."""
+    parts = urlsplit(address.base_url)
+    connection = http.client.HTTPConnection(parts.hostname or "localhost", parts.port, timeout=_HEALTH_SECONDS)
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        if address.uds is not None:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(_HEALTH_SECONDS)
+            connection.sock.connect(address.uds)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    return False
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -13,6 +13,7 @@ from gspo_gym.engine.vllm_worker import WORKER_EXTENSION
 from gspo_gym.errors import ConfigError
 
 _GIB = 2**30
+_TOKENS_PER_STEP = 4096  # on the CPU; vLLM's own default there
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,13 @@ class VllmSettings:
             "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
         }
+        if not _sees_gpus():
+            # Read in parts, a prompt would have its first draws taken back, which the CPU's generator cannot: vLLM 0.32
+            # dies of a request with a seed that does not fit into the step. So whole prompts wait for the next one.
+            fields |= {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(self.max_model_len, _TOKENS_PER_STEP),
+            }
         if self.kv_cache_gib is not None:
             fields["kv_cache_memory_bytes"] = int(self.kv_cache_gib * _GIB)
         if self.max_lora_rank:
@@ -116,3 +124,9 @@ class VllmSettings:
                 "max_cpu_loras": self.max_loras + 1,  # the new version arrives before the oldest leaves
             }
         return fields
+
+
+def _sees_gpus() -> bool:
+    import torch  # here: it is slow to load, and whoever only reads settings needs none
+
+    return torch.cuda.is_available()

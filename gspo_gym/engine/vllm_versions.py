@@ -83,7 +83,9 @@ class ServedVersions:
         """The served model's weights are now this version: everything that is sampled from now on carries it."""
         name = new_name(version)
         self.current = Served(version=version, model=self.current.model, salt=name)
-        if self._control is not None and not self._has_adapters:
+        if self._control is None:  # the same weights under the same label
+            self._versions = dict.fromkeys(self._versions, version)
+        elif not self._has_adapters:
             await self._control.set_version(name)
             self._versions[name] = version
 

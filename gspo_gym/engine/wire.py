@@ -62,6 +62,7 @@ def completions_request(
         "skip_special_tokens": False,
         "add_special_tokens": False,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,  # and not as texts, for which a server without a tokenizer would refuse
         "stream": False,
         "request_id": request_id,
     }

@@ -66,7 +66,7 @@ class MismatchAlarm:
         if self._max_gap is None and self._has_16_bits:
             if kl <= MAX_KL_16_BITS:  # written so that NaN is an alarm
                 return None
-            return f"the KL divergence of the engine from the learner is {kl:.3g} nats; at most {MAX_KL_16_BITS:g}"
+            return f"the engine's KL divergence from the learner is {kl:.3g} nats; expected at most {MAX_KL_16_BITS:g}"
         limit = MAX_GAP_FLOAT32 if self._max_gap is None else self._max_gap
         if gap <= limit:
             return None

@@ -1,7 +1,8 @@
 """The frozen policy that KL terms compare with.
 
-One of three things, all in this process: the model with its adapter disabled, a frozen copy of the adapter's tensors
-that is swapped in while the reference is scored, or a frozen copy of the whole model.
+In this process it is one of three things: the model with its adapter disabled, a frozen copy of the adapter's tensors
+that is swapped in while the reference is scored, or a frozen copy of the whole model. One that is elsewhere comes as a
+`ReferencePolicy` of the caller's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,30 @@ from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import ReferenceSettings
+
+
+class ReferencePolicy(Protocol):
+    """What a learner asks of its reference, wherever that is."""
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """[B, T] of the sampled tokens, constants, on the batch's device; 0 where nothing was sampled."""
+        ...
+
+    def refresh(self) -> None:
+        """Make the reference the policy as it is now."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a restart needs, named `reference.<parameter>`; empty if the reference never changes."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `tensors()` gave, among others.
+
+        Raises:
+            CheckpointError: the copy of other parameters.
+        """
+        ...
 
 
 class Reference:

@@ -28,7 +28,7 @@ from gspo_gym.learning.correction import correct
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.losses import Denominators, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
-from gspo_gym.learning.reference import Reference, check_same_reference
+from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
 from gspo_gym.learning.routers import RouterLoad, find_routers
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import (
@@ -82,6 +82,7 @@ class Learner:
         total_steps: optimizer steps of the whole run, for schedules that decay; None: not known.
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
         reference_model: a frozen model to use as the reference; None: what reference.source says.
+        reference_policy: a reference that is elsewhere, in place of both.
 
     Raises:
         ConfigError: settings that contradict each other or the model.
@@ -103,6 +104,7 @@ class Learner:
         total_steps: int | None = None,
         seed: int = 0,
         reference_model: nn.Module | None = None,
+        reference_policy: ReferencePolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if update.score_truncated and truncation is None:
@@ -129,15 +131,17 @@ class Learner:
             entropy_has_gradient=loss.entropy_coef > 0,
         )
         self._scorer = make_scorer(model)
-        self._reference: Reference | None = None
-        if loss.kl_coef > 0 or self._shaper.uses_reference:
-            self._reference = Reference(
-                model, self._reference_settings, scorer=self._scorer, make_scorer=make_scorer, given=reference_model
-            )
-        elif reference_model is not None or self._reference_settings != ReferenceSettings():
+        has_reference = reference_model is not None or reference_policy is not None
+        compares = loss.kl_coef > 0 or self._shaper.uses_reference
+        if not compares and (has_reference or self._reference_settings != ReferenceSettings()):
             raise ConfigError(
                 "reference: nothing compares with it, because loss.kl_coef, rewards.kl_coef and "
                 "advantages.kl_shaping_coef are 0; set one, or remove the reference"
+            )
+        self._reference = reference_policy
+        if compares and reference_policy is None:
+            self._reference = Reference(
+                model, self._reference_settings, scorer=self._scorer, make_scorer=make_scorer, given=reference_model
             )
 
     def update(self, batch: TrainBatch) -> UpdateReport:
@@ -173,7 +177,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a restart needs besides the model's own parameters and `counters()`; live, so write them at once."""
-        return self._optimizer.tensors() | ({} if self._reference is None else self._reference.tensors())
+        return {**self._optimizer.tensors(), **({} if self._reference is None else self._reference.tensors())}
 
     def counters(self) -> dict[str, int | float]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from agreement import nudge
 from engine_contract import Clause, Excuses, Subject
 from faulty_server import MAX_MODEL_LEN, MODEL, FaultyServer
 
-from gspo_gym.engine.base import WeightUpdate
+from gspo_gym.engine.base import Engine, WeightUpdate
 from gspo_gym.engine.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.engine.rebuildable import RebuildableEngine
+from gspo_gym.engine.router import RoutedEngine
 from gspo_gym.engine.scripted import Latency, ScriptedEngine
 from gspo_gym.models import load_policy
 
@@ -53,8 +54,10 @@ async def _scripted() -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def _local(*, is_copy: bool, is_rebuildable: bool = False) -> AsyncIterator[Subject]:
-    """On the learner's weights, or on a copy of them; `change` is what the learner does to its own."""
+async def _local(
+    *, is_copy: bool = False, is_rebuildable: bool = False, num_replicas: int = 1
+) -> AsyncIterator[Subject]:
+    """On the learner's weights, or on copies of them; `change` is what the learner does to its own."""
     learner = load_policy("tiny:qwen3-64", seed=1).model
 
     async def make() -> LocalEngine:
@@ -66,14 +69,12 @@ async def _local(*, is_copy: bool, is_rebuildable: bool = False) -> AsyncIterato
         nudge(learner, seed=version)
         return WeightUpdate(version, "shared")
 
-    engine = await make()
-    yield Subject(
-        RebuildableEngine(engine, make) if is_rebuildable else engine,
-        MAX_LEN,
-        learner.config.vocab_size,
-        logits=plain_logits(learner),
-        change=change,
-    )
+    engine: Engine = await make()
+    if is_rebuildable:
+        engine = RebuildableEngine(engine, make)
+    if num_replicas > 1:
+        engine = RoutedEngine([engine, *[await make() for _ in range(num_replicas - 1)]])
+    yield Subject(engine, MAX_LEN, learner.config.vocab_size, logits=plain_logits(learner), change=change)
     await engine.close()
 
 
@@ -81,7 +82,8 @@ async def _local(*, is_copy: bool, is_rebuildable: bool = False) -> AsyncIterato
 async def _http(**server_options: Any) -> AsyncIterator[Subject]:
     """Behind a real server on loopback, whose model anyone can compute."""
     with FaultyServer(**server_options) as server:
-        settings = HttpSettings(server.base_url, MODEL, vocab_size=hash_model.VOCAB_SIZE)
+        length = MAX_MODEL_LEN if server_options.get("dialect") == "text" else None  # which does not tell
+        settings = HttpSettings(server.base_url, MODEL, max_model_len=length, vocab_size=hash_model.VOCAB_SIZE)
         engine = await HttpEngine.start(settings, hash_model.LetterTokenizer())
         yield Subject(engine, MAX_MODEL_LEN, hash_model.VOCAB_SIZE, logits=hash_logits)
         await engine.close()
@@ -94,12 +96,28 @@ def hash_logits(token_ids: Any) -> Any:
 
 ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "scripted": _scripted,
-    "local": lambda: _local(is_copy=False),
+    "local": _local,
     "local on its own copy": lambda: _local(is_copy=True),
-    "rebuildable": lambda: _local(is_copy=False, is_rebuildable=True),
+    "local, rebuildable": lambda: _local(is_rebuildable=True),
+    "two local ones behind a router": lambda: _local(is_copy=True, num_replicas=2),
     "http": _http,
     "http with SGLang's dialect": lambda: _http(dialect="sglang"),
     "http with text only": lambda: _http(dialect="text"),
+}
+
+
+# By engine: what it declares not to have, and how many clauses that excuses; all others it keeps.
+_SHARED = {"pause_mode keep": 1, "an update from a folder": 1}
+_FROZEN = {"update_kinds": 6, "an update from a folder": 1}
+EXCUSED: dict[str, dict[str, int]] = {
+    "scripted": {"seeds_per_request": 6, "a model": 14},
+    "local": _SHARED,
+    "local on its own copy": _SHARED,
+    "local, rebuildable": _SHARED,
+    "two local ones behind a router": _SHARED,
+    "http": _FROZEN,
+    "http with SGLang's dialect": _FROZEN,
+    "http with text only": {"is_trainable": 13, **_FROZEN},
 }
 
 
@@ -111,3 +129,13 @@ def test_the_engine_keeps(name: str, clause: Clause, excuses: Excuses) -> None:
             await excuses.keep_or_excuse(name, clause, subject)
 
     asyncio.run(keep())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_engine_is_excused_from_nothing_else(name: str) -> None:
+    async def excused() -> dict[str, int]:
+        async with ENGINES[name]() as subject:
+            reasons = [reason for clause in CLAUSES if (reason := clause.excuse(subject)) is not None]
+            return {reason: reasons.count(reason) for reason in reasons}
+
+    assert asyncio.run(excused()) == EXCUSED[name]

@@ -1,7 +1,8 @@
 """Thousands of requests over real HTTP to a server of which one answer in five goes wrong in eleven ways: every call
 gets the one sample that its prompt and seed stand for, and no call two.
 
-Nothing waits between retries here; only the two faults that hang cost their timeout.
+Nothing waits between retries here; only the two faults that hang cost their timeout, and the short run has none of
+those (`test_http_engine.py` has them one by one).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import hash_model
 import numpy as np
 import pytest
-from faulty_server import FAULTS, MODEL, FaultyServer, mixed
+from faulty_server import HANGING, MODEL, FaultPlan, FaultyServer, mixed
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.http import HttpEngine, HttpSettings
@@ -22,7 +23,6 @@ from gspo_gym.types import Completion
 
 FAULT_RATE = 0.2
 CONCURRENCY = 64
-TIMEOUT_SECONDS = 3.0  # far above what an answer takes, so that only what hangs runs into it
 STOP = 7
 RETRIES = RetrySettings(max_attempts=8, budget_fraction=0.5, budget_reserve=64)
 
@@ -46,14 +46,14 @@ class Run:
     waits: list[float]
 
 
-async def ask_many(server: FaultyServer, num_requests: int) -> Run:
+async def ask_many(server: FaultyServer, num_requests: int, timeout_seconds: float) -> Run:
     waits: list[float] = []
 
     async def no_sleep(seconds: float) -> None:
         waits.append(seconds)
 
     settings = HttpSettings(
-        server.base_url, MODEL, tier="trainable", vocab_size=64, timeout_seconds=TIMEOUT_SECONDS, retries=RETRIES
+        server.base_url, MODEL, tier="trainable", vocab_size=64, timeout_seconds=timeout_seconds, retries=RETRIES
     )
     engine = await HttpEngine.start(settings, sleep=no_sleep)
     places = asyncio.Semaphore(CONCURRENCY)
@@ -72,14 +72,14 @@ async def ask_many(server: FaultyServer, num_requests: int) -> Run:
     return Run(list(completions), engine.counters, waits)
 
 
-def run_and_check(num_requests: int) -> None:
-    with FaultyServer(mixed(FAULT_RATE, seed=1), retry_after="0.25") as server:
-        run = asyncio.run(ask_many(server, num_requests))
+def run_and_check(plan: FaultPlan, num_requests: int, *, timeout_seconds: float) -> None:
+    with FaultyServer(plan, retry_after="0.25") as server:
+        run = asyncio.run(ask_many(server, num_requests, timeout_seconds))
     calls = run.counters.num_calls
     print(
-        f"\n{num_requests} requests, {calls - num_requests} of the probe besides: {run.counters.num_attempts} attempts, "
-        f"{run.counters.num_failed_calls} calls failed; faults {dict(server.faults)}, "
-        f"failed attempts {dict(run.counters.failures)}"
+        f"\n{num_requests} requests, {calls - num_requests} of the probe: {run.counters.num_attempts} attempts; "
+        f"{run.counters.num_failed_calls} calls failed.\nfaults: {dict(server.faults)}\nfailed attempts: "
+        f"{dict(run.counters.failures)}"
     )
 
     answered = [(n, c) for n, c in enumerate(run.completions) if isinstance(c, Completion)]
@@ -102,14 +102,14 @@ def run_and_check(num_requests: int) -> None:
 
     # All kinds happened, at the rate that was asked for (4 standard deviations of a binomial), and within the budget.
     num_faults = sum(server.faults.values())
-    num_seen = num_faults + sum(server.num_answers.values())
-    assert set(server.faults) == set(FAULTS)
+    num_seen = num_faults + sum(server.num_answers.values()) - server.faults["stale"]  # which are good answers, too
+    assert set(server.faults) == {fault for fault, rate in plan.rates.items() if rate > 0}
     assert abs(num_faults - FAULT_RATE * num_seen) < 4 * (num_seen * FAULT_RATE * (1 - FAULT_RATE)) ** 0.5
     assert run.counters.num_attempts == calls + run.counters.num_retries
     assert run.counters.num_retries <= RETRIES.budget_reserve + RETRIES.budget_fraction * calls
-    # A retry is owed to a fault, or to a connection that died after a good answer; none was made for nothing. Attempts
-    # that an overloaded machine let run into the timeout are the exception that 2% leaves room for.
-    assert run.counters.num_retries <= num_faults + 0.02 * num_requests
+    # Every retry is owed to a fault; a busy machine may let good answers run into the timeout, too.
+    num_late = run.counters.failures["timeout"] - sum(server.faults[fault] for fault in HANGING)
+    assert run.counters.num_retries <= num_faults + num_late
 
     # Waits: those for 429 at least what the server asked for, the others at most the longest.
     assert len(run.waits) == run.counters.num_retries
@@ -118,9 +118,9 @@ def run_and_check(num_requests: int) -> None:
 
 
 def test_500_requests_of_which_a_fifth_fails_give_500_samples() -> None:
-    run_and_check(500)
+    run_and_check(mixed(FAULT_RATE, seed=1, hanging_weight=0.0), 500, timeout_seconds=60.0)
 
 
 @pytest.mark.slow
 def test_5000_requests_of_which_a_fifth_fails_give_5000_samples() -> None:
-    run_and_check(5000)
+    run_and_check(mixed(FAULT_RATE, seed=1), 5000, timeout_seconds=5.0)

@@ -46,7 +46,7 @@ def worst_gap(model: Any, turns: Sequence[Turn]) -> float:
 
 
 async def play(engine: Engine, seed: int, *, num_turns: int = 3, prompt_length: int = 140) -> list[Turn]:
-    """An episode whose prompts extend each other; long enough for the blocks of 128 tokens that vLLM caches on the CPU."""
+    """An episode whose prompts extend each other; long enough for vLLM's blocks of 128 tokens on the CPU."""
     prompt = np.random.default_rng(seed).integers(0, 256, prompt_length).tolist()
     turns = []
     for number in range(num_turns):

@@ -66,7 +66,9 @@ EXCUSES: dict[str, Callable[[Subject], bool]] = {
     "seeds_per_request": lambda subject: subject.engine.capabilities.seeds_per_request,
     "reports_versions": lambda subject: subject.engine.capabilities.reports_versions,
     "update_kinds": lambda subject: bool(subject.engine.capabilities.update_kinds),
-    "an update from a folder": lambda subject: {"full", "adapter"} & {*subject.engine.capabilities.update_kinds} != set(),
+    "an update from a folder": lambda subject: (
+        {"full", "adapter"} & {*subject.engine.capabilities.update_kinds} != set()
+    ),
     "pause_modes": lambda subject: bool(subject.engine.capabilities.pause_modes),
     "pause_mode keep": lambda subject: "keep" in subject.engine.capabilities.pause_modes,
 }

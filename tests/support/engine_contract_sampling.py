@@ -41,7 +41,7 @@ async def max_tokens_of_one_gives_one_token(subject: Subject) -> None:
     assert (len(completion.token_ids), completion.finish_reason) == (1, FinishReason.LENGTH)
 
 
-@clause()
+@clause("is_trainable")
 async def a_stop_token_ends_the_completion_and_is_its_last_token(subject: Subject) -> None:
     params = sampling(max_tokens=100, stop_token_ids=tuple(range(0, subject.vocab_size, 2)))  # the hundredth of 2**-100
     completion = await subject.engine.generate(prompt(1, 5), params)
@@ -51,7 +51,16 @@ async def a_stop_token_ends_the_completion_and_is_its_last_token(subject: Subjec
     assert completion.finish_reason is FinishReason.STOP
 
 
-@clause()
+@clause("seeds_per_request")
+async def a_stop_token_cuts_what_would_have_been_sampled_without_it(subject: Subject) -> None:
+    free = await subject.engine.generate(prompt(1, 5), sampling(3, 20))
+    tokens = free.token_ids.tolist()
+    cut = await subject.engine.generate(prompt(1, 5), sampling(3, 20, stop_token_ids=(tokens[6],)))
+    assert cut.token_ids.tolist() == tokens[: tokens.index(tokens[6]) + 1]
+    assert cut.finish_reason is FinishReason.STOP
+
+
+@clause("is_trainable")
 async def a_stop_token_in_the_last_place_counts_as_stop_and_not_as_length(subject: Subject) -> None:
     params = sampling(max_tokens=1, stop_token_ids=tuple(range(subject.vocab_size)))
     completion = await subject.engine.generate(prompt(1, 5), params)
@@ -78,7 +87,7 @@ async def an_empty_prompt_is_an_error(subject: Subject) -> None:
         await subject.engine.generate([], sampling())
 
 
-@clause("a model")
+@clause("a model", "is_trainable")
 async def a_prompt_token_outside_the_vocabulary_is_an_error(subject: Subject) -> None:
     for token in (-1, 1 << 20):
         with pytest.raises(EngineError):
@@ -216,7 +225,7 @@ async def all_settings_together_act_in_the_order_that_is_documented(subject: Sub
     )
 
 
-@clause("a model", "seeds_per_request")
+@clause("a model", "is_trainable", "seeds_per_request")
 async def draws_follow_the_distribution(subject: Subject) -> None:
     """Pearson's chi-squared over 512 draws of one token from four; 30.7 is the 1 - 1e-6 quantile for 3 degrees."""
     params = [sampling(seed, 1, top_k=4) for seed in range(512)]
@@ -266,6 +275,18 @@ async def ending_or_aborting_an_unknown_session_is_fine(subject: Subject) -> Non
     for _ in range(2):
         await subject.engine.end_session("known")
     assert len((await subject.engine.generate(prompt(0, 4), sampling(), session_id="known")).token_ids) == 12
+
+
+@clause()
+async def more_prompt_tokens_than_fit_into_one_step_are_read_all_the_same(subject: Subject) -> None:
+    length = subject.max_model_len - 12
+    completions = await asyncio.gather(
+        *(subject.engine.generate(prompt(300 + k, length - k), sampling(k)) for k in range(24))
+    )
+    assert [len(completion.token_ids) for completion in completions] == [12] * 24
+    if subject.logits is not None and subject.engine.capabilities.is_trainable:
+        for k in (0, 23):
+            assert_logprobs(subject, prompt(300 + k, length - k), completions[k], sampling(k))
 
 
 @clause()

@@ -40,7 +40,7 @@ FAULTS = (
     "content_type",  # 200 with a page of HTML
     "stale",  # * a good answer, after which the connection that was kept alive is dead
 )
-_HANGING = ("slow_body", "timeout")
+HANGING = ("slow_body", "timeout")
 # What will not get better: a wrong key, which the answer repeats, and a redirect to another host.
 REFUSALS = ("401", "307")
 
@@ -69,9 +69,9 @@ class FaultPlan:
         return None
 
 
-def mixed(rate: float, *, seed: int) -> FaultPlan:
-    """All kinds, together at that rate; those that cost the client its whole timeout a quarter as often as the rest."""
-    weights = {fault: 0.25 if fault in _HANGING else 1.0 for fault in FAULTS}
+def mixed(rate: float, *, seed: int, hanging_weight: float = 0.25) -> FaultPlan:
+    """All kinds, together at that rate; one that costs the client its whole timeout so much as often as another one."""
+    weights = {fault: hanging_weight if fault in HANGING else 1.0 for fault in FAULTS}
     return FaultPlan({fault: rate * weight / sum(weights.values()) for fault, weight in weights.items()}, seed)
 
 
@@ -90,6 +90,7 @@ class FaultyServer:
     Attributes:
         seen: the requests that were read, in order. faults: how many failed, by kind.
         num_samples: samples made, by `Idempotency-Key`. num_answers: complete good answers, by the same.
+        is_hanging: set as soon as one request has been accepted and will never be answered.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class FaultyServer:
         self.faults: Counter[str] = Counter()
         self.num_samples: Counter[str] = Counter()
         self.num_answers: Counter[str] = Counter()
+        self.is_hanging = threading.Event()
         self.spoil = spoil
         self._dialect = dialect
         self._logprobs = logprobs
@@ -132,29 +134,32 @@ class FaultyServer:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        connections: set[asyncio.Task[None]] = set()
+        connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            connections.add(task)
-            try:
-                while await self._answer_one(reader, writer):
-                    pass
-            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                pass  # the client hung up, or the server is to stop
-            finally:
-                connections.discard(task)
-                writer.close()
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections[self._loop.create_task(self._answer_all(reader, writer))] = writer
 
         server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=512)
         self._port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stop.wait()
         server.close()
-        for task in list(connections):
+        for task in connections:
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
+        for writer in connections.values():  # also of a task that was cancelled before it began
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await self._answer_one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client hung up
+        finally:
+            writer.close()
 
     async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection can be used again."""
@@ -182,11 +187,10 @@ class FaultyServer:
             answer = self.spoil(answer)
         sent = json.dumps(answer).encode()
         if fault in (None, "stale"):
+            self.num_answers[key] += is_completion and status == 200  # before the client can look
             await _send(writer, status, sent)
-            self.num_answers[key] += is_completion and status == 200
             return fault is None
-        await self._break_off(reader, writer, fault, sent)
-        return False
+        return await self._break_off(reader, writer, fault, sent)
 
     async def _send_error(self, writer: asyncio.StreamWriter, fault: str, authorization: str) -> bool:
         if fault == "content_type":
@@ -200,17 +204,20 @@ class FaultyServer:
 
     async def _break_off(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: str, sent: bytes
-    ) -> None:
+    ) -> bool:
         half = sent[: len(sent) // 2]
-        if fault == "truncated_json":
-            await _send(writer, 200, half)
-        elif fault == "reset_late":
+        if fault == "reset_late":
             _reset(writer)
+        elif fault == "truncated_json":
+            await _send(writer, 200, half)
+            return True
         else:
             if fault != "timeout":
                 await _send(writer, 200, half, length=len(sent))
             if fault != "cut_body":
+                self.is_hanging.set()
                 await reader.read()  # until the client hangs up
+        return False
 
     def _respond(self, method: str, path: str, body: Json) -> tuple[int, Json]:
         if method == "GET" and path == "/v1/models":

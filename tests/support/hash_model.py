@@ -2,7 +2,8 @@
 
 64 tokens, written A-Z a-z 0-9 + /. Logits of a prefix: 64 normal draws of standard deviation 2 from the generator that
 the BLAKE2b of the prefix's ids seeds. Token k of a completion is drawn from them after min_tokens, repetition_penalty,
-temperature, min_p, top_k and top_p, by the uniform number that (seed, k) gives. So the same prompt and seed are the same sample, wherever it is computed.
+temperature, min_p, top_k and top_p, by the uniform number that (seed, k) gives. So the same prompt and seed are the
+same sample, wherever it is computed.
 """
 
 from __future__ import annotations

@@ -69,6 +69,9 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
         "rollout": {
             "env_name": "GuessNumber",
             "env_config": {},
+            "isolation": "auto",
+            "env_memory_limit_mb": 8192,
+            "env_variables": [],
             "policy_name": "policy",
             "engine": "local",
             "max_turns": 8,
@@ -106,6 +109,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "checkpoint_every_n_iters": 50,
             "constant_groups": "keep",
             "max_refill_rounds": 10,
+            "max_staleness": 0,
             "weight_sync_interval": 1,
             "step_rewards_weights": {},
             "step_rewards_k_limits": {},

@@ -181,7 +181,6 @@ OTHER = {
 }  # fmt: skip
 
 GPUS = {"compute.gpu_count": 3, "topology.gpus_for_vllm": 2, "topology.gpus_for_training": 1, "vllm": {}}
-SERVED = {**GPUS, "compute.gpu_count": 4, "topology.gpus_for_ref": 1, "reference.placement": "dedicated", **KL}
 JUDGE = {
     "judge.enabled": True,
     "judge.options.provider": "groq",
@@ -199,21 +198,7 @@ REFUSED = {
     "topology.gpus_for_training": (1, GPUS),
     "topology.gpus_for_ref": (0, GPUS),
     "topology.tensor_parallel": (2, {**GPUS, "vllm.tensor_parallel_size": 2}),
-    "vllm.tensor_parallel_size": (2, {}),
-    "vllm.max_model_len": (512, {}),
-    "rollout.engine": ("vllm", {}),
-    "reference.placement": ("dedicated", SERVED),
-    "reference.port": (9000, SERVED),
-    "reference.tp": (1, SERVED),
-    "reference.health_max_wait_s": (10, SERVED),
-    "reference.health_interval_ms": (10, SERVED),
-    "training.weight_sync_interval": (
-        2, {"rollout.engine": "vllm", "training.max_staleness": 1, "correction.old_logprobs": "rollout"}
-    ),
-    "training.weight_sync.targets": ([], {"rollout.engine": "vllm"}),
-    "training.weight_sync.mode": ("full", {"rollout.engine": "vllm"}),
-    "training.weight_sync.direct": (False, {"rollout.engine": "vllm"}),
-    "training.weight_sync.verify_every_k": (2, {"rollout.engine": "vllm"}),
+    "reference.tp": (2, {"reference.placement": "dedicated", **KL}),
     "judge.enabled": (True, JUDGE),
     "judge.type": ("synth", JUDGE),
     "judge.timeout_s": (10, JUDGE),
@@ -233,18 +218,52 @@ REFUSED = {
 
 # Keys whose effect another test shows, and why it cannot be seen here.
 RULES = "tests/unit/test_config_rules.py::"
+ENGINES = "tests/unit/test_build_engines.py::"
+SYNC = "tests/unit/test_weight_sync_settings.py::"
 SHOWN_BY = {
     # one legal value: any other is refused
     "algorithm.type": "tests/unit/test_config_problems.py::test_a_wrong_value_is_named_with_what_was_expected",
+    "training.weight_sync.targets": RULES + "test_a_contradiction_is_named_on_both_sides",
     "training.weight_sync.enable": RULES + "test_a_contradiction_is_named_on_both_sides",
     # they decide what is refused
     "algorithm.method": RULES + "test_a_contradiction_is_named_on_both_sides",
     "algorithm.acknowledge": RULES + "test_a_contradiction_is_named_on_both_sides",
+    # they need a server, or vLLM
+    "rollout.engine": ENGINES + "test_an_endpoint_samples_and_its_weights_stay_its_own",
+    "services.engine_urls": ENGINES + "test_several_urls_share_the_work",
+    **{
+        f"vllm.{name}": ENGINES + "test_each_key_of_vllm_reaches_its_settings"
+        for name in (
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "max_model_len",
+            "dtype",
+            "gpu_memory_utilization",
+            "kv_cache_gib",
+            "enforce_eager",
+        )
+    },
     # they need a device, an earlier run, or a whole run
     "compute.gpu_type": "tests/unit/test_config_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
     "model.source": "tests/unit/test_config_services.py::"
     "test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names",
     "rollout.policy_name": "tests/unit/test_run_settings.py::test_a_run_records_who_played_and_what_it_was_told",
+    # they need an engine that is sent its weights
+    "training.weight_sync_interval": SYNC + "test_weights_are_sent_every_interval_iterations",
+    "training.weight_sync.mode": SYNC + "test_mode_decides_whether_an_adapter_is_sent_alone",
+    "training.weight_sync.direct": SYNC + "test_direct_goes_through_memory_and_otherwise_through_the_runs_folder",
+    "training.weight_sync.verify_every_k": SYNC + "test_checksums_are_compared_every_kth_update_and_by_default_never",
+    "correction.max_engine_gap": SYNC + "test_a_given_gap_is_the_alarms_limit",
+    # they need a server
+    "services.reference_url": "tests/unit/test_build_reference.py::test_a_server_that_runs_already_is_used",
+    **dict.fromkeys(
+        ("reference.placement", "reference.port"),
+        "tests/unit/test_served_reference_runs.py::test_a_served_reference_trains_to_the_same_weights",
+    ),
+    **dict.fromkeys(
+        ("reference.health_max_wait_s", "reference.health_interval_ms"),
+        "tests/unit/test_build_reference.py::test_health_is_asked_at_the_interval_until_the_wait_is_over",
+    ),
     # it matters only where a base is an adapter of another shape
     "training.lora.on_mismatch": "tests/unit/test_models_adapters.py::"
     "test_merging_widens_every_expert_in_its_own_place",

@@ -25,6 +25,8 @@ DEDICATED = {
     "reference": {"placement": "dedicated"},
     "loss": {"kl_coef": 0.1},
 }
+REFERENCE_URL = {"reference_url": "http://localhost:8003"}
+DISTANT = {"loss": {"kl_coef": 0.1}, "reference": {"placement": "dedicated"}, "services": REFERENCE_URL}
 STALE = {"training.max_staleness": 1, "correction.old_logprobs": "rollout"}
 NOT_SHARED = 'has no effect with rollout.engine = "local": it shares the learner\'s weights; set {}, or remove this'
 
@@ -400,6 +402,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**DEDICATED, "reference": {"placement": "shared"}},
         'reference.placement: expected "dedicated" with topology.gpus_for_ref = 1, got "shared"',
     ),
+    "a reference that nobody asks": (
+        {"loss.kl_coef": 0.1, "services": REFERENCE_URL},
+        'services.reference_url: has no effect with reference.placement "shared": set that to "dedicated", or remove '
+        "this",
+    ),
+    "the port of another's reference": (
+        {**DISTANT, "reference": {"placement": "dedicated", "port": 9000}},
+        'reference.port: has no effect with services.reference_url = "http://localhost:8003": such a server was told '
+        "by who started it, or remove this",
+    ),
+    "another's reference that is to move": (
+        {**DISTANT, "reference": {"placement": "dedicated", "update_every_n_iters": 2}},
+        "reference.update_every_n_iters: cannot move the reference at services.reference_url, which is not this run's: "
+        "set 0, or remove the URL",
+    ),
+    "GPUs for another's reference": (
+        {**DEDICATED, "services": REFERENCE_URL},
+        "reference.placement: topology.gpus_for_ref = 1 has no use: services.reference_url has its own",
+    ),
     # weights that are shared
     "rare weights": ({"training.weight_sync_interval": 2}, f"training.weight_sync_interval: {NOT_SHARED.format(1)}"),
     "full transfer": (
@@ -416,13 +437,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "transfer to nobody": (
         {"training.weight_sync": {"targets": []}},
-        'training.weight_sync.targets: has no effect with rollout.engine = "local": it shares the learner\'s weights; '
-        'set ["policy"], or remove this',
+        'training.weight_sync.targets: expected ["policy"], which is all that samples, got []',
     ),
     "no transfer": (
         {"training.weight_sync": {"enable": False}},
         "training.weight_sync.enable: false would train one policy on the episodes of another, which never learns: set "
         "true",
+    ),
+    "weights that an evaluation would miss": (
+        {"vllm": {}, "training.weight_sync_interval": 3, "training.max_staleness": 2, "correction.level": "token"},
+        "training.weight_sync_interval: expected a divisor of training's iterations, so that the engine has the "
+        "present weights then, got 3",
     ),
     # samples that lie behind
     "stale samples as if they were fresh": (
@@ -532,6 +557,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "another run": {"model.base": ..., "model.source": "ft:other"},
     "split that adds up": SPLIT,
     "reference of its own": DEDICATED,
+    "reference that runs already": DISTANT,
     "one GPU": {"compute": {"gpu_count": 1, "gpu_type": "H200"}, "model.device": "cuda"},
     "no GPU": {"compute": {"gpu_count": 0}, "model.device": "cpu"},
     "sent weights": {

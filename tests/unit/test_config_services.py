@@ -22,10 +22,10 @@ Make = Callable[[dict[str, Any]], RunConfig]
 
 EVERYTHING: dict[str, Any] = {
     "services": {"task_url": "http://localhost:8001/", "judge_url": "http://localhost:8002"},
-    "compute": {"gpu_count": 4, "gpu_type": "H100", "nodes": 1},
-    "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 1},
+    "compute": {"gpu_count": 5, "gpu_type": "H100", "nodes": 1},
+    "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 2},
     "vllm": {"max_model_len": 1024},
-    "reference": {"placement": "dedicated"},
+    "reference": {"placement": "dedicated", "tp": 2},
     "loss": {"kl_coef": 0.01},
     "judge": {
         "enabled": True,
@@ -44,10 +44,10 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
         "process:",
         "  services.task_url: episodes are played by environments in this process, not by task apps",
         "  services.judge_url: there is no judge",
-        "  compute.gpu_count = 4: training takes 0 GPUs or 1",
-        "  [topology]: vLLM in this process and the learner share the devices that they see; a server on GPUs of its own "
-        "is named by services.engine_urls",
-        '  reference.placement = "dedicated": there is no scoring server; "shared" scores in this process',
+        "  compute.gpu_count = 5: training takes 0 GPUs or 1",
+        "  [topology]: vLLM in this process and the learner share the devices that they see; a server on GPUs of its "
+        "own is named by services.engine_urls",
+        "  reference.tp = 2: the scoring server runs its model on one device",
         "  judge.enabled: there is no judge",
     ]
 
@@ -60,7 +60,11 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
         ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2"),
         ({"compute": {"gpu_count": 1, "nodes": 2}}, "compute.nodes = 2"),
         ({"vllm": {}, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora"'),
-        ({"reference": {"placement": "dedicated"}, "loss.kl_coef": 0.1}, "reference.placement"),
+        ({"reference": {"placement": "dedicated", "tp": 2}, "loss.kl_coef": 0.1}, "reference.tp = 2"),
+        (
+            {"reference": {"placement": "dedicated"}, "loss.kl_coef": 0.1, "model.trainer_mode": "qlora"},
+            'reference.placement = "dedicated": quantized weights',
+        ),
         ({"judge": EVERYTHING["judge"]}, "judge.enabled"),
     ],
 )
@@ -86,6 +90,7 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"rollout.engine": "vllm"},
         {"judge": {"options": {"event": True}}},
         {"loss.kl_coef": 0.1},
+        {"loss.kl_coef": 0.1, "reference.placement": "dedicated"},
     ],
 )
 def test_what_this_version_has_is_not_refused(changes: dict[str, Any], make: Make) -> None:
@@ -103,7 +108,9 @@ def test_weights_that_are_somebody_elses_can_be_evaluated_but_not_trained(make: 
     urls = {"services.engine_urls": ["http://localhost:8000"]}
     config = make({"rollout.engine": "http", "services": {}, **urls, "run.folder": str(tmp_path / "runs")})
     assert missing_machinery(config.sections) == []
-    with pytest.raises(ConfigError, match=r'rollout\.engine: .* train with "local" or "vllm", and use this to evaluate'):
+    with pytest.raises(
+        ConfigError, match=r'rollout\.engine: .* train with "local" or "vllm", and use this to evaluate'
+    ):
         run_training(config)
     assert not (tmp_path / "runs").exists()
 

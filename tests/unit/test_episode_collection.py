@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from gspo_gym.cli import main
+from gspo_gym.config.run_config import load_config
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.episode_collection import CollectSettings, collect_episodes
 from gspo_gym.episode_files import load_episodes, save_episodes
 from gspo_gym.errors import ConfigError, RecordError, RolloutError, UnknownNameError
+from gspo_gym.evaluate import run_evaluation
 from gspo_gym.recording_episodes import trajectory_to_json
 from gspo_gym.types import Message, Outcome
 
@@ -118,6 +120,14 @@ def test_a_model_is_collected_with_the_tokens_that_it_sampled() -> None:
         assert sampled.any()
         assert (segment.rollout_logprobs[sampled] < 0).all()  # a random model is sure of nothing
         assert (segment.weight_version[sampled] == 0).all()
+
+
+def test_an_endpoint_is_evaluated_over_seeds_as_a_model_here_is(endpoint: Any) -> None:
+    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml", ["evaluation.seeds=0:6"])
+    evaluation = run_evaluation(config, f"openai:halver@http://127.0.0.1:{endpoint.server_port}/v1")
+    # 2 ** 4 > 8, so halving finds every number within four guesses
+    assert (evaluation.success_rate, [row.seed for row in evaluation.rows]) == (1.0, list(range(6)))
+    assert {body["model"] for _, body in endpoint.requests} == {"halver"}
 
 
 def test_an_endpoint_plays_and_its_500s_are_retried(endpoint: Any) -> None:

@@ -25,6 +25,7 @@ TREE = {
     "EngineTimeoutError": ("EngineError", TimeoutError),
     "EngineMismatchError": ("EngineError", RuntimeError),
     "EnginePoisonedError": ("EngineError", RuntimeError),
+    "ServiceError": ("GymError", RuntimeError),
     "RolloutError": ("GymError", RuntimeError),
     "NonFiniteError": ("GymError", ArithmeticError),
     "CheckpointError": ("GymError", OSError),

@@ -87,7 +87,7 @@ def test_a_model_plays_the_same_episodes_in_a_process_as_in_a_thread(players: An
 
 def test_evaluating_a_scripted_policy_finds_its_name_in_a_process_too(players: Any) -> None:
     settings, player = players["process"]
-    evaluation = asyncio.run(build.build_scripted_evaluate(settings, player, "reference")("scripted"))
+    evaluation = asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "reference")("scripted"))
     assert evaluation.mean_return == 1.0
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
-        build.build_scripted_evaluate(settings, player, "refrence")
+        build.build_scripted_evaluate(settings, player.renderers, "refrence")

@@ -5,7 +5,7 @@ run of a test is the same. A group is one episode of two tokens; its number is i
 
 Pinned here:
 1. over 10,000 groups with random delays, nothing older than the bound is handed out, nothing twice, nothing lost;
-2. with one step ahead nothing is ever given up, and a step waits for its groups only;
+2. with one step ahead nothing is ever given up, and a step takes about the longer of playing and learning;
 3. a group that is overtaken is cancelled as soon as no step may use it, counted, and replaced by a fresh task;
 4. failures reach whoever takes groups, and nothing is left running, however it ends;
 5. what was pending at a stop is played again first.
@@ -196,6 +196,34 @@ def test_one_step_ahead_costs_what_the_longer_of_playing_and_learning_does() -> 
     assert seconds == pytest.approx(10 * 3.0 + 2.0)
     assert done == [([2 * step, 2 * step + 1], 0) for step in range(10)]
     assert world.begun == list(range(20))  # nothing for steps after the last
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.0, 1.3])
+def test_with_turns_of_a_heavy_tail_a_step_takes_hardly_longer_than_the_longer_of_both(share: float) -> None:
+    """8 groups of 8 episodes of 4 turns, 0.2 s each on average (lognormal, sigma 1); learning takes `share` of playing.
+
+    One step ahead, a step takes max(playing, learning), whose mean is more than the larger mean: most where both are
+    alike. Two steps ahead, a batch has longer than a step. Simulated, so this is the schedule and nothing else.
+    """
+    groups, steps = 8, 100
+    draws = generator(0, "turns").lognormal(np.log(0.2) - 0.5, 1.0, size=(steps * groups * 2, 8, 4))
+    seconds = draws.sum(axis=2).max(axis=1)  # a group lasts as long as its longest episode
+    playing = float(seconds[: steps * groups].reshape(steps, groups).max(axis=1).mean())
+    learning = share * playing
+
+    async def step_seconds(staleness: int) -> float:
+        world = World(lambda number: float(seconds[number]))
+        schedule = world.schedule(staleness=staleness, groups=groups, steps=steps)
+        started = asyncio.get_running_loop().time()
+        await world.train(schedule, range(1, steps + 1), groups=groups, learn=lambda step: asyncio.sleep(learning))
+        return (asyncio.get_running_loop().time() - started) / steps
+
+    one, two = run(step_seconds(1)), run(step_seconds(2))
+    bound = max(playing, learning)
+    assert bound <= one <= 1.15 * bound < playing + learning
+    assert learning <= two <= 1.02 * bound
+    if share <= 0.8:
+        assert two < 0.9 * bound  # playing, the longer of both, is no bound any more
 
 
 def test_with_one_step_ahead_a_slow_group_is_waited_for_and_its_age_is_1() -> None:

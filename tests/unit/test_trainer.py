@@ -4,7 +4,8 @@ Pinned here:
 1. with dynamic sampling the batch is full of informative groups, and what is played does not depend on concurrency;
 2. a step without an informative group takes no update, says so, and keeps the rhythm of evaluations and checkpoints;
 3. a resumed run plays and compares what an uninterrupted one would have;
-4. episodes are written as often as asked for.
+4. episodes are written as often as asked for;
+5. played ahead, the same loop trains on every task once, within the bound, and says how old samples were.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from typing import Any
 import pytest
 
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, NonFiniteError
 from gspo_gym.evaluation import Evaluation, EvaluationRow
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
@@ -62,12 +64,15 @@ class Letters:
 class Babbler:
     """Says 1 to 8 letters drawn from the episode's sampling seed, after a few turns of the loop."""
 
+    def __init__(self, weight_version: Callable[[], int]) -> None:
+        self.weight_version = weight_version
+
     async def __call__(self, request: ActRequest) -> Completion:
         rng = generator(request.sampling_seed, "babble", request.turn_index)
         for _ in range(int(rng.integers(8))):
             await asyncio.sleep(0)
         ids = [*rng.integers(97, 123, size=int(rng.integers(1, 9))).tolist(), END]
-        return Completion(ids, [-1.0] * len(ids), FinishReason.STOP, [0] * len(ids))  # type: ignore[arg-type]
+        return Completion(ids, [-1.0] * len(ids), FinishReason.STOP, [self.weight_version()] * len(ids))  # type: ignore[arg-type]
 
     async def end_session(self, session_id: str) -> None:
         pass
@@ -75,8 +80,9 @@ class Babbler:
 
 @dataclass
 class Parts:
-    """What the trainer joins, each writing down how it was used."""
+    """What the trainer joins, each writing down how it was used; `version` samples now."""
 
+    version: int = 0
     batches: list[TrainBatch] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     evaluations: list[str] = field(default_factory=list)
@@ -87,6 +93,7 @@ class Parts:
         return SimpleNamespace(metrics={"batch/trained_tokens": float(batch.num_actions)})
 
     async def publish(self, version: int) -> None:
+        self.version = version
         self.versions.append(version)
 
     async def evaluate(self, label: str) -> Evaluation:
@@ -119,15 +126,15 @@ def train(
     state: TrainState | None = None,
 ) -> tuple[Parts, TrainState]:
     """Run the plan, from `state` on; `same_for` 1: every group is constant."""
+    parts = Parts(version=0 if state is None else state.step)
     pool = RolloutPool(
         make_env=lambda task: Letters(task, same_for),
-        act=Babbler(),
+        act=Babbler(lambda: parts.version),
         renderers=RendererCache(tiny_tokenizer()),
         episode_limits=EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256),
         pool_limits=PoolLimits(max_concurrent_rollouts=concurrency, max_attempts=1, min_group_fraction=0.75),
         run_seed=7,
     )
-    parts = Parts()
     is_new = state is None
     recorder = RunRecorder.create(folder, "") if is_new else RunRecorder.resume(folder, state.step)  # type: ignore[union-attr]
     ticks = iter(range(10_000))
@@ -141,6 +148,7 @@ def train(
         recorder=recorder,
         progress=QuietProgress(lambda text: None),
         state=state,
+        weight_version=lambda: parts.version,
         clock=lambda: float(next(ticks)),
     )
     final = asyncio.run(trainer.run())
@@ -270,6 +278,63 @@ def test_step_rewards_and_reward_settings_reach_the_batch(tmp_path: Path) -> Non
     assert (line["batch/mean_return"], line["batch/constant_group_fraction"]) == (1.5, 1.0)
     assert line["rollout/reward_mean"] != 1.5
     assert not parts.batches[0].advantages.any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"constant_groups": "refill"}, {"constant_groups": "drop"}])
+def test_played_ahead_every_task_is_played_once_and_within_the_bound(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan = make_plan(max_staleness=2, num_steps=8, **changes)
+    parts, state = train(tmp_path, plan)
+    lines = read_metrics(tmp_path)
+    assert parts.versions == list(range(1, 9))
+    assert all(0 <= line["rollout/staleness_mean"] <= line["rollout/staleness_max"] <= 2 for line in lines)
+    assert lines[0]["rollout/staleness_max"] == 0
+    taken = seeds_of(tmp_path, range(1, 9))
+    assert len(taken) == len(set(taken)) == 32 + sum(int(line["batch/refilled_groups"]) for line in lines)
+    num_late = sum(line["rollout/stale_dropped"] for line in lines) / GROUP_SIZE
+    assert state.num_tasks == len(taken) + num_late + len(state.pending_tasks)
+    if "constant_groups" not in changes:
+        assert [batch.num_trajectories for batch in parts.batches] == [12] * 8
+        assert state.pending_tasks == ()
+
+
+def test_a_run_played_ahead_says_what_was_pending_and_a_resumed_one_plays_it_first(tmp_path: Path) -> None:
+    plan = make_plan(max_staleness=2, num_steps=6)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    parts, _ = train(whole, plan)
+    saved = TrainState.from_dict(json.loads(json.dumps(parts.saved[0].to_dict())))
+    assert saved == parts.saved[0]
+    before, first = seeds_of(whole, (1, 2)), training_seed(0, 0)
+    pending = {first + number for number in saved.pending_tasks}
+    assert len(pending) == 2 * 4  # two steps ahead
+    assert sorted([*before, *pending]) == list(range(first, first + saved.num_tasks))
+    shutil.copytree(whole, resumed)
+    train(resumed, plan, state=saved)
+    after = seeds_of(resumed, range(3, 7))
+    num_late = sum(line["rollout/stale_dropped"] for line in read_metrics(resumed)[2:]) / GROUP_SIZE
+    assert len(after) == len({*after} - {*before}) == 4 * 4
+    assert len(pending - {*after}) <= num_late
+
+
+def test_a_learner_that_fails_in_its_thread_ends_a_run_played_ahead(tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(parts: Parts, batch: TrainBatch) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        raise NonFiniteError("five steps in a row")
+
+    monkeypatch.setattr(Parts, "update", fail)
+    with pytest.raises(NonFiniteError, match="five steps in a row"):
+        train(tmp_path, make_plan(max_staleness=1))
+
+
+def test_a_bound_that_is_missed_from_the_start_is_refused() -> None:
+    make_plan(max_staleness=2, weight_sync_interval=3)
+    with pytest.raises(ConfigError, match=r"max_staleness: expected at least weight_sync_interval - 1 = 2, .* got 1"):
+        make_plan(max_staleness=1, weight_sync_interval=3)
+
+
+def seeds_of(folder: Path, steps: Sequence[int]) -> list[int]:
+    """The tasks of the groups that were trained on in these steps, group by group."""
+    files = [folder / "episodes" / f"step_{step:06d}.jsonl" for step in steps]
+    return [seed for file in files for seed in {episode.task.seed for episode in read_episodes(file)}]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4]), (3, [3])])

@@ -171,6 +171,18 @@ def test_a_skipped_update_is_seen_by_the_canary_and_poisons() -> None:
     asyncio.run(main())
 
 
+def test_a_run_does_not_begin_with_an_engine_that_holds_other_weights() -> None:
+    async def main() -> None:
+        learner, engine = Learner(), Versioned()
+        await WeightSync(engine, canary=canary_of(learner)).attest()
+        await WeightSync(engine).attest()  # which has no canary, because it shares the learner's memory
+        learner.version = 1
+        with pytest.raises(EngineError, match="canary 0"):
+            await WeightSync(engine, canary=canary_of(learner)).attest()
+
+    asyncio.run(main())
+
+
 def test_engines_commit_together_or_not_at_all() -> None:
     """The second fails its attestation: the first, although sound, never samples under the version."""
 
@@ -390,12 +402,12 @@ def test_an_interval_publishes_every_kth_step_only() -> None:
 def test_weights_go_the_way_that_copies_least(
     kinds: tuple[Any, ...], is_adapter: bool, mode: Any, direct: bool, expected: str | None
 ) -> None:
-    engines = [Versioned(), Versioned(update_kinds=kinds)]
+    engine = Versioned(update_kinds=kinds)
     if expected is None:
-        with pytest.raises(ConfigError, match="expected engines that take new weights as one of"):
-            choose_kind(engines, is_adapter=is_adapter, mode=mode, direct=direct)
+        with pytest.raises(ConfigError, match="expected an engine that takes new weights as one of"):
+            choose_kind(engine, is_adapter=is_adapter, mode=mode, direct=direct)
     else:
-        assert choose_kind(engines, is_adapter=is_adapter, mode=mode, direct=direct) == expected
+        assert choose_kind(engine, is_adapter=is_adapter, mode=mode, direct=direct) == expected
 
 
 def test_an_engine_that_cannot_do_what_is_asked_is_refused_before_anything_happens() -> None:
@@ -414,7 +426,7 @@ def episode(name: str, versions: Sequence[int]) -> Trajectory:
     """One prompt token, and a sampled one of each version."""
     count = len(versions)
     segment = Segment(
-        np.arange(count + 1),
+        np.arange(count + 1, dtype=np.int32),
         np.array([False] + [True] * count),
         np.array([0.0] + [-1.0] * count, np.float32),
         np.array([-1] + [0] * count),

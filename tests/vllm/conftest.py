@@ -9,13 +9,17 @@ engine starts its own.
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from agreement import publish
 
+from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.engine.vllm import VllmEngine
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.models import Policy, load_policy, save_policy
@@ -113,3 +117,26 @@ def full_engine(start_engine: StartEngine) -> VllmEngine:
 def adapter_engine(start_engine: StartEngine) -> VllmEngine:
     """Takes LoRA adapters of rank 8 at most."""
     return start_engine(max_lora_rank=8, max_loras=3)
+
+
+@pytest.fixture(scope="session")
+def save(
+    full_engine: VllmEngine, policy: Policy, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Any], WeightUpdate]:
+    """`save(model)` stages a model as the engine's next version."""
+    numbers = itertools.count()
+
+    def stage(model: Any) -> WeightUpdate:
+        folder = tmp_path_factory.mktemp("staged") / str(next(numbers))
+        save_policy(Policy(model=model, tokenizer=policy.tokenizer, base=policy.base), folder)
+        return WeightUpdate(full_engine.weight_version + 1, "full", folder)
+
+    return stage
+
+
+@pytest.fixture
+def model(policy: Policy, full_engine: VllmEngine, save: Callable[[Any], WeightUpdate], loop_thread: LoopThread) -> Any:
+    """A copy of the policy's model, which the engine holds when the test begins."""
+    model = copy.deepcopy(policy.model)
+    loop_thread.run(publish(full_engine, save(model)))
+    return model

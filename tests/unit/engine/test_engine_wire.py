@@ -88,6 +88,7 @@ def test_a_completions_request_says_everything() -> None:
         "skip_special_tokens": False,
         "add_special_tokens": False,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
         "stream": False,
         "request_id": "r",
     }
@@ -228,7 +229,7 @@ def test_an_unbelievable_answer_may_be_asked_for_again() -> None:
 
 
 def test_no_random_answer_is_ever_more_than_an_answer_error() -> None:
-    """3,000 times a good answer with one value replaced by junk: a good completion or an AnswerError, never anything else."""
+    """3,000 times a good answer with one value replaced by junk: a completion or an AnswerError, nothing else."""
     junk: list[Any] = [None, True, -1, 10**30, 1.5, math.nan, math.inf, "", "x", [], [None], {}, {"a": 1}]
     rng = np.random.default_rng(0)
     num_good = 0

@@ -85,9 +85,10 @@ def test_samples_and_their_logprobs_are_the_models(asked: dict[str, Any]) -> Non
 
 
 def test_a_stop_token_is_kept_and_the_contexts_end_cuts_off() -> None:
-    first = hash_model.sample(PROMPT, seed=3, max_tokens=4).token_ids
+    first = hash_model.sample(PROMPT, seed=3, max_tokens=3).token_ids
+    assert len(set(first)) == 3
     with FaultyServer() as server:
-        stopped = ask(server, SamplingParams(max_tokens=12, stop_token_ids=(first[3],), seed=3))
+        stopped = ask(server, SamplingParams(max_tokens=12, stop_token_ids=(first[2],), seed=3))
         cut = ask(server, max_model_len=5)
     assert stopped.token_ids.tolist() == first
     assert stopped.finish_reason is FinishReason.STOP
@@ -136,7 +137,7 @@ def test_raw_logprobs_are_found_out_and_not_trained_on() -> None:
     with FaultyServer(logprobs="raw") as server:
         found = use(server, capabilities_of)
         assert (found.is_trainable, found.logprob_mode) == (False, "raw")
-        with pytest.raises(EngineError, match="before temperature and truncation.*--logprobs-mode processed_logprobs"):
+        with pytest.raises(EngineError, match=r"before temperature .*--logprobs-mode processed_logprobs"):
             use(server, capabilities_of, tier="trainable")
 
 
@@ -218,17 +219,17 @@ def test_a_context_of_unknown_length_must_be_given() -> None:
 
 
 def test_an_endpoint_with_text_only_evaluates_but_does_not_train() -> None:
-    rule = hash_model.sample(PROMPT, seed=3, max_tokens=40, stop_token_ids=(STOP,))
-    assert rule.finish_reason == "stop"
+    first = hash_model.sample(PROMPT, seed=3, max_tokens=3).token_ids
+    assert len(set(first)) == 3
 
     async def generate(engine: HttpEngine) -> tuple[Capabilities, Completion]:
-        sampling = SamplingParams(max_tokens=40, stop_token_ids=(STOP,), seed=3)
+        sampling = SamplingParams(max_tokens=40, stop_token_ids=(first[2],), seed=3)
         return engine.capabilities, await engine.generate(PROMPT, sampling)
 
     with FaultyServer(dialect="text") as server:
         found, completion = use(server, generate, TOKENIZER, max_model_len=100)
     assert (found.is_trainable, found.logprob_mode, found.seeds_per_request) == (False, "none", True)
-    assert completion.token_ids.tolist() == rule.token_ids  # the stop token, which is not in the text, included
+    assert completion.token_ids.tolist() == first  # the stop token, which is not in the text, included
     assert completion.finish_reason is FinishReason.STOP
     assert not completion.logprobs.any()
     assert set(completion.weight_version.tolist()) == {-1}
@@ -346,26 +347,29 @@ def test_each_fault_is_counted_by_its_kind_and_survived(fault: str, kind: str) -
 
 @pytest.mark.parametrize("fault", ["timeout", "slow_body"])
 def test_a_request_that_was_accepted_and_not_answered_gives_one_sample_in_the_end(fault: str) -> None:
-    async def generate(engine: HttpEngine) -> None:
+    async def run() -> None:
+        async def mend(seconds: float) -> None:
+            server.plan = FaultPlan()  # after the first failed attempt
+
+        engine = await HttpEngine.start(HttpSettings(server.base_url, MODEL, timeout_seconds=2.0), sleep=mend)
+        num_before = engine.counters.failures["timeout"]
         server.plan = FaultPlan({fault: 1.0})
-        task = asyncio.create_task(engine.generate(PROMPT, SAMPLING))
-        while engine.counters.failures["timeout"] < 1:
-            await asyncio.sleep(0.01)  # the attempt's own 0.2 seconds pass in the meantime
-        server.plan = FaultPlan()
         rule = hash_model.sample(PROMPT, seed=3, max_tokens=12, stop_token_ids=(STOP,))
-        assert (await task).token_ids.tolist() == rule.token_ids
+        assert (await engine.generate(PROMPT, SAMPLING)).token_ids.tolist() == rule.token_ids
+        await engine.close()
         key = server.seen[-1].headers["idempotency-key"]
-        assert server.num_samples[key] >= 2  # the server made it more than once,
-        assert server.num_answers[key] == 1  # and delivered it once
+        num_given_up = engine.counters.failures["timeout"] - num_before
+        assert num_given_up >= 1  # and hardly ever more, on a busy machine
+        assert server.num_samples[key] == num_given_up + 1  # made each time, under one key, and delivered once
 
     with FaultyServer() as server:
-        use(server, generate, timeout_seconds=0.2, retries=RetrySettings(max_attempts=50))
+        asyncio.run(run())
 
 
 def test_a_deadline_ends_a_call_that_hangs_and_hangs_up() -> None:
     async def generate(engine: HttpEngine) -> None:
         server.plan = FaultPlan({"timeout": 1.0})
-        with pytest.raises(EngineTimeoutError, match="no completion within 0.1 seconds"):
+        with pytest.raises(EngineTimeoutError, match=r"no completion within 0\.1 seconds"):
             await engine.generate(PROMPT, SAMPLING, deadline_seconds=0.1)
         assert (await engine.health()).num_in_flight == 0
         server.plan = FaultPlan()
@@ -380,7 +384,7 @@ def test_the_settings_deadline_holds_for_waits_between_attempts_too() -> None:
         settings = HttpSettings(server.base_url, MODEL, deadline_seconds=0.2)
         engine = await HttpEngine.start(settings)  # with the real clock
         server.plan = FaultPlan({"429": 1.0})
-        with pytest.raises(EngineTimeoutError, match="no completion within 0.2 seconds"):
+        with pytest.raises(EngineTimeoutError, match=r"no completion within 0\.2 seconds"):
             await engine.generate(PROMPT, SAMPLING)
         assert engine.counters.num_attempts == engine.counters.num_calls  # it was waiting, for 30 seconds
         await engine.close()
@@ -393,10 +397,8 @@ def test_the_settings_deadline_holds_for_waits_between_attempts_too() -> None:
 def test_a_call_in_flight_can_be_given_up(how: str) -> None:
     async def generate(engine: HttpEngine) -> None:
         server.plan = FaultPlan({"timeout": 1.0})
-        num_seen = len(server.seen)
         task = asyncio.create_task(engine.generate(PROMPT, SAMPLING, session_id="a"))
-        while len(server.seen) == num_seen:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(server.is_hanging.wait)
         if how == "abort":
             await engine.abort("a")
         elif how == "poison":

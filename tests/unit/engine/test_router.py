@@ -24,6 +24,7 @@ import pytest
 from gspo_gym.engine.base import Capabilities, Engine, EngineHealth, SamplingParams, WeightUpdate
 from gspo_gym.engine.breaker import CircuitBreaker, InFlightLimit
 from gspo_gym.engine.gate import probing
+from gspo_gym.engine.rebuildable import RebuildableEngine
 from gspo_gym.engine.replica_set import RouterSettings
 from gspo_gym.engine.router import RoutedEngine
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
@@ -484,41 +485,34 @@ def test_update_that_fails_everywhere_poisons_the_engine() -> None:
     run(main())
 
 
-def test_update_takes_a_dead_replica_out_and_a_rebuilt_one_comes_back_under_the_committed_version() -> None:
+def test_replica_that_is_left_out_comes_back_rebuilt_and_under_the_committed_version_only() -> None:
     async def main() -> None:
-        loop = asyncio.get_running_loop()
+        made: list[Fragile] = []
 
-        class Rebuilt(Fragile):
-            """Stands for a fresh engine behind the same object: the poison is gone, the version is what it is given."""
+        async def make() -> Engine:
+            made.append(Fragile())
+            return made[-1]
 
-            fresh: Fragile | None = None
-
-            async def generate(self, *arguments: Any, **options: Any) -> Completion:
-                return await (self.fresh.generate if self.fresh else super().generate)(*arguments, **options)
-
-            async def health(self) -> EngineHealth:
-                return await (self.fresh.health if self.fresh else super().health)()
-
-        lost, sound = Rebuilt(), Fragile()
-        lost.fails_at = "apply"
-        engine = routed(lost, sound, health_interval_seconds=5.0)
+        failing = Fragile()
+        failing.fails_at = "apply"
+        lost = RebuildableEngine(failing, make)
+        engine = routed(lost, Fragile(), health_interval_seconds=5.0)
         versions = iter([0, 1])  # the first rebuild gives it the version before
 
         async def rebuild(one: Engine) -> None:
             assert one is lost
-            lost.fresh = Fragile()
-            if version := next(versions):
-                await update(lost.fresh, version)
+            version = next(versions)
+            await lost.rebuild(lambda fresh: update(fresh, version))
 
         engine.set_rebuild(rebuild)
         await update(engine, 1)
-        for _ in range(20):
-            completion = await engine.generate([1], SAMPLING)
-            assert completion.weight_version.tolist() == [1, 1]
-        assert [replica.left_out for replica in engine.replicas] == [None, None]
-        assert lost.fresh is not None
-        assert lost.fresh.num_answers > 0
-        assert loop.time() == pytest.approx(20.0)
+        left_out = []
+        for _ in range(20):  # one call a second
+            assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [1, 1]
+            left_out.append(engine.replicas[0].left_out is not None)
+        assert left_out[:4] == [True] * 4  # nobody looks before 5 seconds are over
+        assert not left_out[-1]
+        assert [fresh.num_answers > 0 for fresh in made] == [False, True]
 
     run(main())
 

@@ -1,0 +1,158 @@
+"""What goes to vLLM and what is made of its answers, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.vllm_requests import completion_of, finish_reason_of, sampling_fields, versions_of
+from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
+from gspo_gym.types import FinishReason
+
+SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(2, 3), seed=7)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    version: str
+    start: int
+    end: int
+
+
+def test_every_field_that_changes_a_sample_is_sent_whatever_its_value() -> None:
+    fields = sampling_fields(SAMPLING, max_new=5)
+    ours = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert ours <= fields.keys()
+    assert (fields["max_tokens"], fields["stop_token_ids"], fields["ignore_eos"]) == (5, [2, 3], True)
+    assert (fields["presence_penalty"], fields["frequency_penalty"], fields["n"]) == (0.0, 0.0, 1)
+
+
+def test_no_seed_is_the_one_that_vllm_takes_for_none() -> None:
+    assert sampling_fields(dataclasses.replace(SAMPLING, seed=-1), max_new=1)["seed"] == 2**63 - 1
+
+
+def test_min_tokens_is_cut_to_what_the_context_leaves() -> None:
+    sampling = SamplingParams(max_tokens=8, stop_token_ids=(), seed=0, min_tokens=6)
+    assert sampling_fields(sampling, max_new=2)["min_tokens"] == 2
+
+
+@pytest.mark.parametrize(("temperature", "is_refused"), [(0.0, False), (0.009, True), (0.01, False), (2.1, True)])
+def test_a_temperature_that_vllm_would_change_is_refused(temperature: float, is_refused: bool) -> None:
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature)
+    if is_refused:
+        with pytest.raises(ConfigError, match="temperature"):
+            sampling_fields(sampling, max_new=1)
+    else:
+        assert sampling_fields(sampling, max_new=1)["temperature"] == temperature
+
+
+def test_spans_become_the_version_of_each_token() -> None:
+    assert versions_of([Labelled("3", 0, 2), Labelled("4", 2, 5)], 5) == [3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None,
+        [],
+        [Labelled("3", 0, 4)],  # one token has none
+        [Labelled("3", 0, 6)],  # one too many
+        [Labelled("3", 1, 5)],
+        [Labelled("3", 0, 3), Labelled("4", 2, 5)],
+        [Labelled("4", 3, 5), Labelled("3", 0, 3)],
+        [Labelled("3", 0, 5), Labelled("4", 5, 5)],
+        [Labelled("default", 0, 5)],  # somebody else's weights
+    ],
+    ids=str,
+)
+def test_spans_that_do_not_cover_the_tokens_in_order_are_refused(spans: list[Labelled] | None) -> None:
+    with pytest.raises(EngineError, match="5 tokens"):
+        versions_of(spans, 5)
+
+
+@pytest.mark.parametrize(
+    ("reason", "token_ids", "expected"),
+    [
+        ("stop", [5, 2], FinishReason.STOP),
+        ("length", [5, 6, 7, 8], FinishReason.LENGTH),
+        ("stop", [5, 6], "contradicts"),  # a stop that we did not ask for
+        ("stop", [], "contradicts"),
+        ("length", [5, 6, 7], "contradicts"),  # tokens are missing
+        ("abort", [5, 6], "gave the request up"),
+        ("error", [], "gave the request up"),
+        ("repetition", [5, 6], "contradicts"),
+        (None, [5, 6, 7, 8], "contradicts"),
+    ],
+)
+def test_a_finish_reason_is_believed_if_the_tokens_agree(
+    reason: str | None, token_ids: list[int], expected: FinishReason | str
+) -> None:
+    if isinstance(expected, FinishReason):
+        assert finish_reason_of(reason, token_ids, stop_token_ids=(2, 3), max_new=4) is expected
+    else:
+        with pytest.raises(EngineError, match=expected):
+            finish_reason_of(reason, token_ids, stop_token_ids=(2, 3), max_new=4)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "logprobs", "reason"),
+    [
+        ([1, 10], [-1.0, -1.0], r"\[0, 10\), got 10"),
+        ([-1, 1], [-1.0, -1.0], "got -1"),
+        ([1, 2], [-1.0, float("nan")], "finite"),
+        ([1, 2], [-1.0, float("-inf")], "finite"),
+        ([1, 2], [-1.0, 0.5], "got 0.5"),
+        ([1, 2], [-1.0], "logprobs"),
+    ],
+)
+def test_an_answer_that_cannot_be_true_is_an_engines_error(
+    token_ids: list[int], logprobs: list[float], reason: str
+) -> None:
+    with pytest.raises(EngineError, match=reason):
+        completion_of(
+            token_ids, logprobs, finish_reason=FinishReason.LENGTH, versions=[0] * len(token_ids), vocab_size=10
+        )
+
+
+def test_settings_leave_no_sampling_default_to_the_models_files() -> None:
+    fields = VllmSettings(model="org/name", max_model_len=64, kv_cache_gib=0.5).engine_args()
+    assert (fields["logprobs_mode"], fields["generation_config"]) == ("processed_logprobs", "vllm")
+    assert fields["kv_cache_memory_bytes"] == 2**29
+    assert "enable_lora" not in fields
+
+
+def test_settings_with_a_rank_make_room_for_one_adapter_more_than_are_in_work() -> None:
+    fields = VllmSettings(model="org/name", max_model_len=64, max_lora_rank=16, max_loras=3).engine_args()
+    assert (fields["enable_lora"], fields["max_lora_rank"], fields["max_loras"]) == (True, 16, 3)
+    assert fields["max_cpu_loras"] == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_model_len": 1},
+        {"max_num_seqs": 0},
+        {"tensor_parallel_size": 0},
+        {"data_parallel_size": 0},
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.1},
+        {"kv_cache_gib": 0.0},
+        {"max_lora_rank": 12},
+        {"max_loras": 0},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused_by_name(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        VllmSettings(**{"model": "org/name", "max_model_len": 64, **changes})  # type: ignore[arg-type]
+
+
+def test_an_engine_without_vllm_names_the_extra() -> None:
+    with pytest.raises(MissingExtraError, match=r"gspo-gym\[vllm\]"):
+        asyncio.run(VllmEngine.start(VllmSettings(model="org/name", max_model_len=64)))

@@ -1,0 +1,167 @@
+"""From rollout.engine, [vllm] and services.engine_urls to an engine; vLLM itself is started in tests/vllm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import hash_model
+import pytest
+import torch
+from agreement import nudge
+from fake_vllm import FakeVllm, served
+from faulty_server import FaultyServer
+from transformers import AutoModelForCausalLM
+
+from gspo_gym import build, build_engines
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.models import Policy
+
+Make = Callable[[dict[str, Any]], RunConfig]
+LORA = {"model.trainer_mode": "lora", "training.lora": {"r": 12}}
+
+
+def settings_of(config: RunConfig, folder: Path = Path("weights")) -> VllmSettings:
+    return build_engines.vllm_settings(config, build.build_policy(config), folder)
+
+
+def run(config: RunConfig, use: Callable[[Engine, Policy], Any]) -> Any:
+    """Build the engine that the config names, use it and close it."""
+
+    async def main() -> Any:
+        policy = build.load_policy("tiny:qwen3-64")
+        engine = await build_engines.build_engine(config, policy)
+        try:
+            return await use(engine, policy)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def test_vllm_on_a_processor_runs_as_the_learner_does_in_a_gibibyte(make: Make) -> None:
+    config = make({"rollout.engine": "vllm", "run.seed": 3, "rollout.max_concurrent_rollouts": 9})
+    assert settings_of(config) == VllmSettings(
+        model="weights",
+        max_model_len=512,
+        dtype="float32",
+        max_num_seqs=9,
+        gpu_memory_utilization=0.4,
+        kv_cache_gib=1.0,
+        enforce_eager=True,
+        seed=3,
+        max_loras=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field"),
+    [
+        ("tensor_parallel_size", 2, "tensor_parallel_size"),
+        ("data_parallel_size", 3, "data_parallel_size"),
+        ("max_model_len", 600, "max_model_len"),
+        ("dtype", "bfloat16", "dtype"),
+        ("gpu_memory_utilization", 0.7, "gpu_memory_utilization"),
+        ("kv_cache_gib", 0.5, "kv_cache_gib"),
+        ("enforce_eager", False, "enforce_eager"),
+    ],
+)
+def test_each_key_of_vllm_reaches_its_settings(key: str, value: Any, field: str, make: Make) -> None:
+    without, given = settings_of(make({"vllm": {}})), settings_of(make({"vllm": {key: value}}))
+    assert getattr(given, field) == value != getattr(without, field)
+
+
+def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows_unless_they_are_merged(make: Make) -> None:
+    assert settings_of(make({"vllm": {}, **LORA})).max_lora_rank == 16
+    assert settings_of(make({"vllm": {}, **LORA, "training.weight_sync": {"mode": "full"}})).max_lora_rank == 0
+    assert settings_of(make({"vllm": {}})).max_lora_rank == 0
+
+
+def test_the_base_of_adapters_is_the_model_without_them(make: Make, tmp_path: Path) -> None:
+    policy = build.build_policy(make({"vllm": {}, **LORA}))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        expected = policy.model(ids).logits  # a new adapter adds nothing
+    nudge(policy.model, seed=0)  # and this one does
+    build_engines.write_base(policy, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert (policy.model(ids).logits - expected).abs().max() > 0.01
+        torch.testing.assert_close(base(ids).logits, expected, rtol=0, atol=1e-6)
+
+
+def test_a_context_longer_than_the_models_is_refused_and_named(make: Make) -> None:
+    policy = build.load_policy("tiny:qwen3-64")
+    longest = policy.model.config.max_position_embeddings
+    for key, changes in {
+        "rollout.max_model_len": {"rollout.max_model_len": longest + 1},
+        "vllm.max_model_len": {"vllm": {"max_model_len": longest + 1}},
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{key}: tiny:qwen3-64.* reads at most {longest} tokens, got"):
+            asyncio.run(build_engines.build_engine(make(changes), policy))
+
+
+def of_servers(servers: list[FaultyServer]) -> dict[str, Any]:
+    urls = [server.base_url.removesuffix("/v1") for server in servers]
+    return {"rollout.engine": "http", "services": {"engine_urls": urls}}
+
+
+def test_an_endpoint_samples_and_its_weights_stay_its_own(make: Make) -> None:
+    with FaultyServer() as server:
+
+        async def use(engine: Engine, policy: Policy) -> Any:
+            assert engine.capabilities.update_kinds == ()
+            assert engine.capabilities.max_model_len == 512
+            sampling = SamplingParams(max_tokens=5, stop_token_ids=(), seed=9)
+            return await engine.generate([1, 2, 3], sampling)
+
+        completion = run(make(of_servers([server])), use)
+    assert completion.token_ids.tolist() == hash_model.sample([1, 2, 3], seed=9, max_tokens=5).token_ids
+    assert completion.weight_version.tolist() == [-1] * 5
+
+
+def test_several_urls_share_the_work(make: Make) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(FaultyServer()) for _ in range(2)]
+
+        async def use(engine: Engine, policy: Policy) -> None:
+            before = [len(server.seen) for server in servers]
+            sampling = SamplingParams(max_tokens=2, stop_token_ids=(), seed=0)
+            await asyncio.gather(*(engine.generate([k], sampling, session_id=str(k)) for k in range(16)))
+            assert [len(server.seen) > seen for server, seen in zip(servers, before, strict=True)] == [True, True]
+
+        run(make(of_servers(servers)), use)
+
+
+def test_nobody_at_a_url_is_an_error(make: Make) -> None:
+    with FaultyServer() as server:
+        gone = server
+    with pytest.raises(EngineError):
+        run(make(of_servers([gone])), None)  # type: ignore[arg-type]
+
+
+def test_a_vllm_server_begins_with_the_policys_weights(make: Make, tmp_path: Path) -> None:
+    policy = build.load_policy("tiny:qwen3-64")
+    policy.model.save_pretrained(tmp_path)  # what it was started with
+    with served(FakeVllm(model_folder=str(tmp_path))) as stage:
+
+        async def use(engine: Engine, policy: Policy) -> None:
+            assert engine.weight_version == 0
+            assert "full" in engine.capabilities.update_kinds
+            assert stage.fake.weights.endswith("policy-v0")
+
+        run(make({"rollout.engine": "vllm", "services": {"engine_urls": [stage.url]}}), use)
+
+
+def test_a_vllm_server_whose_weights_cannot_be_changed_is_refused(make: Make) -> None:
+    with (
+        served(FakeVllm(is_dev=False)) as stage,
+        pytest.raises(ConfigError, match=r"services\.engine_urls: .* `gspo-gym serve"),
+    ):
+        run(make({"rollout.engine": "vllm", "services": {"engine_urls": [stage.url]}}), None)  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""The engine contract over vLLM: in this process with whole models and with adapters, and a server of it over HTTP.
+
+An engine is shared by its clauses, which leave it as they found it but for the weights; those that end an engine get
+one of their own. What is excused is held against `EXCUSED`, as in tests/contract.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_contract_life
+import engine_contract_sampling
+import pytest
+import torch
+from agreement import nudge
+from engine_contract import Clause, Excuses, Subject
+
+from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate
+from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm_server import VllmServer
+from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.models import Policy, adapt_policy, load_policy
+from gspo_gym.staging import Staging
+
+CLAUSES = [*engine_contract_sampling.CLAUSES, *engine_contract_life.CLAUSES]
+MAX_LEN = 512
+
+# By engine: why clauses are excused, and how many.
+EXCUSED: dict[str, dict[str, int]] = {"full": {}, "adapter": {}, "server": {}}
+
+
+@pytest.fixture(scope="session")
+def excuses() -> Excuses:
+    return Excuses()
+
+
+def make_subject(policy: Policy, kind: UpdateKind, folder: Path) -> Callable[[Engine], Subject]:
+    """Engines of one policy, whose weights change as the learner's do."""
+    numbers = itertools.count()
+
+    def logits(token_ids: Any) -> Any:
+        with torch.no_grad():
+            return policy.model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].double().numpy()
+
+    def change(version: int) -> WeightUpdate:
+        number = next(numbers)
+        nudge(policy.model, seed=number)
+        return Staging(policy, folder / str(number)).stage(version, kind)
+
+    vocab_size = int(policy.model.get_input_embeddings().weight.shape[0])
+    return lambda engine: Subject(engine, MAX_LEN, vocab_size, logits=logits, change=change)
+
+
+async def give_weights(subject: Subject) -> None:
+    """What the learner has now: other tests may have left others."""
+    assert subject.change is not None
+    version = subject.engine.weight_version + 1
+    await subject.engine.pause("wait")
+    await subject.engine.apply_weights(subject.change(version))
+    await subject.engine.resume(version)
+
+
+class Subjects:
+    """The engines under the contract: one of each kind for most clauses, and more for those that end them."""
+
+    def __init__(self, request: pytest.FixtureRequest, folder: Path) -> None:
+        self._request = request
+        self._folder = folder
+        self._shared: dict[str, Subject] = {}
+        self._make: dict[str, Callable[[Engine], Subject]] = {}
+        self._run = request.getfixturevalue("loop_thread").run
+
+    def get(self, name: str) -> Subject:
+        if name not in self._shared:
+            self._make[name] = make_subject(
+                self._policy(name), "adapter" if name == "adapter" else "full", self._folder
+            )
+            subject = self._make[name](self._engine(name))
+            self._run(give_weights(subject))
+            self._shared[name] = subject
+        return self._shared[name]
+
+    def get_mortal(self, name: str, clause: Clause) -> Subject:
+        """One that may end: a client, a gate of its own before the same vLLM, or for a real end a vLLM of its own."""
+        shared = self.get(name)
+        if name == "server":
+            return self._make[name](self._connect())
+        if "closed" in clause.name:
+            return self._make[name](self._request.getfixturevalue("start_engine")())
+        assert isinstance(shared.engine, VllmEngine)
+        return self._make[name](VllmEngine(shared.engine._llm, shared.engine._settings))
+
+    def _engine(self, name: str) -> Engine:
+        if name == "server":
+            return self._connect()
+        engine: Engine = self._request.getfixturevalue(f"{name}_engine")
+        return engine
+
+    def _connect(self) -> Engine:
+        server = self._request.getfixturevalue("server")
+        vocab_size = int(self._policy("server").model.config.vocab_size)
+        engine: Engine = self._run(VllmHttpEngine.start(VllmHttpSettings(server.url, vocab_size=vocab_size)))
+        self._request.addfinalizer(lambda: self._run(engine.close()))
+        return engine
+
+    def _policy(self, name: str) -> Policy:
+        policy = load_policy("tiny:qwen3-64", seed=1)
+        return adapt_policy(policy, LoraSettings(r=8), seed=2) if name == "adapter" else policy
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path) -> Iterator[VllmServer]:
+    settings = VllmSettings(
+        model=str(model_folder),
+        max_model_len=MAX_LEN,
+        dtype="float32",
+        max_num_seqs=32,
+        kv_cache_gib=0.25,
+        enforce_eager=True,
+    )
+    with VllmServer(settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def subjects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subjects:
+    return Subjects(request, tmp_path_factory.mktemp("versions"))
+
+
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.name)
+@pytest.mark.parametrize("name", EXCUSED)
+def test_vllm_keeps(name: str, clause: Clause, subjects: Subjects, excuses: Excuses, loop_thread: Any) -> None:
+    subject = subjects.get_mortal(name, clause) if clause.ends_the_engine else subjects.get(name)
+    loop_thread.run(excuses.keep_or_excuse(name, clause, subject))
+
+
+@pytest.mark.parametrize("name", EXCUSED)
+def test_vllm_is_excused_from_nothing_else(name: str, subjects: Subjects) -> None:
+    reasons = [clause.excuse(subjects.get(name)) for clause in CLAUSES]
+    assert {reason: reasons.count(reason) for reason in set(reasons) - {None}} == EXCUSED[name]

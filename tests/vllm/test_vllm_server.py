@@ -1,0 +1,370 @@
+"""vLLM's own server, started by `gspo-gym serve` or by a user, and the engine that speaks to it.
+
+Two servers for the file, one for whole models and one for adapters; a test that needs another kind starts its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import http.client
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from agreement import Turn, nudge, plain_logprobs, play_many, publish, worst_gap
+
+from gspo_gym.engine.base import SamplingParams, WeightUpdate
+from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm_server import VllmServer
+from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.errors import ConfigError, EngineError, EngineTimeoutError
+from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.models import Policy, adapt_policy, load_policy, save_policy
+from gspo_gym.types import Completion, FinishReason
+
+TOLERANCE = 1e-4  # nats, in float32
+LONG = SamplingParams(max_tokens=400, stop_token_ids=(), seed=0)
+SHORT = SamplingParams(max_tokens=10, stop_token_ids=(), seed=1)
+START_SECONDS = 300.0
+
+Connect = Callable[[str], VllmHttpEngine]
+Stage = Callable[[Policy], WeightUpdate]
+
+
+def settings(model: Path, **changes: Any) -> VllmSettings:
+    fields: dict[str, Any] = {"max_model_len": 512, "dtype": "float32", "max_num_seqs": 32, "kv_cache_gib": 0.25}
+    return VllmSettings(model=str(model), enforce_eager=True, **(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def connect(loop_thread: Any, policy: Policy) -> Iterator[Connect]:
+    """`connect(url)` gives an engine; closed after the module."""
+    engines: list[VllmHttpEngine] = []
+
+    def start(url: str) -> VllmHttpEngine:
+        vocab_size = policy.model.config.vocab_size
+        engines.append(loop_thread.run(VllmHttpEngine.start(VllmHttpSettings(url, vocab_size, dtype="float32"))))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        loop_thread.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path) -> Iterator[VllmServer]:
+    with VllmServer(settings(model_folder), start_seconds=START_SECONDS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(server: VllmServer, connect: Connect) -> VllmHttpEngine:
+    """Takes whole models; its weights are what the last test left."""
+    return connect(server.url)
+
+
+@pytest.fixture(scope="module")
+def adapter_engine(model_folder: Path, connect: Connect) -> Iterator[VllmHttpEngine]:
+    """Takes adapters; its server was started by the command, and ends as that is told to."""
+    command = [sys.executable, "-m", "gspo_gym.serve_engine_command", str(model_folder), "--engine", "vllm"]
+    options = "--port 0 --dtype float32 --max-model-len 512 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
+    with subprocess.Popen(
+        [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"serving {model_folder} with vLLM at http://127.0.0.1:"), line
+        url = line.split()[-1]
+        yield connect(url)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130  # as after Ctrl-C
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", trust_env=False)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, engine: VllmHttpEngine) -> Stage:
+    """`stage(policy)` gives its weights as the engine's next version."""
+    numbers = itertools.count()
+
+    def save(policy: Policy) -> WeightUpdate:
+        folder = tmp_path / str(next(numbers))
+        save_policy(policy, folder)
+        return WeightUpdate(engine.weight_version + 1, "full", folder)
+
+    return save
+
+
+@pytest.fixture
+def learner(policy: Policy, engine: VllmHttpEngine, stage: Stage, loop_thread: Any) -> Policy:
+    """A copy of the policy, which the engine holds when the test begins."""
+    copied = Policy(model=copy.deepcopy(policy.model), tokenizer=policy.tokenizer, base=policy.base)
+    loop_thread.run(publish(engine, stage(copied)))
+    return copied
+
+
+async def running(engine: VllmHttpEngine, num_calls: int) -> list[asyncio.Task[Completion]]:
+    """Long calls, each with some tokens: they began together with a short one, which has ended."""
+    calls = [
+        asyncio.create_task(engine.generate([72, number], LONG, session_id=f"long-{number}"))
+        for number in range(num_calls)
+    ]
+    await engine.generate([72], SHORT)
+    assert not any(call.done() for call in calls)
+    return calls
+
+
+async def num_known(engine: VllmHttpEngine) -> int:
+    """Requests that the server had not forgotten; it has now, for the route that tells gives them up."""
+    answer = await engine._client.post("/abort_requests", {})
+    return int(answer["aborted"])
+
+
+def test_our_server_offers_everything_that_training_needs(engine: VllmHttpEngine) -> None:
+    found = engine.capabilities
+    assert (found.update_kinds, found.pause_modes, found.max_model_len) == (("full",), ("wait", "keep"), 512)
+    assert (found.logprob_mode, found.reuses_prefixes, found.has_checksums) == ("processed", True, True)
+    assert engine.handshake.route.path == "/inference/v1/generate"
+    assert engine.handshake.why_no_updates is None
+
+
+def test_logprobs_agree_with_a_plain_forward_before_and_after_updates(
+    engine: VllmHttpEngine,
+    learner: Policy,
+    stage: Stage,
+    loop_thread: Any,
+    record_property: Callable[[str, object], None],
+) -> None:
+    gaps = [worst_gap(learner.model, loop_thread.run(play_many(engine, range(4))))]
+    for number in range(5):
+        nudge(learner.model, number)
+        stale = loop_thread.run(play_many(engine, range(4)))
+        update = stage(learner)
+        loop_thread.run(publish(engine, update))
+        turns = loop_thread.run(play_many(engine, range(4)))  # the same prompts: what is cached of them is stale
+        assert all((turn.completion.weight_version == update.version).all() for turn in turns)
+        gaps.append(worst_gap(learner.model, turns))
+        assert worst_gap(learner.model, stale) > 10 * TOLERANCE  # an update that was skipped would be seen
+    record_property("worst_gap", max(gaps))
+    assert max(gaps) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=24, stop_token_ids=(), seed=5),
+        SamplingParams(max_tokens=24, stop_token_ids=(), seed=5, temperature=0.0),
+        SamplingParams(max_tokens=24, stop_token_ids=tuple(range(0, 256, 2)), seed=5, min_tokens=4),
+        SamplingParams(max_tokens=24, stop_token_ids=(), seed=5, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05),
+    ],
+    ids=["plain", "greedy", "stops", "truncated"],
+)
+def test_equal_seeds_sample_equal_tokens_and_stops_are_the_requests_own(
+    engine: VllmHttpEngine, sampling: SamplingParams, loop_thread: Any
+) -> None:
+    async def twice() -> tuple[Completion, Completion]:
+        return await engine.generate([72, 105], sampling), await engine.generate([72, 105], sampling)
+
+    first, again = loop_thread.run(twice())
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    if sampling.stop_token_ids:
+        assert first.finish_reason is FinishReason.STOP
+        assert first.token_ids[-1] % 2 == 0
+        assert len(first.token_ids) > 4  # none of the first four tokens stops
+    else:
+        assert (first.finish_reason, len(first.token_ids)) == (FinishReason.LENGTH, 24)
+
+
+def test_end_tokens_of_the_model_are_neither_obeyed_nor_withheld(
+    engine: VllmHttpEngine, learner: Policy, loop_thread: Any
+) -> None:
+    """With `min_tokens` a plain forward, in which nothing is withheld but the request's stops, still agrees."""
+    sampling = SamplingParams(max_tokens=64, stop_token_ids=(7,), seed=9, min_tokens=64)
+    completion = loop_thread.run(engine.generate([72, 105], sampling))
+    tokens = completion.token_ids.tolist()
+    assert len(tokens) == 64
+    probs = np.exp([plain_logprobs(learner.model, [72, 105, *tokens[:k]], [7])[0] for k in range(64)])
+    expected = plain_logprobs(learner.model, [72, 105], tokens) - np.log1p(-probs)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+
+def test_frozen_calls_go_on_under_the_new_weights_and_each_token_says_which(
+    engine: VllmHttpEngine, learner: Policy, stage: Stage, loop_thread: Any
+) -> None:
+    old = copy.deepcopy(learner.model)
+    nudge(learner.model, 20)
+    update = stage(learner)
+
+    async def update_in_flight() -> list[Turn]:
+        calls = await running(engine, 4)
+        await publish(engine, update, "keep")
+        return [Turn([72, number], await call) for number, call in enumerate(calls)]
+
+    for turn in loop_thread.run(update_in_flight()):
+        versions = turn.completion.weight_version
+        num_old = int((versions == update.version - 1).sum())
+        assert 0 < num_old < 400
+        assert versions.tolist() == [update.version - 1] * num_old + [update.version] * (400 - num_old)
+        for model, tokens in ((old, slice(0, num_old)), (learner.model, slice(num_old, 400))):
+            expected = plain_logprobs(model, turn.prompt, turn.completion.token_ids.tolist())
+            np.testing.assert_allclose(turn.completion.logprobs[tokens], expected[tokens], atol=TOLERANCE)
+
+
+def test_a_folder_with_other_weights_fails_the_update_and_reaches_no_worker(
+    engine: VllmHttpEngine, learner: Policy, stage: Stage, tmp_path: Path, loop_thread: Any
+) -> None:
+    update = stage(learner)
+    other = load_policy("tiny:qwen3-128", seed=1)
+    save_policy(other, tmp_path / "other")
+
+    async def try_them() -> Completion:
+        for folder in (tmp_path / "other", tmp_path / "nothing"):
+            await engine.pause("wait")
+            with pytest.raises(EngineError, match=f"weights of version {update.version} could not be loaded"):
+                await engine.apply_weights(WeightUpdate(update.version, "full", folder))
+            await engine.resume(engine.weight_version)
+        return await engine.generate([72], SHORT)
+
+    completion = loop_thread.run(try_them())
+    expected = plain_logprobs(learner.model, [72], completion.token_ids.tolist())
+    np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+
+def test_checksums_change_with_the_weights_and_only_with_them(
+    engine: VllmHttpEngine, learner: Policy, stage: Stage, loop_thread: Any
+) -> None:
+    async def checksums_after(update: WeightUpdate) -> dict[str, str]:
+        await publish(engine, update)
+        return dict(await engine.checksums())
+
+    first = loop_thread.run(checksums_after(stage(learner)))
+    again = loop_thread.run(checksums_after(stage(learner)))
+    nudge(learner.model, 30)
+    changed = loop_thread.run(checksums_after(stage(learner)))
+    assert first == again
+    assert first.keys() == changed.keys()
+    assert all(first[name] != changed[name] for name in first)
+
+
+def test_an_abort_a_deadline_and_a_cancelled_call_free_the_server(engine: VllmHttpEngine, loop_thread: Any) -> None:
+    async def give_up() -> int:
+        calls = await running(engine, 2)
+        assert await num_known(engine) == 2  # the server gives them up; the engine asks again
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        calls = await running(engine, 2)
+        await engine.abort("long-0")
+        with pytest.raises(EngineError, match="session long-0: the call was aborted"):
+            await calls[0]
+        calls[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1]
+        with pytest.raises(EngineTimeoutError):
+            await engine.generate([72], LONG, deadline_seconds=0.05)
+        for _ in range(3):  # meanwhile it hears of those that hung up; 400 tokens would take longer
+            await engine.generate([72], SHORT)
+        return await num_known(engine)
+
+    assert loop_thread.run(give_up()) == 0
+
+
+def test_a_prompt_outside_the_vocabulary_never_reaches_the_server_which_would_die_of_it(
+    engine: VllmHttpEngine, policy: Policy, loop_thread: Any
+) -> None:
+    with pytest.raises(EngineError, match="prompt tokens must be in"):
+        loop_thread.run(engine.generate([72, policy.model.config.vocab_size], SHORT))
+    assert loop_thread.run(engine.health()).is_alive
+
+
+def test_a_port_that_is_taken_is_refused(server: VllmServer, model_folder: Path) -> None:
+    port = int(server.url.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match="cannot listen"):
+        VllmServer(settings(model_folder), port=port).start()
+
+
+def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
+    adapter_engine: VllmHttpEngine, tmp_path: Path, loop_thread: Any, record_property: Callable[[str, object], None]
+) -> None:
+    adapted = adapt_policy(load_policy("tiny:qwen3-64", seed=1), LoraSettings(r=4, alpha=8), seed=0)
+    assert adapter_engine.capabilities.update_kinds == ("adapter",)
+    gaps = [worst_gap(adapted.model, loop_thread.run(play_many(adapter_engine, range(3))))]
+    for version in range(1, 5):
+        before = copy.deepcopy(adapted.model)
+        nudge(adapted.model, version, scale=0.05)
+        save_policy(adapted, tmp_path / f"policy-v{version}")
+        update = WeightUpdate(version, "adapter", tmp_path / f"policy-v{version}")
+
+        async def update_in_flight(update: WeightUpdate) -> tuple[Completion, list[Turn]]:
+            (call,) = await running(adapter_engine, 1)
+            await publish(adapter_engine, update, "keep")
+            return await call, await play_many(adapter_engine, range(3))
+
+        kept, turns = loop_thread.run(update_in_flight(update))
+        assert (kept.weight_version == version - 1).all()
+        assert all((turn.completion.weight_version == version).all() for turn in turns)
+        gaps += [worst_gap(before, [Turn([72, 0], kept)]), worst_gap(adapted.model, turns)]
+        assert worst_gap(before, turns) > 10 * TOLERANCE  # another adapter would be seen
+    cards = loop_thread.run(adapter_engine._client.get("/v1/models"))["data"]
+    assert [card["id"].rsplit("-", 1)[0] for card in cards if card["parent"]] == ["policy-v4"]
+    record_property("worst_gap", max(gaps))
+    assert max(gaps) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("mode", "refusal"), [("raw_logprobs", "its logprobs are raw"), ("processed_logprobs", None)])
+def test_a_users_own_server_is_used_for_what_it_can_and_refused_with_raw_logprobs(
+    model_folder: Path, connect: Connect, tmp_path: Path, loop_thread: Any, mode: str, refusal: str | None
+) -> None:
+    """Started plainly: with a tokenizer, without the token route and without development mode."""
+    path = tmp_path / "vllm.sock"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
+    options = f"--uds {path} --dtype float32 --max-model-len 512 --enforce-eager --logprobs-mode {mode}"
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_SERVER_DEV_MODE"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *options.split(), "--served-model-name", "mine"],
+            stdout=log,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+        )
+    try:
+        await_health(process, path, tmp_path / "log")
+        if refusal is not None:
+            with pytest.raises(ConfigError, match=refusal):
+                connect(f"unix:{path}")
+            return
+        engine = connect(f"unix:{path}")
+        assert engine.capabilities.update_kinds == ()
+        assert "VLLM_SERVER_DEV_MODE=1" in str(engine.handshake.why_no_updates)
+        assert engine.handshake.route.path == "/v1/completions"
+        turns = loop_thread.run(play_many(engine, range(2)))
+        assert worst_gap(load_policy("tiny:qwen3-64", seed=1).model, turns) <= TOLERANCE
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def await_health(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
+    while True:
+        assert process.poll() is None, log.read_text()
+        connection = http.client.HTTPConnection("localhost", timeout=5)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.connect(str(path))
+            connection.request("GET", "/health")
+            if connection.getresponse().status == http.client.OK:
+                return
+        time.sleep(0.2)  # it says nowhere else when it is ready
