@@ -21,7 +21,6 @@ def make_config(num_iterations: int) -> RunConfig:
             "model": {"base": "tiny:qwen3-64", "label": "doubling"},
             "rollout": {
                 "env_name": "Doubling-v0",
-                "env_config": {"num_rounds": 1},
                 "max_turns": 3,
                 "max_output_tokens": 4,
                 "max_model_len": 256,

@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length)
         try:
             self._serve(urlsplit(self.path).path, urlsplit(self.path).query, body)
-        except (GymError, SafetensorError, ValueError, KeyError) as error:
+        except (GymError, SafetensorError, ValueError, KeyError, TypeError) as error:
             self._say(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}")
         except Exception as error:  # a client is told; the next request may be answered
             self._say(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")

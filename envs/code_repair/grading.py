@@ -6,7 +6,6 @@ not at all; it can patch what it likes, exit, or print "OK", and none of that is
 
 from __future__ import annotations
 
-import ast
 import secrets
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from gspo_gym.env.sandbox import SandboxLimits, SandboxResult, run_sandboxed
 
 from .runner import __file__ as _runner_file
+from .syntax import literal
 from .tasks import Test, is_right, shown_answer, shown_call
 from .trusted import Answer
 
@@ -105,7 +105,7 @@ def _answers(result: SandboxResult, nonce: str) -> tuple[dict[int, Answer], str]
         if marked != nonce:
             continue
         try:
-            value = ast.literal_eval(text)
+            value = literal(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue  # cut by the limit of the output, or not written by the runner
         if index == "import":

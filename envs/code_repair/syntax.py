@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import threading
 from types import CodeType
+from typing import Any
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -17,6 +18,12 @@ def parse(source: str) -> ast.Module:
     """As `ast.parse`."""
     with _ONE_AT_A_TIME:
         return ast.parse(source)
+
+
+def literal(text: str) -> Any:
+    """As `ast.literal_eval` (Any: any plain value)."""
+    with _ONE_AT_A_TIME:
+        return ast.literal_eval(text)
 
 
 def compiled(tree: ast.Module, filename: str) -> CodeType:

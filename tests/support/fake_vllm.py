@@ -99,23 +99,26 @@ class FakeVllm:
         if self.has_generate:
             routes["/inference/v1/generate"] = self._generate
         if self.max_lora_rank and self.loads_adapters:
-            routes |= {"/v1/load_lora_adapter": self._load, "/v1/unload_lora_adapter": self._unload}
+            routes["/v1/load_lora_adapter"], routes["/v1/unload_lora_adapter"] = self._load, self._unload
         if self.is_dev:
-            routes |= {
-                "/server_info": self._server_info,
-                "/pause": self._pause,
-                "/resume": self._resume,
-                "/is_paused": lambda *_: (200, {"is_paused": self.is_paused}),
-                "/collective_rpc": self._collective_rpc,
-                "/reset_prefix_cache": lambda *_: (200, {"success": self.resets_cache}),
-                "/update_weight_version": self._update_label,
-                "/weight_info": lambda *_: (200, {"weight_version": self.label}),
-                "/weight_checker": self._checksums,
-            }
+            routes |= self._control_routes()
         if path in routes:
             return routes[path](query, body)
         status = 403 if path == "/inference/v1/generate" else 404
         return status, {"error": {"message": "Scale-out endpoints are disabled." if status == 403 else "Not Found"}}
+
+    def _control_routes(self) -> dict[str, Callable[[dict[str, str], Any], Reply]]:
+        return {
+            "/server_info": self._server_info,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/is_paused": lambda *_: (200, {"is_paused": self.is_paused}),
+            "/collective_rpc": self._collective_rpc,
+            "/reset_prefix_cache": lambda *_: (200, {"success": self.resets_cache}),
+            "/update_weight_version": self._update_label,
+            "/weight_info": lambda *_: (200, {"weight_version": self.label}),
+            "/weight_checker": self._checksums,
+        }
 
     def _models(self, *_: Any) -> Reply:
         card = {"id": "policy", "parent": None, "max_model_len": 128}

@@ -143,6 +143,10 @@ class FaultyServer:
         self._port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stop.wait()
+        for listening in server.sockets:  # closing it under a connection that is being accepted would leave that open
+            self._loop.remove_reader(listening.fileno())
+        for _ in range(10):
+            await asyncio.sleep(0)
         server.close()
         for task in connections:
             task.cancel()

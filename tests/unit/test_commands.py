@@ -10,13 +10,13 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+from gspo_gym_envs import BUNDLED
 
 from gspo_gym import env_commands
 from gspo_gym.cli import main
 from gspo_gym.command_line import parse_and_run
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
-from gspo_gym_envs import BUNDLED
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")

@@ -48,8 +48,8 @@ Problems = Callable[[dict[str, Any]], list[str]]
         ("rollout.temperature", float("nan"), "expected a number > 0, got NaN"),
         ("rollout.top_p", 1.5, "expected a number > 0 and <= 1, got 1.5"),
         ("rollout.env_config", 3, "expected a table, got 3"),
-        ("services.engine_urls", ["localhost:80"], "expected a URL that begins with http:// or https:// and holds no user "
-         "or password"),
+        ("services.engine_urls", ["localhost:80"],
+         "expected a URL that begins with http:// or https:// and holds no user or password"),
         ("services.engine_urls", ["http://a", "http://a/"], "names a server twice: http://a, http://a"),
         ("rollout.engine", "sglang", 'expected "local", "vllm" or "http", got "sglang"'),
         ("rollout.ops", ["env"], 'expected "agent" and "env" in turns, "agent" first, got [\'env\']'),

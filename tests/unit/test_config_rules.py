@@ -387,8 +387,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "settings of a server that runs": (
         {"vllm": {"kv_cache_gib": 2.0}, "services": {"engine_urls": ["http://localhost:8000"]}},
-        'vllm.kv_cache_gib: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server was told '
-        "by who started it, or remove this",
+        'vllm.kv_cache_gib: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server was '
+        "told by who started it, or remove this",
     ),
     "an episode longer than the server's": (
         {"vllm": {"max_model_len": 256}},

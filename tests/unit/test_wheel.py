@@ -52,6 +52,6 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     helped = subprocess.run([python, "-m", "gspo_gym.cli", "env", "list"], cwd=tmp_path, capture_output=True, text=True)
     assert "gspo_gym/SqlAnalyst-v0" in helped.stdout, helped.stderr
     wrote = subprocess.run(
-        [python, "-m", "gspo_gym.cli", "env", "new", "InAWheel"], cwd=tmp_path, capture_output=True, text=True
+        [python, "-m", "gspo_gym.cli", "env", "new", "FromWheel"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert (tmp_path / "in-a-wheel-env" / "in_a_wheel" / "env.py").is_file(), wrote.stderr
+    assert (tmp_path / "from-wheel-env" / "from_wheel" / "env.py").is_file(), wrote.stderr

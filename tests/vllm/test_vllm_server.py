@@ -35,7 +35,7 @@ from gspo_gym.models import Policy, adapt_policy, load_policy, save_policy
 from gspo_gym.types import Completion, FinishReason
 
 TOLERANCE = 1e-4  # nats, in float32
-LONG = SamplingParams(max_tokens=400, stop_token_ids=(), seed=0)
+LONG = SamplingParams(max_tokens=1500, stop_token_ids=(), seed=0)
 SHORT = SamplingParams(max_tokens=10, stop_token_ids=(), seed=1)
 START_SECONDS = 300.0
 
@@ -44,7 +44,7 @@ Stage = Callable[[Policy], WeightUpdate]
 
 
 def settings(model: Path, **changes: Any) -> VllmSettings:
-    fields: dict[str, Any] = {"max_model_len": 512, "dtype": "float32", "max_num_seqs": 32, "kv_cache_gib": 0.25}
+    fields: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32", "max_num_seqs": 32, "kv_cache_gib": 0.25}
     return VllmSettings(model=str(model), enforce_eager=True, **(fields | changes))
 
 
@@ -79,7 +79,7 @@ def engine(server: VllmServer, connect: Connect) -> VllmHttpEngine:
 def adapter_engine(model_folder: Path, connect: Connect) -> Iterator[VllmHttpEngine]:
     """Takes adapters; its server was started by the command, and ends as that is told to."""
     command = [sys.executable, "-m", "gspo_gym.serve_engine_command", str(model_folder), "--engine", "vllm"]
-    options = "--port 0 --dtype float32 --max-model-len 512 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
+    options = "--port 0 --dtype float32 --max-model-len 2048 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
     with subprocess.Popen(
         [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -116,13 +116,16 @@ def learner(policy: Policy, engine: VllmHttpEngine, stage: Stage, loop_thread: A
 
 
 async def running(engine: VllmHttpEngine, num_calls: int) -> list[asyncio.Task[Completion]]:
-    """Long calls, each with some tokens: they began together with a short one, which has ended."""
+    """Long calls, each with some tokens and far from its end.
+
+    The server tells nobody how far it is, so this waits: 1,500 tokens take it seconds, the first of them far less.
+    """
     calls = [
         asyncio.create_task(engine.generate([72, number], LONG, session_id=f"long-{number}"))
         for number in range(num_calls)
     ]
-    await engine.generate([72], SHORT)
-    assert not any(call.done() for call in calls)
+    await asyncio.sleep(0.3)
+    assert not any(call.done() for call in calls), [call.done() and call.exception() for call in calls]
     return calls
 
 
@@ -134,7 +137,7 @@ async def num_known(engine: VllmHttpEngine) -> int:
 
 def test_our_server_offers_everything_that_training_needs(engine: VllmHttpEngine) -> None:
     found = engine.capabilities
-    assert (found.update_kinds, found.pause_modes, found.max_model_len) == (("full",), ("wait", "keep"), 512)
+    assert (found.update_kinds, found.pause_modes, found.max_model_len) == (("full",), ("wait", "keep"), 2048)
     assert (found.logprob_mode, found.reuses_prefixes, found.has_checksums) == ("processed", True, True)
     assert engine.handshake.route.path == "/inference/v1/generate"
     assert engine.handshake.why_no_updates is None
@@ -215,9 +218,9 @@ def test_frozen_calls_go_on_under_the_new_weights_and_each_token_says_which(
     for turn in loop_thread.run(update_in_flight()):
         versions = turn.completion.weight_version
         num_old = int((versions == update.version - 1).sum())
-        assert 0 < num_old < 400
-        assert versions.tolist() == [update.version - 1] * num_old + [update.version] * (400 - num_old)
-        for model, tokens in ((old, slice(0, num_old)), (learner.model, slice(num_old, 400))):
+        assert 0 < num_old < LONG.max_tokens
+        assert versions.tolist() == [update.version - 1] * num_old + [update.version] * (LONG.max_tokens - num_old)
+        for model, tokens in ((old, slice(0, num_old)), (learner.model, slice(num_old, LONG.max_tokens))):
             expected = plain_logprobs(model, turn.prompt, turn.completion.token_ids.tolist())
             np.testing.assert_allclose(turn.completion.logprobs[tokens], expected[tokens], atol=TOLERANCE)
 
@@ -274,7 +277,7 @@ def test_an_abort_a_deadline_and_a_cancelled_call_free_the_server(engine: VllmHt
             await calls[1]
         with pytest.raises(EngineTimeoutError):
             await engine.generate([72], LONG, deadline_seconds=0.05)
-        for _ in range(3):  # meanwhile it hears of those that hung up; 400 tokens would take longer
+        for _ in range(3):  # meanwhile it hears of those that hung up; the rest of their tokens would take longer
             await engine.generate([72], SHORT)
         return await num_known(engine)
 

@@ -14,27 +14,34 @@ from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.train import run_training
 
 
-def config(folder: Path, **more: Any) -> RunConfig:
-    """Two iterations of 16 episodes of GuessNumber, after a little warm-up."""
+def config(folder: Path, model: dict[str, Any], **more: Any) -> RunConfig:
+    """Two iterations of 32 episodes of GuessNumber."""
     return RunConfig.from_dict(
         {
             "run": {"folder": str(folder)},
-            "model": {"base": "tiny:qwen3-64", "label": "served", **more.get("model", {})},
+            "model": model,
             "rollout": {
                 "env_name": "GuessNumber",
-                "engine": "vllm",
-                "max_turns": 3,
+                "env_config": {"low": 1, "high": 8, "max_guesses": 4},
+                "max_turns": 4,
                 "max_output_tokens": 3,
                 "max_model_len": 256,
-                "episodes_per_batch": 16,
+                "episodes_per_batch": 32,
             },
-            "vllm": {} if "services" in more else {"kv_cache_gib": 0.25},
-            "training": {"iterations_per_epoch": 2, "group_size": 4, "batch_size": 8, "learning_rate": 1e-2},
+            "training": {"iterations_per_epoch": 2, "group_size": 8, "batch_size": 16, "learning_rate": 1e-2},
             "evaluation": {"seeds": "0:4"},
-            "warmup": {"num_episodes": 16, "learning_rate": 1e-3},
-            **{name: section for name, section in more.items() if name != "model"},
+            **more,
         }
     )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the run "player", whose policy has learned from demonstrations how to guess, so that rewards differ."""
+    folder = tmp_path_factory.mktemp("runs")
+    warmup = {"num_episodes": 256, "num_epochs": 4, "learning_rate": 2e-3, "batch_size": 32}
+    run_training(config(folder, {"base": "tiny:qwen3-64", "label": "player"}, warmup=warmup))
+    return folder
 
 
 def require_sound(run: RunConfig) -> None:
@@ -46,20 +53,25 @@ def require_sound(run: RunConfig) -> None:
     assert [line["step"] for line in metrics] == [1, 2]
     for line in metrics:
         assert line["kl/rollout_max_gap"] <= 1e-4
-        assert line["rollout/num_episodes"] == 16
-        assert line["rollout/num_dropped"] == 0
+        assert (line["rollout/num_episodes"], line["rollout/num_dropped"]) == (32, 0)
         assert line["optim/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("trainer_mode", ["full", "lora"])
-def test_two_steps_on_vllm_in_this_process_agree_with_the_learner(trainer_mode: str, tmp_path: Path) -> None:
-    require_sound(config(tmp_path, model={"trainer_mode": trainer_mode}))
+def test_two_steps_on_vllm_in_this_process_agree_with_the_learner(trainer_mode: str, folder: Path) -> None:
+    model = {"source": "player", "label": trainer_mode, "trainer_mode": trainer_mode}
+    require_sound(config(folder, model, vllm={"kv_cache_gib": 0.25, "max_model_len": 256}))
 
 
-def test_two_steps_on_a_server_that_runs_already_agree_with_the_learner(model_folder: Path, tmp_path: Path) -> None:
+def test_two_steps_on_a_server_that_began_with_other_weights_agree_with_the_learner(
+    model_folder: Path, folder: Path
+) -> None:
     settings = VllmSettings(
         model=str(model_folder), max_model_len=256, dtype="float32", max_num_seqs=32, kv_cache_gib=0.25,
         enforce_eager=True,
     )  # fmt: skip
     with VllmServer(settings) as server:
-        require_sound(config(tmp_path, services={"engine_urls": [server.url]}))
+        services = {"engine_urls": [server.url]}
+        require_sound(
+            config(folder, {"source": "player", "label": "served"}, services=services, vllm={"max_model_len": 256})
+        )

@@ -66,8 +66,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
+    async def within_hours() -> Result:
+        async with asyncio.timeout(10_000.0):  # health is checked for ever: what hangs would never end
+            return await main
+
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
+        return runner.run(within_hours())
 
 
 def reply(prompt: tuple[int, ...], turn: int) -> list[int]:
