@@ -13,6 +13,8 @@ VLLM := .venv-vllm
 # The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
 OPENAI_2 := .openai-2
 OPENAI_TESTS := tests/unit/engine/test_http_engine.py tests/fault/test_http_engine_faults.py
+# Two processes of one thread each: they share out the tests, and no test's deadline meets another's threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
 .PHONY: quickstart test lint types unit slow foreign openai-2 vllm benchmark clean
@@ -20,7 +22,8 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-test: lint types unit slow foreign openai-2 vllm
+# `make vllm`, which starts a dozen engines, is a stage of its own.
+test: lint types unit slow foreign openai-2
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -30,10 +33,10 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" tests gspo_gym envs
+	$(PYTEST) -m "not slow" tests gspo_gym envs
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow tests
+	$(PYTEST) -m slow tests
 
 foreign: $(SUITES)/.installed $(VERIFIERS)/.installed
 	$(SUITES)/bin/python -m pytest -m "not verifiers" tests/foreign

@@ -78,7 +78,7 @@ class Subjects:
     def get(self, name: str) -> Subject:
         if name not in self._shared:
             self._make[name] = make_subject(
-                self._policy(name), "adapter" if name == "adapter" else "full", self._folder
+                self._policy(name), "adapter" if name == "adapter" else "full", self._folder / name
             )
             subject = self._make[name](self._engine(name))
             self._run(give_weights(subject))
