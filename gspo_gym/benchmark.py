@@ -25,6 +25,7 @@ from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from gspo_gym.benchmark_faults import run_faults
+from gspo_gym.benchmark_isolation import run_isolation
 from gspo_gym.benchmark_pipeline import Workload, run_pipeline
 from gspo_gym.benchmark_vllm import has_vllm, running_vllm
 from gspo_gym.engine.base import Engine, SamplingParams
@@ -233,10 +234,10 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("what", choices=["engines", "faults", "pipeline"], help="what to measure")
+    parser.add_argument("what", choices=["engines", "faults", "isolation", "pipeline"], help="what to measure")
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
-    parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults")
+    parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults, 200 for isolation")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument(
         "--repeats", type=int, default=3, help="runs of each engine, median kept (default: %(default)s)"
@@ -254,6 +255,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_pipeline(Workload(num_groups=arguments.groups), repeats=arguments.repeats)
     if arguments.what == "faults":
         return run_faults(arguments.episodes or 2000)
+    if arguments.what == "isolation":
+        return run_isolation(arguments.episodes or 200)
     torch.set_num_threads(arguments.threads)
     policy = load_policy(arguments.model, dtype=arguments.dtype)
     plans = make_workload(arguments.episodes or 64)

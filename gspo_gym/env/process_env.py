@@ -102,6 +102,17 @@ class ProcessEnv:
         self.policies = {name: _RemotePolicy(name) for name in declared["policies"]}
         self.declared_isolation: Isolation | None = declared["isolation"]
 
+    @property
+    def pid(self) -> int:
+        """The process id of the worker.
+
+        Raises:
+            UsageError: it is closed.
+        """
+        if self._worker is None:
+            raise UsageError(f"{self.env_id}: the environment is closed, and has no process any more")
+        return self._worker.pid
+
     async def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
         """Starts an episode: (messages, info). Errors of this and the other methods are those of `EnvSession`."""
         given = None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")

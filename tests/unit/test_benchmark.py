@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from gspo_gym.benchmark import ENGINES, Measurement, main, make_workload, render
+from gspo_gym.benchmark_isolation import Costs, private_bytes_of
+from gspo_gym.benchmark_isolation import measure as measure_isolation
+from gspo_gym.benchmark_isolation import render as render_isolation
 from gspo_gym.benchmark_pipeline import StepTimes, Workload
 from gspo_gym.benchmark_pipeline import measure as measure_pipeline
 from gspo_gym.benchmark_pipeline import render as render_pipeline
@@ -69,3 +76,34 @@ def test_the_pipeline_table_shows_the_ratio_to_the_longer_of_playing_and_learnin
 def test_an_unknown_model_is_a_message_and_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines", "--model", "tiny:nothing"]) == 2
     assert "UnknownNameError: model 'tiny:nothing'" in capsys.readouterr().err
+
+
+def test_both_places_play_the_same_turns_and_only_a_worker_has_memory_of_its_own() -> None:
+    costs = asyncio.run(measure_isolation(2))
+    # halving 1..8 finds the number of these seeds in as many guesses wherever it is played
+    assert len(costs["thread"].step) == len(costs["process"].step) >= 2
+    for place, num_sizes in (("thread", 0), ("process", 2)):
+        assert (len(costs[place].reset), len(costs[place].open_and_close)) == (2, 2)
+        assert len(costs[place].private_bytes) == num_sizes
+
+
+def test_private_memory_is_what_a_process_has_written() -> None:
+    code = "import sys; held = bytearray(b'x' * 50_000_000); print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        # 50 MB that it filled, and an interpreter of some 10 MB
+        assert 50_000_000 <= private_bytes_of(process.pid) <= 80_000_000
+
+
+def test_the_isolation_table_shows_medians_in_milliseconds_and_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    costs = {
+        "thread": Costs([0.001, 0.002, 0.009], [0.0005], [0.0001]),
+        "process": Costs([0.004], [0.001], [0.0002], [7_000_000, 9_000_000]),
+    }
+    Console(width=120).print(render_isolation(costs))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert ["thread", "2.00", "0.50", "0.10", "-"] in rows
+    assert ["process", "4.00", "1.00", "0.20", "8.0"] in rows

@@ -69,6 +69,7 @@ FLOORS = {
     "evaluate": 7,
     "benchmark": 7,
     "benchmark_faults": 6,
+    "benchmark_isolation": 6,
     "benchmark_faulty": 5,
     "benchmark_vllm": 6,
     "benchmark_pipeline": 7,
