@@ -15,7 +15,6 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.env.splits import is_held_out_seed
 from gspo_gym.env.tools import ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
-from gspo_gym.types import Message
 
 from .grading import Verdicts, run_tests
 from .policies import random_change, undo_the_bugs
@@ -85,7 +84,6 @@ class CodeRepair(ToolEnv):
         self._potential = 0.0
         self._last_run: tuple[str, Verdicts] | None = None  # the text and what became of the shown tests
         self._has_passed_all = False
-        self._num_calls = self._num_good_calls = 0
 
     @property
     def path(self) -> str:
@@ -97,7 +95,6 @@ class CodeRepair(ToolEnv):
     @tool
     def list_files(self) -> str:
         """Names of the files."""
-        self._num_good_calls += 1
         return f"{self.path}, {TESTS_FILE} (read-only)"
 
     @tool
@@ -105,7 +102,6 @@ class CodeRepair(ToolEnv):
         """Show a file."""
         if path not in (self.path, TESTS_FILE):
             raise ToolError(f"no such file: {path}")
-        self._num_good_calls += 1
         return self.source if path == self.path else "\n".join(test.text for test in self.task.visible)
 
     @tool
@@ -130,7 +126,6 @@ class CodeRepair(ToolEnv):
         if self._last_run is None or self._last_run[0] != self.source:  # the same text is not run twice
             self._last_run = self.source, self._run(self.task.visible)
         verdicts = self._last_run[1]
-        self._num_good_calls += 1
         potential = self._potential_of(verdicts)
         if potential != self._potential:
             self.add_reward(Reward.weighted({"progress": potential - self._potential}, self._weights))
@@ -168,21 +163,11 @@ class CodeRepair(ToolEnv):
             f"You have {self.max_steps} turns."
         )
 
-    def step(self, action: Message | str) -> Any:
-        self._num_calls = len(action.tool_calls) if isinstance(action, Message) else 0
-        self._num_good_calls = 0
-        return super().step(action)
-
-    def invalid_action(self, error: str) -> Any:
-        """An answer that could not be read counts as a turn without a call."""
-        self._num_calls = self._num_good_calls = 0
-        return super().invalid_action(error)
-
     def no_tool_call(self, text: str) -> str:
         return "call a tool" if self.style == "terse" else str(super().no_tool_call(text))
 
     def end_turn(self) -> None:
-        if self._num_good_calls < max(1, self._num_calls):
+        if self.num_failed_calls or not self.num_calls:
             self.add_reward(Reward.weighted({"error": 1.0}, self._weights))
         if self.num_turns >= self.max_steps:
             self._pay_back()
@@ -214,7 +199,6 @@ class CodeRepair(ToolEnv):
         if len(text) > _MAX_SOURCE_CHARS:
             raise ToolError(f"the file would have {len(text)} characters, {_MAX_SOURCE_CHARS} are allowed")
         self.source = text
-        self._num_good_calls += 1
         return "written"
 
     def _modules_from(self, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from gspo_gym.env.core import PolicyFactory, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import Tool, ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
-from gspo_gym.types import Message
 
 from .database import QueryError, QueryResult, ReadOnlyDatabase, Table, Value
 from .grading import is_correct
@@ -88,15 +87,12 @@ class SqlAnalyst(ToolEnv):
         self.tables: Mapping[str, Table] = {}
         self.needed_tables: frozenset[str] = frozenset()
         self._has_progressed = False
-        self._num_calls = 0
-        self._num_good_calls = 0
 
     # -- tools ------------------------------------------------------------------------------------------------------
 
     @tool
     def list_tables(self) -> str:
         """Table names."""
-        self._num_good_calls += 1
         return ", ".join(self.tables)
 
     @tool
@@ -105,7 +101,6 @@ class SqlAnalyst(ToolEnv):
         found = self.tables.get(table)
         if found is None:
             raise ToolError(f"no such table: {table}")
-        self._num_good_calls += 1
         return ", ".join(f"{column.name} {column.type}" for column in found.columns)
 
     @tool
@@ -115,7 +110,6 @@ class SqlAnalyst(ToolEnv):
             result = self._open_database().query(sql)
         except QueryError as error:
             raise ToolError(str(error)) from error
-        self._num_good_calls += 1
         if not self._has_progressed and result.tables_read >= self.needed_tables:
             self._has_progressed = True
             self.add_reward(Reward.weighted({"progress": 1.0}, self._weights, events=("looked_it_up",)))
@@ -154,21 +148,11 @@ class SqlAnalyst(ToolEnv):
             f"bare value, or several values separated by commas. You have {self.max_steps} turns.\n{self.question.text}"
         )
 
-    def step(self, action: Message | str) -> Any:
-        self._num_calls = len(action.tool_calls) if isinstance(action, Message) else 0
-        self._num_good_calls = 0
-        return super().step(action)
-
-    def invalid_action(self, error: str) -> Any:
-        """An answer that could not be read counts as a turn without a call."""
-        self._num_calls = self._num_good_calls = 0
-        return super().invalid_action(error)
-
     def no_tool_call(self, text: str) -> str:
         return "call a tool" if self.style == "terse" else str(super().no_tool_call(text))
 
     def end_turn(self) -> None:
-        if self._num_good_calls < max(1, self._num_calls):
+        if self.num_failed_calls or not self.num_calls:
             self.add_reward(Reward.weighted({"error": 1.0}, self._weights))
         if self.num_turns >= self.max_steps:
             self.finish(Reward({}, success=False), truncated=True)

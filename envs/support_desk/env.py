@@ -56,7 +56,6 @@ class SupportDesk(ToolEnv):
     _works: bool
     _steps: list[Step]
     _looked_up: set[int]
-    _num_good_calls: int
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class SupportDesk(ToolEnv):
         if (email.strip().lower(), postcode.strip()) == self.case.caller and not self._is_identity_paid:
             self._is_identity_paid = True
             self.add_reward(Reward.weighted({"identity": 1.0}, self._weights, events=("identity_checked",)))
-        return self._done("they do not match" if self._verified is None else f"verified: customer {self._verified}")
+        return "they do not match" if self._verified is None else f"verified: customer {self._verified}"
 
     @tool
     def list_orders(self) -> str:
@@ -114,14 +113,14 @@ class SupportDesk(ToolEnv):
             self._violate("identity")
             raise ToolError("nobody is verified")
         orders = self._open_shop().orders_of(self._verified)
-        return self._done("\n".join(facts_of_order(self._open_shop().purchase(order)) for order in orders))
+        return "\n".join(facts_of_order(self._open_shop().purchase(order)) for order in orders)
 
     @tool
     def get_order(self, order_id: int) -> str:
         """One order."""
         purchase = self._purchase(order_id)
         self._looked_up.add(order_id)
-        return self._done(facts_of_order(purchase))
+        return facts_of_order(purchase)
 
     # -- tools: acting ---------------------------------------------------------------------------------------------
 
@@ -130,7 +129,7 @@ class SupportDesk(ToolEnv):
         """Pay money back."""
         self._check(rules.forbids_refund(self._purchase(order_id), amount_cents))
         self._in_shop(lambda shop: shop.refund(order_id, amount_cents))
-        return self._done(f"paid back {amount_cents} cents")
+        return f"paid back {amount_cents} cents"
 
     @tool
     def replace_article(self, order_id: int) -> str:
@@ -138,7 +137,7 @@ class SupportDesk(ToolEnv):
         purchase = self._purchase(order_id)
         self._check(rules.forbids_replacement(purchase, self._steps, works=self._works))
         self._in_shop(lambda shop: shop.replace(order_id))
-        return self._done("a replacement is on its way")
+        return "a replacement is on its way"
 
     @tool
     def give_credit(self, order_id: int, amount_cents: int) -> str:
@@ -146,7 +145,7 @@ class SupportDesk(ToolEnv):
         if amount_cents > rules.late_credit_cents(self._purchase(order_id)):
             self._violate("compensation")
         self._in_shop(lambda shop: shop.credit(order_id, amount_cents))
-        return self._done(f"credit of {amount_cents} cents given")
+        return f"credit of {amount_cents} cents given"
 
     @tool
     def update_address(self, order_id: int, address: str) -> str:
@@ -154,14 +153,14 @@ class SupportDesk(ToolEnv):
         if self._purchase(order_id).status != "processing":
             self._violate("address")
         self._in_shop(lambda shop: shop.change_address(order_id, _short(address)))
-        return self._done("address changed")
+        return "address changed"
 
     @tool
     def send_notice(self, order_id: int, day: str) -> str:
         """Write the customer on which day (YYYY-MM-DD) an order will come."""
         self._purchase(order_id)
         self._in_shop(lambda shop: shop.send_notice(order_id, _short(day)))
-        return self._done("notice sent")
+        return "notice sent"
 
     @tool
     def guide_customer(self, step: Step) -> str:
@@ -172,14 +171,14 @@ class SupportDesk(ToolEnv):
         if step == self.case.fixing_step and not self._works:
             self._works = True
             self._in_shop(lambda shop: shop.note_repair(self.case.order_id, step))
-        return self._done("the customer did it: it works" if self._works else "the customer did it: no change")
+        return "the customer did it: it works" if self._works else "the customer did it: no change"
 
     @tool
     def create_ticket(self, order_id: int, kind: TicketKind) -> str:
         """Hand the order to another department."""
         self._purchase(order_id)
         self._in_shop(lambda shop: shop.create_ticket(order_id, kind))
-        return self._done("ticket created")
+        return "ticket created"
 
     @tool
     def escalate(self, reason: Reason) -> str:
@@ -187,7 +186,7 @@ class SupportDesk(ToolEnv):
         if not (reason == "identity" and self._has_checked):
             self._require_identity()
         self._in_shop(lambda shop: shop.escalate(reason))
-        return self._done("a supervisor takes over")
+        return "a supervisor takes over"
 
     @tool
     def close_case(self, resolution: Resolution) -> str:
@@ -197,8 +196,7 @@ class SupportDesk(ToolEnv):
         changes = self._open_shop().changes()
         is_solved = changes == self.case.changes and resolution == self.case.resolution and not self.violations
         events = ("resolved",) if is_solved else ()
-        self._num_calls = self._num_good_calls  # calls before and after this one are not judged any more
-        self._charge()
+        self._charge_violation()  # but no error: calls before and after this one are not judged any more
         self.finish(Reward.weighted({"solved": float(is_solved)}, self._weights, events=events, success=is_solved))
         if is_solved:
             return "closed: right"
@@ -220,16 +218,6 @@ class SupportDesk(ToolEnv):
         self._customer = scripted if self._user is None else ModelCustomer(self._user, self.case, seed)
         return [Message("system", rules.POLICY), Message("user", self.case.opening)]
 
-    def step(self, action: Message | str) -> Any:
-        self._num_calls = len(action.tool_calls) if isinstance(action, Message) else 0
-        self._num_good_calls, self._has_violated = 0, False
-        return super().step(action)
-
-    def invalid_action(self, error: str) -> Any:
-        """An answer that could not be read is a failed call."""
-        self._num_calls, self._num_good_calls, self._has_violated = 1, 0, False
-        return super().invalid_action(error)
-
     def no_tool_call(self, text: str) -> str:
         assert isinstance(self._customer, ScriptedCustomer)
         return self._customer.answer(text)
@@ -239,7 +227,9 @@ class SupportDesk(ToolEnv):
         return await self._customer.answer(text)
 
     def end_turn(self) -> None:
-        self._charge()
+        self._charge_violation()
+        if self.num_failed_calls:
+            self.add_reward(Reward.weighted({"error": 1.0}, self._weights))
         if self.num_turns >= self.max_steps:
             self.finish(Reward({}, success=False), truncated=True)
 
@@ -258,7 +248,6 @@ class SupportDesk(ToolEnv):
         self._has_checked = self._is_identity_paid = self._works = False
         self._steps = []
         self._looked_up = set()
-        self._num_calls = self._num_good_calls = 0
         self._has_violated = False
 
     def _open_shop(self) -> Shop:
@@ -295,16 +284,11 @@ class SupportDesk(ToolEnv):
         self.violations.append(rule)
         self._has_violated = True
 
-    def _done(self, text: str) -> str:
-        self._num_good_calls += 1
-        return text
-
-    def _charge(self) -> None:
-        """The penalties of this turn, each once."""
+    def _charge_violation(self) -> None:
+        """Once a turn, at its end."""
         if self._has_violated:
+            self._has_violated = False
             self.add_reward(Reward.weighted({"violation": 1.0}, self._weights, events=("policy_violated",)))
-        if self._num_good_calls < self._num_calls:
-            self.add_reward(Reward.weighted({"error": 1.0}, self._weights))
 
 
 def _short(text: str) -> str:

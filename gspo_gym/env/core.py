@@ -149,6 +149,8 @@ class ToolEnv(TextEnv):
 
     Attributes:
         num_turns: actions taken in this episode, the present one included.
+        num_calls: calls of this turn so far, the present one included. num_failed_calls: those that were answered with
+            an error. Text that could not be read as an action counts as one call that failed.
         reset_seed: what this episode's `reset` was given; None: no seed.
         is_scored: True: a turn to which no reward was added earned 0. Set it to False where a judge scores: such a turn
             then has no reward (None).
@@ -175,6 +177,8 @@ class ToolEnv(TextEnv):
     is_scored: ClassVar[bool] = True
     takes_messages = True
     num_turns: int = 0
+    num_calls: int = 0
+    num_failed_calls: int = 0
     reset_seed: int | None = None
     _own_tools: ClassVar[tuple[Tool, ...]] = ()
     _tools_by_name: Mapping[str, Tool] = {}
@@ -264,6 +268,7 @@ class ToolEnv(TextEnv):
     def invalid_action(self, error: str) -> Any:
         """Shows `error`; counts as a turn. To penalise it, call `add_reward`, then `super().invalid_action(error)`."""
         self._begin_turn("invalid_action")
+        self.num_calls = self.num_failed_calls = 1
         return self._drive(self._play(None, error))
 
     def close(self) -> None:
@@ -285,6 +290,7 @@ class ToolEnv(TextEnv):
         if self._turn is None:
             raise gymnasium.error.ResetNeeded(f"{type(self).__name__}.{method}: no episode is being played; call reset")
         self.num_turns += 1
+        self.num_calls = self.num_failed_calls = 0
 
     async def _start(self, options: Mapping[str, Any]) -> Any:
         observation = await self._call(self.start, options)
@@ -313,14 +319,15 @@ class ToolEnv(TextEnv):
         return observation, reward, turn.terminated, turn.truncated, {}
 
     async def _answer(self, call: ToolCall) -> Message:
+        self.num_calls += 1
         try:
             content = await self._result(call)
         except GymError:
             raise  # the author's own mistake, such as a NaN reward, is not for the model to read
-        except ToolError as error:
-            content = f"error: {error}"
         except Exception as error:
-            content = f"error: {type(error).__name__}: {error}"
+            self.num_failed_calls += 1
+            kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
+            content = f"error: {kind}{error}"
         return Message("tool", content, tool_call_id=call.id, name=call.name)
 
     async def _result(self, call: ToolCall) -> str:
