@@ -23,6 +23,7 @@ from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.registry import resolve
+from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation import Evaluation, evaluate
 from gspo_gym.learning.reference import ReferencePolicy
@@ -232,14 +233,19 @@ def build_evaluation_actor(config: RunConfig, player: Player) -> EngineActor:
     return build_actor(config, player, temperature=config.evaluation.temperature)
 
 
-def build_scripted_evaluate(config: RunConfig, renderers: RendererCache, policy: str | PolicyFactory) -> Evaluate:
+async def build_scripted_evaluate(config: RunConfig, renderers: RendererCache, policy: str | PolicyFactory) -> Evaluate:
     """Evaluates, in the model's place, a policy that the environment brings along under that name, or any other.
 
     Raises:
         UnknownNameError: it brings none of that name.
     """
-    make_policy = policy_of(build_environment(config)(), policy) if isinstance(policy, str) else policy
+    make_policy = await _scripted_policy(config, policy) if isinstance(policy, str) else policy
     return _evaluation_of(config, renderers, ScriptedActor(make_policy), None)
+
+
+async def _scripted_policy(config: RunConfig, name: str) -> PolicyFactory:
+    async with looking_at(build_environment(config)) as env:
+        return policy_of(env, name)
 
 
 def _evaluation_of(config: RunConfig, renderers: RendererCache, act: Actor, keep: Keep | None) -> Evaluate:
@@ -283,7 +289,7 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
     )
 
 
-def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
+async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
     """The pool that plays demonstrations and what to do with them; None without a [warmup] section.
 
     Raises:
@@ -293,7 +299,7 @@ def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, Warmup
     if warmup is None or settings is None or optimizer is None:
         return None
     env_id = resolve(config.rollout.env_name)
-    make_policy = policy_of(build_environment(config)(), warmup.policy)
+    make_policy = await _scripted_policy(config, warmup.policy)
     pool = build_pool(config, player.renderers, ScriptedActor(make_policy), seed_name="warmup")
     return pool, WarmupPlan(env_id, config.run.seed, warmup.num_episodes, optimizer, settings)
 

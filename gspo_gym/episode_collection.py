@@ -8,7 +8,7 @@ engine's own logprobs could be, and they are stored with the weights' version th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
+from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.models import load_policy, load_tokenizer
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
@@ -109,22 +110,17 @@ def collect_episodes(
         raise ConfigError("collect: expected at least one seed, got none")
     env_id = resolve(env_id)
     factory = isolated_factory(env_id, dict(env_config or {}), isolation=settings.isolation)
-    sample = factory()  # its policies, and its tools for the record
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
-    tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))
-    make_policy = policy
-    if isinstance(policy, str) and policy.startswith(SCRIPTED):
-        make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
 
     async def play() -> CollectedEpisodes:
-        try:
-            async with _player(make_policy, settings) as player:
-                pool = _pool(factory, player, settings)
-                return await _collect(pool, env_id, name, tools, seeds, settings)
-        finally:
-            closing = sample.close() if hasattr(sample, "close") else None
-            if isinstance(closing, Awaitable):
-                await closing
+        make_policy = policy
+        async with looking_at(factory) as sample:
+            tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))  # for the record
+            if isinstance(policy, str) and policy.startswith(SCRIPTED):
+                make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
+        async with _player(make_policy, settings) as player:
+            pool = _pool(factory, player, settings)
+            return await _collect(pool, env_id, name, tools, seeds, settings)
 
     return asyncio.run(play())
 

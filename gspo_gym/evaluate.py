@@ -112,11 +112,13 @@ async def _play_without_engine(config: RunConfig, name: str) -> Evaluation:
     refuse_to_run(config.sections)
     renderers = build.build_renderers(config, load_tokenizer(build.model_name(config)))  # counts tokens for the limits
     if name.startswith(_SCRIPTED):
-        return await build.build_scripted_evaluate(config, renderers, name.removeprefix(_SCRIPTED))(name)
+        evaluate = await build.build_scripted_evaluate(config, renderers, name.removeprefix(_SCRIPTED))
+        return await evaluate(name)
     limit, temperature = config.rollout.max_output_tokens, config.evaluation.temperature
     model = ChatModel(endpoint_settings(name, temperature=temperature, max_tokens=limit))
     try:
-        return await build.build_scripted_evaluate(config, renderers, chat_policy(model))(name)
+        evaluate = await build.build_scripted_evaluate(config, renderers, chat_policy(model))
+        return await evaluate(name)
     finally:
         await model.close()
 

@@ -71,7 +71,8 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         player = await build.build_player(config, policy)
         stack.push_async_callback(player.engine.close)
-        warmup = build.build_warmup(config, player)  # before the folder exists: a wrong name leaves nothing behind
+        # Before the folder exists: a wrong name leaves nothing behind.
+        warmup = await build.build_warmup(config, player)
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)

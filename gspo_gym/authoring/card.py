@@ -19,6 +19,7 @@ import gymnasium
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import PlayerError, Playthrough, play, schemas_of, tool_calling_policy
 from gspo_gym.env.registry import make, resolve
+from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
 
@@ -129,8 +130,7 @@ def make_card(
 
 async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], max_turns: int) -> EnvironmentCard:
     factory = partial(make, env_id, **config)
-    made = factory()
-    try:
+    async with looking_at(factory) as made:
         env = getattr(made, "unwrapped", made)
         policies: Mapping[str, PolicyFactory] = getattr(env, "policies", {})
         card = partial(
@@ -142,10 +142,6 @@ async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], 
             tools=schemas_of(env),
             reward_range=_reward_range(env),
         )
-    finally:
-        closed = made.close() if callable(getattr(made, "close", None)) else None
-        if inspect.isawaitable(closed):
-            await closed
     players = {REFERENCE: policies[REFERENCE]} if REFERENCE in policies else {}
     players |= {RANDOM: policies[RANDOM]} if RANDOM in policies else {_STAND_IN: tool_calling_policy}
     records = [await _play(factory, env_id, player, policy, seeds, max_turns) for player, policy in players.items()]

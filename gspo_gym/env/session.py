@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -259,3 +259,15 @@ def _close_if_possible(made: list[Any]) -> None:
         close = getattr(env, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
+
+
+@contextlib.asynccontextmanager
+async def looking_at(factory: Callable[[], Any]) -> AsyncIterator[Any]:
+    """A fresh environment whose declarations are read; it is not played, so no session is needed, and closed after."""
+    env = factory()
+    try:
+        yield env
+    finally:
+        closed = env.close() if callable(getattr(env, "close", None)) else None
+        if inspect.isawaitable(closed):
+            await closed

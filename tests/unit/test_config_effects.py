@@ -313,7 +313,7 @@ def _what_is_built(config, monkeypatch):
         learner = build.build_learner(config, policy)
         pool = build.build_training_pool(config, player)
         evaluation_pool = build.build_pool(config, player.renderers, act=None, seed_name="evaluation")
-        warmup_pool, warmup_plan = build.build_warmup(config, player)
+        warmup_pool, warmup_plan = asyncio.run(build.build_warmup(config, player))
         evaluator = build.build_evaluation_actor(config, player)
     finally:
         asyncio.run(player.engine.close())

@@ -35,7 +35,7 @@ def test_config_is_built_as_it_says(path):
     player = asyncio.run(build.build_player(config, policy))
     try:
         assert player.engine.capabilities.max_model_len == config.rollout.max_model_len
-        assert (build.build_warmup(config, player) is None) == (config.warmup is None)
+        assert (asyncio.run(build.build_warmup(config, player)) is None) == (config.warmup is None)
         build.build_learner(config, policy)
         plan = build.build_plan(config)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_scripted_players_play_the_same_episodes_in_a_process_as_in_a_thread(pla
     played = {}
     for isolation, (settings, player) in players.items():
         leased = num_workers_leased()
-        pool, _plan = build.build_warmup(settings, player)
+        pool, _plan = asyncio.run(build.build_warmup(settings, player))
         groups = asyncio.run(pool.collect([GroupRequest(f"g{k}", Task("GuessNumber", k), 2) for k in range(4)]))
         played[isolation] = [(t.messages, t.reward, t.success) for group in groups for t in group.trajectories]
         # Eight episodes, and an instance whose policies are looked at; none in a thread.
@@ -87,7 +88,17 @@ def test_a_model_plays_the_same_episodes_in_a_process_as_in_a_thread(players: An
 
 def test_evaluating_a_scripted_policy_finds_its_name_in_a_process_too(players: Any) -> None:
     settings, player = players["process"]
-    evaluation = asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "reference")("scripted"))
+    evaluate = asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "reference"))
+    evaluation = asyncio.run(evaluate("scripted"))
     assert evaluation.mean_return == 1.0
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
-        build.build_scripted_evaluate(settings, player.renderers, "refrence")
+        asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "refrence"))
+
+
+def test_reading_the_policies_gives_its_worker_back(players: Any) -> None:
+    settings, player = players["process"]
+    ended = [POOL.counts[how] for how in ("killed", "died", "replaced", "retired")]
+    asyncio.run(build.build_warmup(settings, player))
+    asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "reference"))
+    gc.collect()  # an instance that is forgotten takes its worker along
+    assert [POOL.counts[how] for how in ("killed", "died", "replaced", "retired")] == ended
