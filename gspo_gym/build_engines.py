@@ -9,7 +9,6 @@ import asyncio
 import copy
 import importlib.util
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +24,7 @@ from gspo_gym.engine.vllm import VllmEngine
 from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, MissingExtraError
-from gspo_gym.models import Policy
+from gspo_gym.models import Policy, save_base
 from gspo_gym.models_adapters import ADAPTER, is_adapter
 from gspo_gym.staging import Staging
 
@@ -96,7 +95,7 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
 
     try:
         if sends_adapters(config, policy):
-            await asyncio.to_thread(write_base, policy, folder / "base")
+            await asyncio.to_thread(save_base, policy, folder / "base")
             settings = vllm_settings(config, policy, folder / "base")
         else:
             staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
@@ -190,18 +189,6 @@ async def _give_weights(config: RunConfig, policy: Policy, engine: Engine) -> No
 def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) -> WeightUpdate:
     dtype = (config.vllm or VllmSection()).dtype or config.model.dtype
     return Staging(policy, folder, dtype=dtype).stage(0, kind)
-
-
-def write_base(policy: Policy, folder: Path) -> None:
-    """What adapters are put on: the base's weights under their own names, in transformers layout."""
-    base = policy.model.get_base_model()
-    weights = {
-        re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach()
-        for name, tensor in base.state_dict().items()
-        if "lora_" not in name
-    }
-    base.save_pretrained(folder, state_dict=weights)
-    policy.tokenizer.save_pretrained(folder)
 
 
 def _vocab_size(policy: Policy) -> int:

@@ -21,7 +21,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError
-from gspo_gym.models import Policy
+from gspo_gym.models import Policy, save_base
 
 Make = Callable[[dict[str, Any]], RunConfig]
 LORA = {"model.trainer_mode": "lora", "training.lora": {"r": 12}}
@@ -89,7 +89,7 @@ def test_the_base_of_adapters_is_the_model_without_them(make: Make, tmp_path: Pa
     with torch.no_grad():
         expected = policy.model(ids).logits  # a new adapter adds nothing
     nudge(policy.model, seed=0)  # and this one does
-    build_engines.write_base(policy, tmp_path)
+    save_base(policy, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         assert (policy.model(ids).logits - expected).abs().max() > 0.01

@@ -1,0 +1,103 @@
+"""Every bundled environment plays one and the same episode, wherever it is played.
+
+Compared with the reference's play in this process, where it is asked directly: over our OpenEnv server through our own
+adapter, as a plain Gymnasium environment, in a vector of environments, and in the pool that collects episodes. The
+reference may look at hidden state, which none of these shows, so there its actions are said again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from gspo_gym_envs import BUNDLED
+from gymnasium.utils.env_checker import check_env
+
+from gspo_gym.env.plain import as_gymnasium
+from gspo_gym.env.playing import Playthrough, play, replaying
+from gspo_gym.env.registry import make
+from gspo_gym.env.vector import make_vec
+from gspo_gym.episode_collection import collect_episodes
+from gspo_gym.remote.openenv_server import create_openenv_app
+from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.types import Message
+
+OURS = [name for name, home in BUNDLED.items() if home.startswith("gspo_gym_envs.")]  # not adapters and data sets
+SEEDS = (0, 1)
+MOST_TURNS = 100
+
+
+def played(factory: Any, policy: Any, seed: int) -> Playthrough:
+    return asyncio.run(play(factory, policy, seed=seed, name="it", max_turns=MOST_TURNS, step_timeout_seconds=60))
+
+
+@functools.cache
+def here(name: str, seed: int) -> Playthrough:
+    """The reference's episode in this process: over, and a success."""
+    run = played(lambda: make(name), make(name).unwrapped.policies["reference"], seed)
+    assert (run.is_over, run.success) == (True, True)
+    return run
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_it_plays_over_openenv_as_in_this_process(name: str) -> None:
+    """Messages, rewards, terms, events, success and flags: all that `difference_from` compares."""
+    with BackgroundServer(create_openenv_app(name)) as server:
+        assert make("OpenEnv", url=server.url).tool_schemas == make(name).unwrapped.tool_schemas
+        for seed in SEEDS:
+            there = played(lambda: make("OpenEnv", url=server.url), replaying(here(name, seed).actions), seed)
+            assert here(name, seed).difference_from(there) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*Not able to test alternative render modes.*:UserWarning")  # not by gymnasium.make
+@pytest.mark.parametrize("name", OURS)
+def test_gymnasiums_own_checker_passes_on_it_as_a_plain_environment(name: str) -> None:
+    with as_gymnasium(name) as env:
+        check_env(env)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_it_plays_in_a_vector_as_in_this_process(name: str) -> None:
+    """Both episodes in lockstep; what comes after the shorter one's end is another episode and not compared."""
+    runs = [here(name, seed) for seed in SEEDS]
+    envs = make_vec(name, len(runs))
+    observations, _ = envs.reset(seed=SEEDS[0])  # environment i has that seed + i
+    assert observations == tuple(seen(run.opening) for run in runs)
+    for turn in range(max(len(run.actions) for run in runs)):
+        step = envs.step([run.actions[min(turn, len(run.actions) - 1)] for run in runs])
+        observations, rewards, terminations, truncations, infos = step
+        for index, run in enumerate(runs):
+            if turn >= len(run.answers):
+                continue
+            answer = run.answers[turn]
+            assert observations[index] == seen(answer.messages)
+            assert (rewards[index], terminations[index], truncations[index]) == (
+                answer.reward,
+                answer.terminated,
+                answer.truncated,
+            )
+            assert infos["events"][index] == answer.events
+    envs.close()
+
+
+def seen(messages: Sequence[Message]) -> str | tuple[Message, ...]:
+    """What a vector of environments shows for some messages."""
+    if not messages:
+        return ""
+    (*_, last) = messages
+    return last.content if len(messages) == 1 and last.role == "user" else tuple(messages)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_collecting_the_reference_collects_its_successes(name: str) -> None:
+    collected = collect_episodes(name, "scripted:reference", seeds=SEEDS)
+    assert collected.dropped == ()
+    assert [episode.task.seed for episode in collected.trajectories] == list(SEEDS)
+    for episode in collected.trajectories:
+        run = here(name, episode.task.seed)
+        assert episode.success is True
+        assert episode.reward == run.episode_return
+        assert [turn.reward for turn in episode.turns] == [answer.reward for answer in run.answers]
