@@ -1,7 +1,8 @@
 """Retries: one logical call, several attempts, and a budget that keeps many failing calls from becoming a storm.
 
 The waits are exponential with jitter from a seed, or what the server asks for (`Retry-After`). What may be tried again
-is decided by who raises: an `AttemptError` may, anything else may not. Called by the engines behind HTTP.
+is decided by who raises: an `AttemptError` may, anything else may not. Called by whatever stands before HTTP: engines,
+task apps, judges.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.errors import ConfigError, GymError, ServiceError
 from gspo_gym.seeding import generator
 
 Result = TypeVar("Result")
@@ -20,7 +21,7 @@ Result = TypeVar("Result")
 Sleep = Callable[[float], Awaitable[object]]
 
 
-class AttemptError(EngineError):
+class AttemptError(GymError, RuntimeError):
     """One attempt failed in a way that another one may not.
 
     Attributes:
@@ -87,12 +88,21 @@ class Retries:
 
     Args:
         settings: how often, and how long between.
+        gives_up_with: the error that a call raises when no further attempt is made.
         seed: of the jitter.
         sleep: replaces the clock.
     """
 
-    def __init__(self, settings: RetrySettings, *, seed: int = 0, sleep: Sleep = asyncio.sleep) -> None:
+    def __init__(
+        self,
+        settings: RetrySettings,
+        *,
+        gives_up_with: type[GymError] = ServiceError,
+        seed: int = 0,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
         self.settings = settings
+        self._gives_up_with = gives_up_with
         self.counters = RetryCounters()
         self._seed = seed
         self._sleep = sleep
@@ -101,7 +111,8 @@ class Retries:
         """The result of the first attempt that has one; `attempt` is told its number, from 0.
 
         Raises:
-            EngineError: the last failure, and how many there were; or what an attempt raised that is no AttemptError.
+            GymError: `gives_up_with`, from the last failure, and how many there were; or what an attempt raised that is
+                no AttemptError.
         """
         counters = self.counters
         call = counters.num_calls
@@ -115,7 +126,7 @@ class Retries:
                 reason = self._reason_to_stop(number + 1, error)
                 if reason is not None:
                     counters.num_failed_calls += 1
-                    raise EngineError(f"{error} ({reason})") from error
+                    raise self._gives_up_with(f"{error} ({reason})") from error
                 counters.num_retries += 1
                 await self._sleep(self._delay(call, number, error))
         raise AssertionError("unreachable: the last attempt returns or raises")

@@ -29,8 +29,8 @@ from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.http_probe import LogprobFacts, find_logprob_facts, model_length, obeys_seeds, why_not
 from gspo_gym.engine.http_routes import CompletionsRoute, Route, SglangRoute, TextRoute, Tokenizer
 from gspo_gym.engine.openai_client import OpenAIClient
-from gspo_gym.engine.retries import Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.retries import Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.types import Completion
 
 NO_LOGPROBS = LogprobFacts("none", is_renormalised=False)
@@ -143,7 +143,10 @@ class HttpEngine:
         client = OpenAIClient(settings.base_url, api_key=_key(settings), timeout_seconds=settings.timeout_seconds)
         try:
             return await cls._start(
-                settings, client, tokenizer, Retries(settings.retries, seed=settings.seed, sleep=sleep)
+                settings,
+                client,
+                tokenizer,
+                Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep),
             )
         except BaseException:
             await client.close()

@@ -50,7 +50,7 @@ async def model_length(client: OpenAIClient, model: str) -> int | None:
     """The longest prompt plus completion as `/v1/models` says (vLLM and SGLang do); None if it does not.
 
     Raises:
-        AttemptError: there is no answer.
+        EngineAttemptError: there is no answer.
     """
     try:
         answer = await client.get("/models")
@@ -66,7 +66,7 @@ async def why_not(route: Route, call_id: str, attempt: int) -> str | None:
     """Why the endpoint cannot be used by this route; None if it can.
 
     Raises:
-        AttemptError: there is no answer to judge by.
+        EngineAttemptError: there is no answer to judge by.
     """
     try:
         await route.sample(_PROMPT, _PLAIN, max_tokens=_LENGTH, call_id=call_id, attempt=attempt)

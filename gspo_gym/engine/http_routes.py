@@ -58,7 +58,7 @@ class Route(Protocol):
         """The sample. `call_id` is the same for all attempts of one call, and no other call has it.
 
         Raises:
-            AttemptError: another attempt may succeed. EngineError: it would not.
+            EngineAttemptError: another attempt may succeed. EngineError: it would not.
             ConfigError: the endpoint cannot sample so.
         """
         ...

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.engine.retries import AttemptError
-from gspo_gym.engine.wire import shorten
+from gspo_gym.engine.wire import EngineAttemptError, shorten
 from gspo_gym.errors import EngineError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class OpenAIClient:
         `X-Request-Id`.
 
         Raises:
-            AttemptError: no connection, no complete answer in time, 429, 5xx, or no JSON: another attempt may succeed.
+            EngineAttemptError: no connection, no complete answer in time, 429, 5xx, or no JSON: try again.
             RefusedError: any other status. EngineError: a failure inside the openai package.
         """
         headers = {"Idempotency-Key": call_id, "X-Request-Id": f"{call_id}-{attempt}"}
@@ -89,20 +88,22 @@ class OpenAIClient:
                 else:
                     answer = await self._client.post(url, cast_to=object, body=body, options={"headers": headers})
         except (TimeoutError, openai.APITimeoutError) as error:
-            raise AttemptError(
+            raise EngineAttemptError(
                 f"{self.base_url}: no complete answer within {self._timeout_seconds:g} seconds", kind="timeout"
             ) from error
         except openai.APIConnectionError as error:
             cause = type(error.__cause__).__name__
-            raise AttemptError(f"{self.base_url}: connection failed ({cause})", kind="connection") from error
+            raise EngineAttemptError(f"{self.base_url}: connection failed ({cause})", kind="connection") from error
         except openai.APIStatusError as error:
             raise self._status_error(error) from error
         except openai.OpenAIError as error:
             raise EngineError(f"{self.base_url}: {type(error).__name__}: {self._readable(error)}") from error
         except ValueError as error:  # json's and the decoders' own
-            raise AttemptError(f"{self.base_url}: the answer is not complete JSON: {error}", kind="json") from error
+            raise EngineAttemptError(
+                f"{self.base_url}: the answer is not complete JSON: {error}", kind="json"
+            ) from error
         if not isinstance(answer, dict):  # the package returns text if the content type is another
-            raise AttemptError(f"{self.base_url}: expected a JSON object, got {shorten(answer)}", kind="content")
+            raise EngineAttemptError(f"{self.base_url}: expected a JSON object, got {shorten(answer)}", kind="content")
         return answer
 
     def _status_error(self, error: openai.APIStatusError) -> EngineError:
@@ -110,7 +111,9 @@ class OpenAIClient:
         message = f"{self.base_url}: HTTP {status}: {self._readable(error)}"
         if status != 429 and status < 500:
             return RefusedError(message)
-        return AttemptError(message, kind=str(status), retry_after_seconds=retry_after_seconds(error.response.headers))
+        return EngineAttemptError(
+            message, kind=str(status), retry_after_seconds=retry_after_seconds(error.response.headers)
+        )
 
     def _readable(self, error: Exception) -> str:
         text = str(error)

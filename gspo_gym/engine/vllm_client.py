@@ -14,8 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gspo_gym.engine.openai_client import RefusedError, retry_after_seconds
-from gspo_gym.engine.retries import AttemptError
-from gspo_gym.engine.wire import shorten
+from gspo_gym.engine.wire import EngineAttemptError, shorten
 from gspo_gym.errors import ConfigError, MissingExtraError
 
 _UNIX = "unix:"
@@ -140,7 +139,7 @@ class VllmClient:
         Cancelling it closes the connection, upon which vLLM gives the request up.
 
         Raises:
-            AttemptError: no connection, no complete answer in time, 429 or 5xx: another attempt may succeed.
+            EngineAttemptError: no connection, no complete answer in time, 429 or 5xx: another attempt may succeed.
             RefusedError: any other status that is not 2xx: another attempt would not.
         """
         return await self._send("POST", path, body, params, headers or {})
@@ -165,14 +164,16 @@ class VllmClient:
             async with asyncio.timeout(self._timeout_seconds):
                 answer = await self._http.request(method, path, json=body, params=params, headers=headers)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise AttemptError(
+            raise EngineAttemptError(
                 f"{where}: no complete answer within {self._timeout_seconds:g} seconds", kind="timeout"
             ) from error
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise AttemptError(f"{where}: connection failed ({type(error).__name__})", kind="connection") from error
+            raise EngineAttemptError(
+                f"{where}: connection failed ({type(error).__name__})", kind="connection"
+            ) from error
         status = answer.status_code
         if status == 429 or status >= 500:
-            raise AttemptError(
+            raise EngineAttemptError(
                 f"{where}: HTTP {status}: {self._readable(answer.text)}",
                 kind=str(status),
                 retry_after_seconds=retry_after_seconds(answer.headers),
@@ -185,7 +186,7 @@ class VllmClient:
             return answer.json()
         except ValueError as error:
             if "json" in answer.headers.get("content-type", ""):
-                raise AttemptError(f"{where}: the answer is not complete JSON: {error}", kind="json") from error
+                raise EngineAttemptError(f"{where}: the answer is not complete JSON: {error}", kind="json") from error
             return answer.text
 
     def _readable(self, text: str) -> str:

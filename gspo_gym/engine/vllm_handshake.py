@@ -13,7 +13,6 @@ from typing import Any
 from gspo_gym.engine.base import SamplingParams, UpdateKind
 from gspo_gym.engine.http_probe import find_logprob_facts
 from gspo_gym.engine.openai_client import RefusedError
-from gspo_gym.engine.retries import Retries
 from gspo_gym.engine.vllm_client import VllmClient
 from gspo_gym.engine.vllm_control import ServerInfo, VllmControl
 from gspo_gym.engine.vllm_routes import CompletionsRoute, GenerateRoute, Route
@@ -21,6 +20,7 @@ from gspo_gym.engine.vllm_versions import Served, new_name
 from gspo_gym.engine.vllm_worker import WORKER_EXTENSION
 from gspo_gym.engine.wire import shorten
 from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.retries import Retries
 from gspo_gym.types import Completion
 
 _PROCESSED = "processed_logprobs"

@@ -26,7 +26,6 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
 )
 from gspo_gym.engine.gate import Gate
-from gspo_gym.engine.retries import Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.engine.vllm_client import VllmClient, address_of
 from gspo_gym.engine.vllm_control import VllmControl
 from gspo_gym.engine.vllm_folders import weights_folder
@@ -35,6 +34,7 @@ from gspo_gym.engine.vllm_requests import sampling_fields
 from gspo_gym.engine.vllm_routes import Route
 from gspo_gym.engine.vllm_versions import Served, ServedVersions
 from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.retries import Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.types import Completion
 
 # How long a server may take to say that it is well, or to forget an adapter.
@@ -137,7 +137,7 @@ class VllmHttpEngine:
         )
         client = VllmClient(address, api_key=key, timeout_seconds=settings.timeout_seconds, reuses_connections=True)
         try:
-            retries = Retries(settings.retries, seed=settings.seed, sleep=sleep)
+            retries = Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep)
             handshake = await shake_hands(
                 client,
                 control,

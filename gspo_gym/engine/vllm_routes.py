@@ -55,7 +55,7 @@ class Route(Protocol):
         """The sample, and the answer that it was read from. `request_id` is this attempt's own.
 
         Raises:
-            AttemptError: another attempt may succeed. EngineError: it would not.
+            EngineAttemptError: another attempt may succeed. EngineError: it would not.
         """
         ...
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.retries import AttemptError
 from gspo_gym.engine.vllm_requests import sampling_fields
+from gspo_gym.errors import EngineError
+from gspo_gym.retries import AttemptError
 from gspo_gym.types import Completion, FinishReason
 
 # OpenAI's protocol has no infinity; vLLM writes this for it. No sampled token can have it.
@@ -25,7 +26,11 @@ _MINUS_INFINITY = -9999.0
 _MAX_LOGPROB = 1e-3
 
 
-class AnswerError(AttemptError):
+class EngineAttemptError(AttemptError, EngineError):
+    """One attempt at an engine failed in a way that another one may not."""
+
+
+class AnswerError(EngineAttemptError):
     """An answer that cannot be believed: incomplete, contradictory, or to another question."""
 
     def __init__(self, message: str) -> None:

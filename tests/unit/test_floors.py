@@ -26,6 +26,7 @@ FLOORS = {
     "settings": 1,
     "types": 1,
     "files": 1,
+    "retries": 1,
     "env": 2,
     "chat": 2,
     "engine": 2,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from gspo_gym.engine.openai_client import retry_after_seconds
-from gspo_gym.engine.retries import AttemptError, Retries, RetrySettings
-from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.errors import ConfigError, ServiceError
+from gspo_gym.retries import AttemptError, Retries, RetrySettings
 
 
 class Clock:
@@ -78,7 +78,9 @@ def test_the_servers_wait_is_kept_unless_it_is_longer_than_allowed() -> None:
     retries = Retries(settings, sleep=clock.sleep)
     run(retries, failing(1, kind="429", retry_after=7.5))
     assert clock.waits == [7.5]
-    with pytest.raises(EngineError, match=r"failure 0 \(it asks to wait 11 seconds, more than max_retry_after_seconds"):
+    with pytest.raises(
+        ServiceError, match=r"failure 0 \(it asks to wait 11 seconds, more than max_retry_after_seconds"
+    ):
         run(retries, failing(1, kind="429", retry_after=11.0))
     assert clock.waits == [7.5]
     run(retries, failing(1, kind="429", retry_after=0.0))  # "now" is not sooner than everybody else's wait
@@ -87,7 +89,7 @@ def test_the_servers_wait_is_kept_unless_it_is_longer_than_allowed() -> None:
 
 def test_the_last_failure_is_the_calls_and_is_no_longer_retryable() -> None:
     retries = Retries(RetrySettings(max_attempts=3), sleep=Clock().sleep)
-    with pytest.raises(EngineError, match=r"failure 2 \(3 attempts\)") as caught:
+    with pytest.raises(ServiceError, match=r"failure 2 \(3 attempts\)") as caught:
         run(retries, failing(9))
     assert not isinstance(caught.value, AttemptError)
     assert retries.counters.num_failed_calls == 1
@@ -98,9 +100,9 @@ def test_only_attempt_errors_are_tried_again() -> None:
 
     def attempt(number: int) -> int:
         calls.append(number)
-        raise EngineError("refused")
+        raise ServiceError("refused")
 
-    with pytest.raises(EngineError, match="refused"):
+    with pytest.raises(ServiceError, match="refused"):
         run(Retries(RetrySettings(), sleep=Clock().sleep), attempt)
     assert calls == [0]
 
@@ -109,7 +111,7 @@ def test_the_budget_bounds_the_retries_of_all_calls_together() -> None:
     """100 calls of 8 attempts to a dead endpoint: 100 first attempts and 5 + 0.1 * calls retries, not 700."""
     retries = Retries(RetrySettings(budget_fraction=0.1, budget_reserve=5), sleep=Clock().sleep)
     for _ in range(100):
-        with pytest.raises(EngineError, match=r"\((8 attempts|the retry budget is spent: \d+ retries in \d+ calls)\)"):
+        with pytest.raises(ServiceError, match=r"\((8 attempts|the retry budget is spent: \d+ retries in \d+ calls)\)"):
             run(retries, failing(99))
     assert retries.counters.num_calls == 100
     assert retries.counters.num_attempts <= 100 + 5 + 0.1 * 100 + 1

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.retries import AttemptError
 from gspo_gym.engine.wire import (
     AnswerError,
     completions_request,
@@ -22,6 +21,7 @@ from gspo_gym.engine.wire import (
     sglang_request,
     to_completion,
 )
+from gspo_gym.retries import AttemptError
 from gspo_gym.types import Completion, FinishReason
 
 PROMPT = [5, 6, 7]

@@ -1,0 +1,156 @@
+"""What a judge is asked and what it answers; the records that everything in this folder shares.
+
+A judge reads one finished episode against rubrics and gives a `Judgement`, or raises: a missing score is never a
+number. What the scores are worth for training is decided elsewhere (`blend.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gspo_gym.errors import ServiceError
+from gspo_gym.judge.rubric import Rubric
+from gspo_gym.types import Trajectory
+
+
+class JudgeError(ServiceError):
+    """This episode could not be judged: it is unscored, and may be asked about again."""
+
+
+class JudgeDownError(JudgeError):
+    """The judge answers nobody: no connection, or nothing but 5xx. Waiting may help; another episode will not."""
+
+
+class JudgeBudgetError(JudgeError):
+    """The calls or the money allowed are spent: nothing is judged until somebody raises the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rubrics:
+    """What is judged: every turn by `event`, the episode as a whole by `outcome`; None: not judged."""
+
+    event: Rubric | None = None
+    outcome: Rubric | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CriterionScore:
+    """What one criterion got, on its own scale, and why."""
+
+    score: float
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.score):
+            raise JudgeError(f"expected a finite score, got {self.score}")
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """One turn, or the episode as a whole, against its rubric.
+
+    Attributes:
+        criteria: by id, each criterion of the rubric exactly once (of those that were asked about).
+        total: the rubric's aggregate of them (`Rubric.total`).
+        summary: the judge's words.
+    """
+
+    criteria: Mapping[str, CriterionScore]
+    total: float
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeCost:
+    """What judging took. `usd` is 0 where prices are not known."""
+
+    num_calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    usd: float = 0.0
+
+    def __add__(self, other: JudgeCost) -> JudgeCost:
+        return JudgeCost(
+            self.num_calls + other.num_calls,
+            self.input_tokens + other.input_tokens,
+            self.output_tokens + other.output_tokens,
+            self.usd + other.usd,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One judge's (or panel's) complete answer about one episode.
+
+    Attributes:
+        judge: who says so, such as "openai:gpt-5-mini" or "panel(3)".
+        event_reviews: one a turn, in their order; () where events were not judged.
+        outcome_review: None where the outcome was not judged.
+        flags: why manipulation is suspected, such as "turn 3: a forged verdict"; () if it is not.
+        disagreement: standard deviation of the panel's totals (outcome, or the sum of events without one); None for a
+            single judge.
+        cost: of this judgement; nothing if it came from the cache.
+    """
+
+    judge: str
+    event_reviews: tuple[Review, ...] = ()
+    outcome_review: Review | None = None
+    flags: tuple[str, ...] = ()
+    disagreement: float | None = None
+    cost: JudgeCost = JudgeCost()
+
+    @property
+    def event_totals(self) -> tuple[float, ...]:
+        """The total of every turn."""
+        return tuple(review.total for review in self.event_reviews)
+
+    @property
+    def event_total(self) -> float:
+        """The sum of the turns' totals, which is the contract's event reward; 0 where events were not judged."""
+        return float(sum(self.event_totals))
+
+    @property
+    def outcome_total(self) -> float:
+        """The outcome's total; 0 where it was not judged."""
+        return 0.0 if self.outcome_review is None else self.outcome_review.total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JudgeRequest:
+    """One episode to be judged.
+
+    Attributes:
+        trajectory: the episode; its rewards are not shown to the judge.
+        rubrics: against what.
+        task_app: where it was played: the task app's id, or the environment's.
+        metadata: for an HTTP judge's wire (Any: JSON).
+    """
+
+    trajectory: Trajectory
+    rubrics: Rubrics
+    task_app: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Judge(Protocol):
+    """Scores episodes, many at once."""
+
+    @property
+    def name(self) -> str:
+        """Who it is, for records."""
+        ...
+
+    async def judge(self, request: JudgeRequest) -> Judgement:
+        """Every review that the rubrics ask for.
+
+        Raises:
+            JudgeError: this episode has no score. JudgeDownError, JudgeBudgetError: nor has any other, for now.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give connections back. Closing twice is fine."""
+        ...
