@@ -1,6 +1,6 @@
 """How fast engines sample multi-turn episodes: `python -m gspo_gym.benchmark engines`.
 
-`python -m gspo_gym.benchmark faults` is in `benchmark_faults.py`, and `pipeline` in `benchmark_pipeline.py`.
+`faults`, `isolation`, `pipeline` and `gateway` are other measurements, in files named after them.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -25,6 +25,7 @@ from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from gspo_gym.benchmark_faults import run_faults
+from gspo_gym.benchmark_gateway import run_gateway
 from gspo_gym.benchmark_isolation import run_isolation
 from gspo_gym.benchmark_pipeline import Workload, run_pipeline
 from gspo_gym.benchmark_vllm import has_vllm, running_vllm
@@ -234,7 +235,7 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("what", choices=["engines", "faults", "isolation", "pipeline"], help="what to measure")
+    parser.add_argument("what", choices=["engines", "faults", "isolation", "pipeline", "gateway"], help="what to measure")
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults, 200 for isolation")
@@ -255,6 +256,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_pipeline(Workload(num_groups=arguments.groups), repeats=arguments.repeats)
     if arguments.what == "faults":
         return run_faults(arguments.episodes or 2000)
+    if arguments.what == "gateway":
+        return run_gateway()
     if arguments.what == "isolation":
         return run_isolation(arguments.episodes or 200)
     torch.set_num_threads(arguments.threads)

@@ -24,7 +24,7 @@ from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.process_pool import POOL
 from gspo_gym.models_tiny import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
@@ -103,15 +103,17 @@ def play_with_faults(
         start_timeout_seconds=10 * step_timeout_seconds,
     )
     pool = RolloutPool(
-        make_env=lambda _task: make_env(),
-        act=ScriptedActor(_teller),
-        renderers=RendererCache(tiny_tokenizer()),
-        episode_limits=EpisodeLimits(
-            max_turns=4,
-            max_output_tokens=16,
-            max_model_len=256,
-            step_timeout_seconds=step_timeout_seconds,
-            episode_timeout_seconds=600,
+        play=episode_player(
+            make_env=lambda _task: make_env(),
+            act=ScriptedActor(_teller),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(
+                max_turns=4,
+                max_output_tokens=16,
+                max_model_len=256,
+                step_timeout_seconds=step_timeout_seconds,
+                episode_timeout_seconds=600,
+            ),
         ),
         pool_limits=PoolLimits(
             max_concurrent_rollouts=max_concurrent_rollouts, max_attempts=max_attempts, min_group_fraction=0.5

@@ -37,7 +37,7 @@ from gspo_gym.models import Policy, load_policy
 from gspo_gym.recording import RunRecorder, read_metrics
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import EngineActor
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.seeding import generator
@@ -171,11 +171,16 @@ def _pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPoo
         return _Slow(workload, task, members[task.seed] - 1)
 
     return RolloutPool(
-        make_env=make_env,
-        act=EngineActor(engine, min_tokens=8),
-        renderers=RendererCache(policy.tokenizer),
-        episode_limits=EpisodeLimits(
-            max_turns=workload.num_turns, max_output_tokens=16, max_model_len=_MAX_MODEL_LEN, step_timeout_seconds=600.0
+        play=episode_player(
+            make_env=make_env,
+            act=EngineActor(engine, min_tokens=8),
+            renderers=RendererCache(policy.tokenizer),
+            limits=EpisodeLimits(
+                max_turns=workload.num_turns,
+                max_output_tokens=16,
+                max_model_len=_MAX_MODEL_LEN,
+                step_timeout_seconds=600.0,
+            ),
         ),
         pool_limits=PoolLimits(max_concurrent_rollouts=1024, max_attempts=1, min_group_fraction=1.0),
         run_seed=0,

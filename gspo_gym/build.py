@@ -1,31 +1,36 @@
 """A config becomes live objects: the only place where names become classes.
 
-Called by the commands and by anyone who trains from Python. Nothing here decides anything that the config does not say.
+Called by the commands and by anyone who trains from Python. Who plays is built in `build_rollouts.py`, and handed on
+from here. Nothing here decides anything that the config does not say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from gspo_gym.build_engines import build_engine
+from gspo_gym.build_apps import environment_ids
+from gspo_gym.build_judge import rewards_of_turns, tell_recorder
+from gspo_gym.build_rollouts import Player as Player
+from gspo_gym.build_rollouts import build_actor as build_actor
+from gspo_gym.build_rollouts import build_environment as build_environment
+from gspo_gym.build_rollouts import build_evaluate as build_evaluate
+from gspo_gym.build_rollouts import build_play as build_play
+from gspo_gym.build_rollouts import build_player as build_player
+from gspo_gym.build_rollouts import build_pool as build_pool
+from gspo_gym.build_rollouts import build_renderers as build_renderers
+from gspo_gym.build_rollouts import build_scripted_evaluate as build_scripted_evaluate
+from gspo_gym.build_rollouts import build_training_pool as build_training_pool
+from gspo_gym.build_rollouts import build_warmup as build_warmup
+from gspo_gym.build_rollouts import local_play as local_play
 from gspo_gym.build_weights import build_alarm
 from gspo_gym.checkpoints import CheckpointStore
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
-from gspo_gym.config.services import refuse_to_run, refuse_to_train
-from gspo_gym.engine.base import Engine
-from gspo_gym.env.core import PolicyFactory
-from gspo_gym.env.isolation import IsolatedFactory, isolated_factory
-from gspo_gym.env.process_limits import WorkerLimits
-from gspo_gym.env.registry import resolve
-from gspo_gym.env.session import looking_at
+from gspo_gym.config.services import refuse_to_train
 from gspo_gym.errors import ConfigError
-from gspo_gym.evaluation import Evaluation, evaluate
+from gspo_gym.judging_run import Judging
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.truncation import Truncation
 from gspo_gym.learning.update import Learner
@@ -36,25 +41,10 @@ from gspo_gym.models_quantization import is_quantized
 from gspo_gym.recording import RunRecorder
 from gspo_gym.recording_sinks import Sink, open_sinks
 from gspo_gym.report.progress import Progress
-from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
-from gspo_gym.rollout.episode import RendererCache
-from gspo_gym.rollout.ledger import Disposition, Ledger
-from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.rollout.pool import OnEpisode, RolloutPool
+from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.seeding import child_seed
-from gspo_gym.trainer import Evaluate, Trainer, TrainPlan, TrainState
-from gspo_gym.types import Trajectory
-from gspo_gym.warmup import WarmupPlan
+from gspo_gym.trainer import Trainer, TrainPlan, TrainState
 from gspo_gym.weight_sync import WeightSync
-
-
-@dataclass(frozen=True, slots=True)
-class Player:
-    """A policy that can play: its engine and its pool for evaluation, which share the weights."""
-
-    policy: Policy
-    engine: Engine
-    renderers: RendererCache
 
 
 def model_name(config: RunConfig) -> str:
@@ -143,129 +133,6 @@ def require_gpu_type(gpu_type: str, device_name: str) -> None:
         raise ConfigError(f"compute.gpu_type: expected {gpu_type!r}, but the device here is {device_name!r}")
 
 
-async def build_player(config: RunConfig, policy: Policy) -> Player:
-    """An engine with the policy's weights, as [rollout] says; whoever asked for it closes the engine.
-
-    Raises:
-        ConfigError: this version, this machine or this model cannot do what the config asks for.
-        MissingExtraError, EngineError: see `build_engine`.
-    """
-    refuse_to_run(config.sections)
-    return Player(policy, await build_engine(config, policy), build_renderers(config, policy.tokenizer))
-
-
-def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
-    """How messages become tokens, as [rollout.policy_config] says (Any: transformers is untyped)."""
-    asked = config.rollout.policy_config
-    return RendererCache(
-        tokenizer,
-        template_kwargs=None if asked is None else asked.chat_template_kwargs,
-        system_prompt=None if asked is None else asked.system_prompt,
-    )
-
-
-def build_actor(config: RunConfig, player: Player, *, temperature: float) -> EngineActor:
-    """Who samples from the player's weights as [rollout] says, but for the temperature."""
-    return EngineActor(
-        player.engine,
-        temperature=temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        min_p=config.rollout.min_p,
-        repetition_penalty=config.rollout.repetition_penalty,
-        min_tokens=config.rollout.min_output_tokens,
-    )
-
-
-def build_environment(config: RunConfig) -> IsolatedFactory:
-    """Makes fresh environments of [rollout], each where it is to run: in a thread or a worker process.
-
-    Raises:
-        UnknownNameError: no environment of that name.
-    """
-    rollout = config.rollout
-    return isolated_factory(
-        rollout.env_name,
-        rollout.env_config,
-        rollout.isolation,
-        limits=WorkerLimits(memory_mb=rollout.env_memory_limit_mb, variables=rollout.env_variables),
-        start_timeout_seconds=config.limits.step_timeout_seconds,
-    )
-
-
-def build_pool(
-    config: RunConfig,
-    renderers: RendererCache,
-    act: Actor,
-    *,
-    seed_name: str,
-    limits: EpisodeLimits | None = None,
-    ledger: Ledger | None = None,
-    on_episode: OnEpisode | None = None,
-) -> RolloutPool:
-    """A pool of the configured environment; `seed_name` keeps its sampling seeds apart from other pools'.
-
-    `limits` are `config.episode_limits` if None.
-    """
-    make_env = build_environment(config)
-    return RolloutPool(
-        make_env=lambda _task: make_env(),
-        act=act,
-        renderers=renderers,
-        episode_limits=limits or config.episode_limits,
-        pool_limits=config.pool_limits,
-        run_seed=child_seed(config.run.seed, seed_name),
-        ledger=ledger,
-        on_episode=on_episode,
-    )
-
-
-Keep = Callable[[str, list[Trajectory]], None]  # receives an evaluation's label and its episodes
-
-
-def build_evaluate(config: RunConfig, player: Player, keep: Keep | None = None) -> Evaluate:
-    """Evaluates the player's present weights on the configured seeds; every call samples with the same seeds."""
-    return _evaluation_of(config, player.renderers, build_evaluation_actor(config, player), keep)
-
-
-def build_evaluation_actor(config: RunConfig, player: Player) -> EngineActor:
-    """The player of evaluations, who may be greedier than that of rollouts."""
-    return build_actor(config, player, temperature=config.evaluation.temperature)
-
-
-async def build_scripted_evaluate(config: RunConfig, renderers: RendererCache, policy: str | PolicyFactory) -> Evaluate:
-    """Evaluates, in the model's place, a policy that the environment brings along under that name, or any other.
-
-    Raises:
-        UnknownNameError: it brings none of that name.
-    """
-    make_policy = await _scripted_policy(config, policy) if isinstance(policy, str) else policy
-    return _evaluation_of(config, renderers, ScriptedActor(make_policy), None)
-
-
-async def _scripted_policy(config: RunConfig, name: str) -> PolicyFactory:
-    async with looking_at(build_environment(config)) as env:
-        return policy_of(env, name)
-
-
-def _evaluation_of(config: RunConfig, renderers: RendererCache, act: Actor, keep: Keep | None) -> Evaluate:
-    async def run(label: str) -> Evaluation:
-        episodes: list[Trajectory] = []
-        pool = build_pool(
-            config,
-            renderers,
-            act,
-            seed_name="evaluation",
-            on_episode=lambda trajectory, what: episodes.append(trajectory) if what is Disposition.KEPT else None,
-        )
-        evaluation = await evaluate(pool, resolve(config.rollout.env_name), config.evaluation_seeds, label=label)
-        if keep is not None:
-            keep(label, sorted(episodes, key=lambda trajectory: trajectory.task.seed))
-        return evaluation
-
-    return run
-
-
 def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy | None = None) -> Learner:
     """The learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
 
@@ -289,25 +156,11 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
     )
 
 
-async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
-    """The pool that plays demonstrations and what to do with them; None without a [warmup] section.
-
-    Raises:
-        UnknownNameError: the environment brings no scripted policy of that name.
-    """
-    warmup, settings, optimizer = config.warmup, config.warmup_settings, config.warmup_optimizer_settings
-    if warmup is None or settings is None or optimizer is None:
-        return None
-    env_id = resolve(config.rollout.env_name)
-    make_policy = await _scripted_policy(config, warmup.policy)
-    pool = build_pool(config, player.renderers, ScriptedActor(make_policy), seed_name="warmup")
-    return pool, WarmupPlan(env_id, config.run.seed, warmup.num_episodes, optimizer, settings)
-
-
 def build_plan(config: RunConfig) -> TrainPlan:
     """The steps of the run."""
+    (main, *others), sources = environment_ids(config), config.sources
     return TrainPlan(
-        env_id=resolve(config.rollout.env_name),
+        env_id=main,
         run_seed=config.run.seed,
         num_steps=config.num_iterations,
         groups_per_batch=config.groups_per_batch,
@@ -318,20 +171,14 @@ def build_plan(config: RunConfig) -> TrainPlan:
         log_every=config.training.log_interval,
         stop_at_success_rate=config.training.stop_at_success_rate,
         rewards=config.rewards,
-        step_rewards=config.step_reward_settings,
+        step_rewards=rewards_of_turns(config),
         constant_groups=config.training.constant_groups,
         max_refill_rounds=config.training.max_refill_rounds,
         log_episodes_every_n_iters=config.run.log_episodes_every_n_iters,
         max_staleness=config.training.max_staleness,
         weight_sync_interval=config.training.weight_sync_interval,
+        mixture={name: source.share for name, source in zip(others, sources[1:], strict=True)},
     )
-
-
-def build_training_pool(config: RunConfig, player: Player, ledger: Ledger | None = None) -> RolloutPool:
-    """The pool that plays the episodes to be learned from."""
-    act = build_actor(config, player, temperature=config.rollout.temperature)
-    limits = config.training_limits
-    return build_pool(config, player.renderers, act, seed_name="rollout", limits=limits, ledger=ledger)
 
 
 def build_sinks(config: RunConfig, *, resume_step: int | None = None) -> list[Sink]:
@@ -363,8 +210,11 @@ def build_trainer(
     progress: Progress,
     state: TrainState,
     weight_sync: WeightSync,
+    judging: Judging | None = None,
 ) -> Trainer:
     """Everything joined; `learner` and `state` are as fresh or as restored as the caller made them.
+
+    `judging` scores the episodes and writes into the run's folder; None: their environments score them.
 
     Raises:
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
@@ -380,12 +230,14 @@ def build_trainer(
         folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
         recorder.event("checkpoint", state.step, {"folder": folder.name})
 
+    if judging is not None:
+        judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
     return Trainer(
         build_plan(config),
-        pool=build_training_pool(config, player, Ledger(recorder.folder / "ledger.jsonl")),
+        pool=build_training_pool(config, player, Ledger(recorder.folder / "ledger.jsonl"), judging),
         publish=weight_sync.after_step,
         learner=learner,
-        evaluate=build_evaluate(config, player, recorder.episodes),
+        evaluate=build_evaluate(config, player, recorder.episodes, judging),
         save_checkpoint=save_checkpoint,
         recorder=recorder,
         progress=progress,
@@ -393,4 +245,5 @@ def build_trainer(
         weight_version=lambda: engine.weight_version,
         is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
         alarm=build_alarm(config),
+        more_metrics=None if judging is None else judging.after_step,
     )

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gspo_gym import config_commands, env_commands, evaluate, serve_engine_command, train
+from gspo_gym import config_commands, env_commands, evaluate, judge_commands, serve_engine_command, train
 from gspo_gym.command_line import parse_and_run
 from gspo_gym.doctor import command as doctor
 from gspo_gym.search import command as search
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config_commands.add_arguments(commands.add_parser("config", help="check, show and translate configurations"))
     serve_engine_command.add_arguments(commands.add_parser("serve", help="serve a model to training runs"))
     env_commands.add_arguments(commands.add_parser("env", help="list, check and play environments"))
+    judge_commands.add_arguments(commands.add_parser("judge", help="check rubrics; serve, audit and use judges"))
     return parse_and_run(parser, argv)
 
 

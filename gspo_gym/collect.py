@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gspo_gym.errors import RolloutError
+from gspo_gym.learning.batching import BuiltBatch
 from gspo_gym.types import TrajectoryGroup
 
 ConstantGroups = Literal["keep", "drop", "refill"]
@@ -75,3 +76,20 @@ async def collect_groups(
     num_nonempty = sum(bool(group.trajectories) for group in groups)
     num_dropped = 0 if constant_groups == "keep" else num_nonempty - len(kept)
     return Collected(tuple(groups), tuple(kept), num_dropped, num_requested - num_groups, tuple(failures))
+
+
+def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
+    """What became of the groups; the fraction is over all that were played and have episodes."""
+    counts = built.counts
+    num_groups = collected.num_dropped + counts.num_groups
+    num_compared = counts.num_trajectories + counts.num_filtered
+    metrics = {
+        "batch/constant_group_fraction": (collected.num_dropped + counts.num_constant_groups) / num_groups,
+        "batch/dropped_constant_groups": float(collected.num_dropped),
+        "batch/refilled_groups": float(collected.num_refilled),
+        "batch/num_filtered": float(counts.num_filtered),
+    }
+    if built.mean_return is not None:
+        metrics["batch/mean_return"] = built.mean_return
+        metrics["batch/overlong_fraction"] = counts.num_overlong / num_compared
+    return metrics

@@ -24,7 +24,7 @@ from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.models import load_policy, load_tokenizer
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory
@@ -132,10 +132,12 @@ def _pool(factory: Callable[[], Any], player: _Player, settings: CollectSettings
         max_model_len=settings.max_model_len or player.longest,
     )
     return RolloutPool(
-        make_env=lambda _task: factory(),
-        act=player.act,
-        renderers=RendererCache(player.tokenizer),
-        episode_limits=limits,
+        play=episode_player(
+            make_env=lambda _task: factory(),
+            act=player.act,
+            renderers=RendererCache(player.tokenizer),
+            limits=limits,
+        ),
         pool_limits=PoolLimits(
             max_concurrent_rollouts=settings.max_concurrent, max_attempts=settings.max_attempts, min_group_fraction=0.01
         ),

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.train import add_task_url
+
 if TYPE_CHECKING:
     from gspo_gym.config.run_config import RunConfig
+    from gspo_gym.env.core import PolicyFactory
     from gspo_gym.evaluation import Evaluation
 
 _SCRIPTED, _ENDPOINT = "scripted:", "openai:"
@@ -29,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="BASE", help="which weights; without it, model.base of the config")
     parser.add_argument("--against", metavar="BASE", help="a second model on the same seeds, compared pair by pair")
     parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
+    add_task_url(parser)
     parser.add_argument("--json", metavar="FILE", dest="json_file", help='write all results there; "-" prints them')
     parser.set_defaults(run=run_command)
 
@@ -38,6 +44,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from gspo_gym import build
+    from gspo_gym.config.apps import with_task_url
     from gspo_gym.config.run_config import load_config
     from gspo_gym.evaluation import compare, comparison_table, evaluation_table
     from gspo_gym.settings import parse_seeds
@@ -46,7 +53,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.seeds is not None:
         overrides += [f"evaluation.seeds={json.dumps(arguments.seeds)}"]
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
     names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
     results = {name: run_evaluation(config, name) for name in names}
     answer: dict[str, Any] = {"evaluations": {name: result.to_dict() for name, result in results.items()}}
@@ -83,6 +90,7 @@ def run_evaluation(config: RunConfig, model: str | None = None) -> Evaluation:
 
 async def _play_with_engine(config: RunConfig, name: str) -> Evaluation:
     from gspo_gym import build
+    from gspo_gym.build_judge import build_judging
     from gspo_gym.models import load_policy
     from gspo_gym.seeding import child_seed
 
@@ -94,16 +102,20 @@ async def _play_with_engine(config: RunConfig, name: str) -> Evaluation:
         seed=child_seed(config.run.seed, "model"),
         quantization=config.model.quantization if is_untrained_qlora else "as_saved",
     )
-    player = await build.build_player(config, policy)
-    try:
-        return await build.build_evaluate(config, player)(name)
-    finally:
-        await player.engine.close()
+    async with contextlib.AsyncExitStack() as stack:
+        judging = build_judging(config)
+        if judging is not None:
+            stack.push_async_callback(judging.close)
+        player = await build.build_player(config, policy)
+        stack.push_async_callback(player.close)
+        await player.start()
+        return await build.build_evaluate(config, player, judging=judging)(name)
 
 
 async def _play_without_engine(config: RunConfig, name: str) -> Evaluation:
     """By players that speak in messages: hand-written ones, and models behind an endpoint's chat route."""
     from gspo_gym import build
+    from gspo_gym.build_judge import build_judging
     from gspo_gym.config.services import refuse_to_run
     from gspo_gym.env.chat_model import ChatModel
     from gspo_gym.episode_collection import chat_policy, endpoint_settings
@@ -111,16 +123,18 @@ async def _play_without_engine(config: RunConfig, name: str) -> Evaluation:
 
     refuse_to_run(config.sections)
     renderers = build.build_renderers(config, load_tokenizer(build.model_name(config)))  # counts tokens for the limits
-    if name.startswith(_SCRIPTED):
-        evaluate = await build.build_scripted_evaluate(config, renderers, name.removeprefix(_SCRIPTED))
+    async with contextlib.AsyncExitStack() as stack:
+        judging = build_judging(config)
+        if judging is not None:
+            stack.push_async_callback(judging.close)
+        who: str | PolicyFactory = name.removeprefix(_SCRIPTED)
+        if not name.startswith(_SCRIPTED):
+            limit, temperature = config.rollout.max_output_tokens, config.evaluation.temperature
+            model = ChatModel(endpoint_settings(name, temperature=temperature, max_tokens=limit))
+            stack.push_async_callback(model.close)
+            who = chat_policy(model)
+        evaluate = await build.build_scripted_evaluate(config, renderers, who, judging)
         return await evaluate(name)
-    limit, temperature = config.rollout.max_output_tokens, config.evaluation.temperature
-    model = ChatModel(endpoint_settings(name, temperature=temperature, max_tokens=limit))
-    try:
-        evaluate = await build.build_scripted_evaluate(config, renderers, chat_policy(model))
-        return await evaluate(name)
-    finally:
-        await model.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ Anything that acts can be evaluated: give the pool an `EngineActor` or a `Script
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,14 +16,15 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.settings import parse_seeds
-from gspo_gym.types import Outcome, Task, TrajectoryGroup
+from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
     """One seed's episode. `episode_return` is None if it failed, and `error` then says why.
 
-    `success` is what the environment declared last; None if it never did.
+    `success` is what the environment declared last; None if it never did. `env_return` is the environment's own return
+    where `episode_return` is blended with a judge's scores; None if nobody judges, or it gave none.
     """
 
     seed: int
@@ -32,6 +33,7 @@ class EvaluationRow:
     num_turns: int
     outcome: Outcome
     error: str | None = None
+    env_return: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,18 @@ class Evaluation:
     Every mean is over the episodes that did not fail (`num_episodes` of them). An episode in which the environment
     declared neither success nor failure (it was cut off first) is not a success; but if it declared nothing in any
     episode, it has no such notion and `success_rate` is None.
+
+    `parts` are the evaluations of single environments that this one joins; see `join`.
     """
 
     env_id: str
     rows: tuple[EvaluationRow, ...]
+    parts: tuple[Evaluation, ...] = ()
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds asked for, failed ones included."""
-        return tuple(row.seed for row in self.rows)
+        """The seeds asked for, failed ones included; of several environments, each once."""
+        return tuple(dict.fromkeys(row.seed for row in self.rows))
 
     @property
     def scored_rows(self) -> tuple[EvaluationRow, ...]:
@@ -75,6 +80,12 @@ class Evaluation:
     def mean_return(self) -> float:
         """Mean return over `num_episodes`."""
         return sum(self.returns) / self.num_episodes
+
+    @property
+    def mean_env_return(self) -> float | None:
+        """Mean of the environment's own returns, over the episodes that have one beside a judge's; None if none has."""
+        given = [row.env_return for row in self.scored_rows if row.env_return is not None]
+        return sum(given) / len(given) if given else None
 
     @property
     def mean_return_interval(self) -> Interval | None:
@@ -111,9 +122,11 @@ class Evaluation:
         """JSON values: what matters, without intervals and single episodes."""
         return {
             "mean_return": self.mean_return,
+            **({} if self.mean_env_return is None else {"mean_env_return": self.mean_env_return}),
             "success_rate": self.success_rate,
             "num_episodes": self.num_episodes,
             "seeds": list(self.seeds),
+            **({"parts": {part.env_id: part.summary() for part in self.parts}} if self.parts else {}),
         }
 
     def sentence(self) -> str:
@@ -121,9 +134,11 @@ class Evaluation:
         parts = [f"mean return {self.mean_return:.3f}", f"{self.mean_turns:.2f} turns", f"{self.num_episodes} episodes"]
         if self.success_rate is not None:
             parts.insert(0, f"success {self.success_rate:.3f} (95% {_range(self.success_interval)})")
+        if self.mean_env_return is not None:
+            parts.insert(-2, f"of it without the judge {self.mean_env_return:.3f}")
         if self.num_failed:
             parts.append(f"{self.num_failed} failed and left out")
-        return ", ".join(parts)
+        return "; ".join([", ".join(parts), *(f"{part.env_id}: {part.sentence()}" for part in self.parts)])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the summary, more about it, and one row a seed. Intervals are [low, high] or None."""
@@ -135,6 +150,7 @@ class Evaluation:
             "mean_turns": self.mean_turns,
             "num_failed": self.num_failed,
             "rows": [asdict(row) | {"outcome": row.outcome.value} for row in self.rows],
+            **({"parts": {part.env_id: part.to_dict() for part in self.parts}} if self.parts else {}),
         }
 
 
@@ -145,6 +161,7 @@ async def evaluate(
     *,
     label: str = "evaluation",
     options: Mapping[str, Any] | None = None,
+    env_return_of: Callable[[Trajectory], float | None] | None = None,
 ) -> Evaluation:
     """Play one episode per seed.
 
@@ -155,6 +172,7 @@ async def evaluate(
         label: names the occasion in the ledger, which takes an episode's name only once: change it where one pool
             evaluates repeatedly. It changes no result.
         options: given to every `reset`.
+        env_return_of: the environment's own return of an episode whose rewards are blended with a judge's scores.
 
     Raises:
         ConfigError: no seeds, or one twice.
@@ -162,15 +180,29 @@ async def evaluate(
     """
     checked = parse_seeds(seeds)
     groups = await pool.run_tasks([Task(env_id, seed, dict(options or {})) for seed in checked], label=label)
-    return Evaluation(env_id, tuple(_row_of(group) for group in groups))
+    return Evaluation(env_id, tuple(_row_of(group, env_return_of) for group in groups))
 
 
-def _row_of(group: TrajectoryGroup) -> EvaluationRow:
+def join(parts: Sequence[Evaluation]) -> Evaluation:
+    """Several environments' evaluations as one, in which every episode counts the same; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = tuple(row for part in parts for row in part.rows)
+    return Evaluation(" + ".join(part.env_id for part in parts), rows, tuple(parts))
+
+
+def _row_of(
+    group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float | None] | None = None
+) -> EvaluationRow:
     if group.dropped:
         lost = group.dropped[0]
         return EvaluationRow(group.task.seed, None, None, 0, lost.outcome, lost.reason)
     episode = group.trajectories[0]
-    return EvaluationRow(group.task.seed, episode.reward, episode.success, len(episode.turns), episode.outcome)
+    env_return = None if env_return_of is None else env_return_of(episode)
+    num_turns = len(episode.turns)
+    return EvaluationRow(
+        group.task.seed, episode.reward, episode.success, num_turns, episode.outcome, env_return=env_return
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +239,14 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
     """
     if first.env_id != second.env_id:
         raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
-    others = {row.seed: row for row in second.rows}
-    differing = set(first.seeds) ^ set(others)
+    rows, others = _rows_by_task(first), _rows_by_task(second)
+    differing = {seed for _, seed in rows.keys() ^ others.keys()}
     if differing:
         raise ConfigError(f"compare: evaluations of different seeds; only one side has {sorted(differing)[:5]}")
     pairs: list[tuple[EvaluationRow, EvaluationRow]] = []
     differences: list[float] = []
-    for a in first.rows:
-        b = others[a.seed]
+    for task, a in rows.items():
+        b = others[task]
         if a.episode_return is not None and b.episode_return is not None:
             pairs.append((a, b))
             differences.append(b.episode_return - a.episode_return)
@@ -232,6 +264,11 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
         num_only_second=only_second if has_success else None,
         success_p_value=mcnemar_exact_p(only_first, only_second) if has_success else None,
     )
+
+
+def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow]:
+    """Its rows by environment and seed."""
+    return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
 
 
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:

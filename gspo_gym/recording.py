@@ -7,6 +7,7 @@
         episodes/*.jsonl    one trajectory a line, see `recording_episodes.py`
         summary.json        what came out
         checkpoints/        see `checkpoints.py`
+        judgements.jsonl    where a judge scores: what it said, and what each reward was made of
         discarded/          what a resumed run did again: the lines and episodes of steps after its checkpoint
 
 Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`
@@ -27,11 +28,12 @@ from typing import Any
 
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
 from gspo_gym.files import append_line, cut_torn_line, replace_file, sync, whole_lines
+from gspo_gym.judging import METRICS as JUDGE_METRICS
 from gspo_gym.learning.metrics import METRICS as LEARNING_METRICS
 from gspo_gym.recording_episodes import SCHEMA_VERSION, write_episodes
 from gspo_gym.recording_sinks import Sink, evaluation_numbers
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
-from gspo_gym.rollout.summary import TERM_PREFIX
+from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX
 from gspo_gym.types import Trajectory
 
 # Every number of a metrics line by name; "reward/<term>" is open, because environments name their terms.
@@ -39,6 +41,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
     {
         **ROLLOUT_METRICS,
         **LEARNING_METRICS,
+        **JUDGE_METRICS,
         "batch/constant_group_fraction": "share of groups whose episodes all earned the same, of all that were played",
         "batch/dropped_constant_groups": "groups left out of the batch, because their episodes all earned the same",
         "batch/refilled_groups": "groups played in place of those that teach nothing",
@@ -67,6 +70,11 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "staging_failed": "new weights could not be written and are written again; data: version, reason",
         "update_failed": "an engine failed an update and is replaced; data: version, reason",
         "engine_restored": "an engine died and another has the committed weights; data: version",
+        "judge_paused": "the judge is down and nothing is scored until it is back; data: judge, reason",
+        "judge_resumed": "the judge is back; data: judge, seconds that it was down",
+        "judge_gold": "the judge was compared with gold; data: of which step, and how far apart they are",
+        "judge_gold_failed": "a comparison of the judge with gold came to nothing; data: of which step, reason",
+        "judge_drift": "the judge and gold have drifted apart; data: of which step, reason",
         "uncommitted": "episodes with weights that were never committed were left out; data: how many",
         "finished": "the run ended; data: its status",
         "sink_failed": "a sink of [tracking] raised and gets nothing more; data: which, and its error",
@@ -179,7 +187,7 @@ class RunRecorder:
         if self._last_step is not None and step <= self._last_step:
             raise RecordError(f"metrics: expected a step after {self._last_step}, got {step}")
         for name, value in values.items():
-            if name not in METRICS and not name.startswith(TERM_PREFIX):
+            if name not in METRICS and not name.startswith((TERM_PREFIX, SOURCE_PREFIX)):
                 raise RecordError(f"metrics: {name!r} is not explained in METRICS; {nearest_name(name, METRICS)}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RecordError(f"metrics: {name}: expected a number, got {value!r}")

@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from gspo_gym.chat_api import messages_from_wire
 from gspo_gym.errors import RecordError
 from gspo_gym.files import replace_file, whole_lines
 from gspo_gym.types import (
     FinishReason,
-    Message,
     Outcome,
     ParseStatus,
     Segment,
     Task,
     Timing,
-    ToolCall,
     Trajectory,
     Turn,
 )
@@ -85,7 +84,7 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
             sampling_seed=values["sampling_seed"],
             segments=tuple(_segment_from_json(segment) for segment in values["segments"]),
             turns=tuple(_turn_from_json(turn) for turn in values["turns"]),
-            messages=tuple(message_from_json(message) for message in values["messages"]),
+            messages=messages_from_wire(values["messages"], where="messages"),
             outcome=Outcome(values["outcome"]),
             success=values["success"],
             error=values["error"],
@@ -95,22 +94,6 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"episode {values.get('trajectory_id')}: {type(error).__name__}: {error}") from error
-
-
-def message_from_json(values: Mapping[str, Any]) -> Message:
-    """The message that `Message.to_dict` wrote."""
-    calls = (
-        ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
-        for call in values.get("tool_calls", ())
-    )
-    return Message(
-        role=values["role"],
-        content=values["content"],
-        tool_calls=tuple(calls),
-        tool_call_id=values.get("tool_call_id"),
-        name=values.get("name"),
-        reasoning_content=values.get("reasoning_content"),
-    )
 
 
 def write_episodes(path: Path, trajectories: Iterable[Trajectory], *, policy_name: str = "policy") -> None:

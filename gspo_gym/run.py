@@ -13,11 +13,15 @@ from typing import Any
 from rich.console import Console
 
 from gspo_gym import build
+from gspo_gym.build_judge import build_judging
 from gspo_gym.build_reference import serving_reference
 from gspo_gym.build_weights import build_weight_sync
 from gspo_gym.checkpoints import CheckpointStore
+from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.words import look_up
 from gspo_gym.errors import ConfigError
+from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
 from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress, QuietProgress, make_progress
@@ -31,11 +35,23 @@ _FREE_ON_RESUME = frozenset(
         "run.log_episodes_every_n_iters",
         "model.label",
         "model.device",
+        "judge.max_unscored",
+        "judge.timeout_s",
+        "judge.options.api_key_env",
+        "judge.options.base_url",
+        "judge.options.cache",
+        "judge.options.max_attempts",
+        "judge.options.max_calls",
+        "judge.options.max_concurrency",
+        "judge.options.max_cost_usd",
+        "judge.gold.on_drift",
         "reference.placement",
         "reference.port",
         "reference.health_max_wait_s",
         "reference.health_interval_ms",
         "rollout.policy_name",
+        "services.judge_url",
+        "services.task_url",
         "rollout.max_concurrent_rollouts",
         "training.num_epochs",
         "training.iterations_per_epoch",
@@ -47,7 +63,7 @@ _FREE_ON_RESUME = frozenset(
 )
 
 
-_FREE_SECTIONS = ("compute.", "tracking.")
+_FREE_SECTIONS = ("compute.", "gateway.", "tracking.")
 
 
 def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
@@ -70,15 +86,19 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
     policy = build.build_policy(config)
     async with contextlib.AsyncExitStack() as stack:
         player = await build.build_player(config, policy)
-        stack.push_async_callback(player.engine.close)
-        # Before the folder exists: a wrong name leaves nothing behind.
+        stack.push_async_callback(player.close)
+        judging = await _enter_judging(config, stack)
+        # Before the folder exists: a wrong name, or an app that is not there, leaves nothing behind.
         warmup = await build.build_warmup(config, player)
+        notes = await player.start()
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
         stack.callback(recorder.close)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
+        for line in notes:
+            progress.note(line)
         await weight_sync.attest()
         if warmup is not None:
             pool, plan = warmup
@@ -87,7 +107,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
         learner = build.build_learner(config, policy, reference)
-        return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync)
+        return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync, judging)
 
 
 async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
@@ -97,7 +117,10 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     policy = build.build_policy(config, str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
         player = await build.build_player(config, policy)
-        stack.push_async_callback(player.engine.close)
+        stack.push_async_callback(player.close)
+        judging = await _enter_judging(config, stack)
+        for line in await player.start():
+            progress.note(line)
         sinks = build.build_sinks(config, resume_step=state.step)
         name = config.rollout.policy_name
         recorder = RunRecorder.resume(config.run_folder, state.step, policy_name=name, sinks=sinks)
@@ -109,7 +132,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
         await weight_sync.publish(state.step)
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
-        return await _train(config, player, learner, recorder, progress, state, weight_sync)
+        return await _train(config, player, learner, recorder, progress, state, weight_sync, judging)
 
 
 async def _train(
@@ -120,6 +143,7 @@ async def _train(
     progress: Progress,
     state: TrainState,
     weight_sync: WeightSync,
+    judging: Judging | None,
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: then its status says how."""
     trainer = build.build_trainer(
@@ -131,10 +155,13 @@ async def _train(
         progress=progress,
         state=state,
         weight_sync=weight_sync,
+        judging=judging,
     )
     status = "completed"
     try:
         await trainer.run()
+        if judging is not None:
+            await judging.finish()
     except BaseException as error:
         status = "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
         raise
@@ -143,6 +170,14 @@ async def _train(
         summary = _summary(status, trainer.state, config.rollout.policy_name)
         recorder.summary(summary)
     return summary
+
+
+async def _enter_judging(config: RunConfig, stack: contextlib.AsyncExitStack) -> Judging | None:
+    """The run's judge, closed with the stack; None if there is none."""
+    judging = build_judging(config)
+    if judging is not None:
+        stack.push_async_callback(judging.close)
+    return judging
 
 
 def _checkpoints(config: RunConfig) -> CheckpointStore:
@@ -165,7 +200,7 @@ def _require_same_run(config: RunConfig) -> None:
 
 def _flat(config: RunConfig) -> dict[str, Any]:
     sections = config.model_dump(exclude_none=True)
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return {key: look_up(sections, key) for key in leaf_keys()}
 
 
 def _summary(status: str, state: TrainState, policy_name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ puts a run folder around it. Heavy imports wait until a command runs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,20 @@ if TYPE_CHECKING:
     from gspo_gym.config.run_config import RunConfig
 
 
+def add_task_url(parser: argparse.ArgumentParser) -> None:
+    """The argument that names a task app, of `train` and `evaluate`."""
+    parser.add_argument(
+        "--task-url",
+        metavar="URL",
+        help="task app that plays the episodes, over TASK_APP_URL of the environment and services.task_url of the file",
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `train`."""
     parser.add_argument("config", help="a TOML file; configs/ holds examples")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
+    add_task_url(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run's folder")
     parser.add_argument(
         "--set-aside", action="store_true", help="move an earlier run of the same label to LABEL.1, LABEL.2, ... first"
@@ -32,9 +43,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the `train` command; 0 when the plan is done."""
     from rich.console import Console
 
+    from gspo_gym.config.apps import with_task_url
     from gspo_gym.config.run_config import load_config
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, with_task_url(arguments.overrides, arguments.task_url, os.environ))
     console = Console()
     summary = run_training(config, resume=arguments.resume, set_aside=arguments.set_aside, console=console)
     from gspo_gym.report.terminal import print_run_report

@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gspo_gym.collect import Collected, ConstantGroups, collect_groups
+from gspo_gym.collect import Collected, ConstantGroups, batch_metrics, collect_groups
 from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation import Evaluation
+from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch, build_batch
 from gspo_gym.learning.credit import played, returns_of
@@ -25,8 +26,9 @@ from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRe
 from gspo_gym.learning.update import Learner
 from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress
+from gspo_gym.rollout.mixture import Mixture
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.summary import rollout_metrics
+from gspo_gym.rollout.summary import rollout_metrics, source_metrics
 from gspo_gym.schedule import OnDemand, PlayedAhead, Schedule, staleness_metrics
 from gspo_gym.seeding import training_seed
 from gspo_gym.types import Task, TrajectoryGroup
@@ -40,7 +42,7 @@ class TrainPlan:
     """What a run does, in steps; one step is one batch of episodes and the updates on it.
 
     Attributes:
-        env_id: the environment trained on.
+        env_id: the environment trained on, or the main one of several.
         run_seed: everything random in the run derives from it.
         num_steps: steps in all.
         groups_per_batch, group_size: episodes of a step = groups_per_batch x group_size.
@@ -57,6 +59,7 @@ class TrainPlan:
         max_staleness: most versions that a sample may lie behind the weights that are trained on it; 0: episodes are
             played when a step begins, and nothing is while the learner works.
         weight_sync_interval: steps between new weights for the engine.
+        mixture: further environments, and the fraction of groups that each gets; the rest are `env_id`'s.
 
     Raises:
         ConfigError: constant groups are to be left out although they teach something, or samples would be older than
@@ -80,6 +83,7 @@ class TrainPlan:
     log_episodes_every_n_iters: int = 1
     max_staleness: int = 0
     weight_sync_interval: int = 1
+    mixture: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_ahead(self) -> int:
@@ -172,12 +176,14 @@ class Trainer:
         weight_version: Callable[[], int] = lambda: 0,
         is_committed: Callable[[int], bool] | None = None,
         alarm: MismatchAlarm | None = None,
+        more_metrics: Callable[[int], Mapping[str, float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
 
         `weight_version` says what samples now, and is asked only if episodes are played ahead. `is_committed` says
         whether tokens of a version may be trained on; None: all may. `alarm` judges every batch; None: nobody does.
+        `more_metrics` gives a step's others.
         """
         self.plan = plan
         self.state = state or TrainState()
@@ -190,6 +196,7 @@ class Trainer:
         self._progress = progress
         self._is_committed = is_committed
         self._alarm = alarm
+        self._more_metrics = more_metrics
         self._clock = clock
 
     async def run(self) -> TrainState:
@@ -202,6 +209,7 @@ class Trainer:
             NonFiniteError: too many optimizer steps in a row were not finite.
             EnginePoisonedError: a weight update failed half-way.
             EngineMismatchError: the engine's logprobs are not the learner's, batch after batch.
+            JudgeError: nothing will be scored any more; the run is saved and can go on.
         """
         plan = self.plan
         self._progress.started(plan.num_steps)
@@ -216,6 +224,9 @@ class Trainer:
                     await self._block(lambda: self._save_checkpoint(self.state))
             if self.state.step % plan.checkpoint_every != 0:
                 await self._block(lambda: self._save_checkpoint(self.state))
+        except JudgeError:  # raised while episodes are played, so that the weights are those of `state`
+            await self._block(lambda: self._save_checkpoint(self.state))
+            raise
         finally:
             self._progress.finished()
             await self._schedule.close()
@@ -238,9 +249,11 @@ class Trainer:
         is_ahead = self.plan.max_staleness > 0  # then episodes are played all the time, not only while a step waits
         metrics = {
             **rollout_metrics(collected.groups, seconds=(finished if is_ahead else played_at) - started),
+            **(source_metrics(collected.groups) if self.plan.mixture else {}),
             **(staleness_metrics(collected.groups, version=step - 1, num_dropped=num_late) if is_ahead else {}),
             **learned,
-            **_batch_metrics(collected, built),
+            **batch_metrics(collected, built),
+            **({} if self._more_metrics is None else self._more_metrics(step)),
             "time/rollout_seconds": played_at - started,
             "time/update_seconds": finished - played_at,
             "time/step_seconds": finished - started,
@@ -261,9 +274,11 @@ class Trainer:
     def _make_schedule(self, pool: RolloutPool, weight_version: Callable[[], int]) -> Schedule:
         """Where groups come from: the only thing in which synchronous and pipelined training differ."""
         plan, state = self.plan, self.state
+        mixture = Mixture(plan.env_id, plan.mixture)
 
         def request(number: int, name: str) -> GroupRequest:
-            return GroupRequest(name, Task(plan.env_id, training_seed(plan.run_seed, number)), size=plan.group_size)
+            task = Task(mixture.env_of(number), training_seed(plan.run_seed, number))
+            return GroupRequest(name, task, size=plan.group_size)
 
         if plan.max_staleness == 0:
             return OnDemand(pool.collect, request, num_tasks=state.num_tasks)
@@ -368,20 +383,3 @@ class Trainer:
         goal, latest = self.plan.stop_at_success_rate, self.state.final_eval
         rate = latest["success_rate"] if latest is not None and latest["step"] == self.state.step else None
         return goal is not None and rate is not None and bool(rate >= goal)
-
-
-def _batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
-    """What became of the groups; the fraction is over all that were played and have episodes."""
-    counts = built.counts
-    num_groups = collected.num_dropped + counts.num_groups
-    num_compared = counts.num_trajectories + counts.num_filtered
-    metrics = {
-        "batch/constant_group_fraction": (collected.num_dropped + counts.num_constant_groups) / num_groups,
-        "batch/dropped_constant_groups": float(collected.num_dropped),
-        "batch/refilled_groups": float(collected.num_refilled),
-        "batch/num_filtered": float(counts.num_filtered),
-    }
-    if built.mean_return is not None:
-        metrics["batch/mean_return"] = built.mean_return
-        metrics["batch/overlong_fraction"] = counts.num_overlong / num_compared
-    return metrics

@@ -11,17 +11,22 @@ spell a word in other pieces, and a message in other white space, than the templ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.chat.encoding import TextCodec
+from gspo_gym.chat.encoding import Escapes, TextCodec
 from gspo_gym.chat.parsing import ParseFailure, parse_action
-from gspo_gym.chat.probing import probe
+from gspo_gym.chat.probing import mark, probe
 from gspo_gym.chat.seams import Seams
 from gspo_gym.chat.template import ChatTemplate
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, ToolCall
+
+_ANY_TOOL, _ARGUMENT = mark(9_000_010), mark(9_000_011)
+_CALL_NAME = re.compile(rf'\s*"{_ANY_TOOL}"')
+_CALL_ARGUMENTS = re.compile(rf'\s*\{{\s*"key"\s*:\s*"{_ARGUMENT}"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,31 @@ class Renderer:
         if message.role != "assistant":
             raise TemplateError(f"action_ids: expected an assistant message, got role {message.role}")
         escapes = self._codec.escapes()
+        text, stop = self._said(message, escapes)
+        return [*self._codec.encode(text, escapes, after=stop), self._codec.added[stop]]
+
+    def call_opening(self, name: str | None) -> list[int]:
+        """How an answer begins that calls the tool `name`, or some tool if None: for prompts that force a call.
+
+        It ends behind the key "arguments" (for some tool, "name") and leaves the white space after it to the model,
+        which samples it in one token with what follows. Where the prompt opens a reasoning block, it is closed first.
+
+        Raises:
+            TemplateError: the template does not write calls as JSON objects, or shows no calls.
+        """
+        escapes = self._codec.escapes()
+        said = ToolCall("call_0", _ANY_TOOL if name is None else name, {"key": _ARGUMENT})
+        reasoning = "" if self.opens_reasoning else None
+        text, stop = self._said(Message("assistant", "", (said,), reasoning_content=reasoning), escapes)
+        found = _CALL_NAME.search(text) if name is None else _CALL_ARGUMENTS.search(text)
+        if found is None:
+            raise TemplateError(
+                f"{self._template.name} does not write tool calls as JSON, so none can be begun: {text!r}"
+            )
+        return self._codec.encode(text[: found.start()], escapes, after=stop)
+
+    def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
+        """The text of an answer as the template writes it, and the stop token that closes it."""
         user = {"role": "user", "content": "Hello"}
         said = self._seams.wires([message], escapes, first_index=1)[0]
         prompt = self._template.text([user], add_generation_prompt=True)
@@ -145,7 +175,7 @@ class Renderer:
             raise TemplateError(f"{self._template.name} does not close this answer: {text[-40:]!r}")
         at, stop = min(stops)
         _require_said(said, text[:at], self._template.name)
-        return [*self._codec.encode(text[:at], escapes, after=stop), self._codec.added[stop]]
+        return text[:at], stop
 
     def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """The whole conversation as the template and tokenizer render it from nothing.

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo_gym.config.retired import explain, secret_problem
-from gspo_gym.config.words import Problem, describe, section_model, sections_of, show
+from gspo_gym.config.words import Problem, describe, entry_model, section_model, sections_of, show
 from gspo_gym.errors import nearest_name
 
 
@@ -47,6 +47,8 @@ def find_secrets(values: Mapping[str, Any], prefix: str = "") -> Iterator[Proble
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from find_secrets(value, f"{key}.")
+        elif isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
+            yield from find_secrets(dict(enumerate(value)), f"{key}.")  # type: ignore[arg-type]
         elif value not in (None, "") and (text := secret_problem(key, value)) is not None:
             yield Problem(key, text)
 
@@ -57,8 +59,10 @@ def _locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str,
     info: FieldInfo | None = None
     for part in location:
         parts.append(str(part))
-        info = model.model_fields.get(str(part))
-        nested = section_model(info.annotation) if info is not None else None
+        if isinstance(part, int):  # an entry of a list of tables, whose keys come next
+            continue
+        info = model.model_fields.get(part)
+        nested = None if info is None else section_model(info.annotation) or entry_model(info.annotation)
         if nested is None or len(parts) == len(location):
             break
         model = nested
@@ -93,6 +97,9 @@ def _meaning(info: FieldInfo | None) -> str:
 def _look_up(values: Any, key: str) -> Any:
     """The value at a dotted key, or the first thing on the way that is not a table. Any: read from a file."""
     for part in key.split("."):
+        if isinstance(values, list | tuple) and part.isdecimal():
+            values = values[int(part)]
+            continue
         if not isinstance(values, Mapping) or part not in values:
             break
         values = values[part]

@@ -328,6 +328,14 @@ FOREIGN: Mapping[str, Foreign] = {
     "step_rewards": Foreign("the hosted trainer's old form", note="write training.step_rewards_mode and so on"),
     "checkpoint": Foreign("the hosted trainer's old form", note="write training.checkpoint_every_n_iters"),
     "verifier": Foreign("the hosted trainer's later form", note="write [judge]"),
+    # choices between rewards, which are weights here
+    "task_app_origin_rewards_only": Foreign(
+        "the hosted trainer", note="write judge.reward_blend = { env = 1.0, event = 0.0, outcome = 0.0 }, the default"
+    ),
+    "rubric_rewards_only": Foreign(
+        "the hosted trainer",
+        note="write judge.reward_blend = { env = 0.0, event = 0.5, outcome = 0.5 }, or other weights",
+    ),
 }  # fmt: skip
 
 _SECRET = re.compile(r"(^|_)(api_?keys?|secret(_key)?|password|passwd|(access|auth|bearer|hf|hub|wandb)_?token)$", re.I)
@@ -340,9 +348,9 @@ _VARIABLES = {
     "tracking": "WANDB_API_KEY",
     "hf": "HF_TOKEN",
     "hub": "HF_TOKEN",
-    "environment": "TASK_APP_API_KEY",
-    "task": "TASK_APP_API_KEY",
-    "services": "TASK_APP_API_KEY",
+    "environment": "ENVIRONMENT_API_KEY",
+    "task": "ENVIRONMENT_API_KEY",
+    "services": "ENVIRONMENT_API_KEY",
     "judge": "JUDGE_API_KEY",
 }
 

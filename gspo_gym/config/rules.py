@@ -1,7 +1,7 @@
 """What the settings of different sections have to do with each other: batches, lengths, model, optimizer, evaluation.
 
-The rules about the objective are in `rules_objective.py`, those about machines and services in
-`rules_services.py`; `find_contradictions` asks all of them.
+The rules about the objective are in `rules_objective.py`, those about machines and services in `rules_services.py`,
+about task apps in `rules_apps.py`, about the judge in `rules_judge.py`; `find_contradictions` asks all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 from gspo_gym.config.defaults import POLICY_CONFIG
 from gspo_gym.config.plan import PLAN_KEYS, RunPlan
 from gspo_gym.config.rule import Rule, find_problem, no_effect
+from gspo_gym.config.rules_apps import APP_RULES
+from gspo_gym.config.rules_judge import JUDGE_RULES
 from gspo_gym.config.rules_objective import OBJECTIVE_RULES
 from gspo_gym.config.rules_services import SERVICE_RULES
 from gspo_gym.config.sections import parse_source
@@ -23,7 +25,8 @@ from gspo_gym.settings import parse_seeds
 
 def find_contradictions(values: Mapping[str, Any]) -> list[Problem]:
     """The problems between keys. `values` holds what is valid by itself, by dotted key (Any: of all their types)."""
-    found = (find_problem(rule, values) for rule in (*_RULES, *OBJECTIVE_RULES, *SERVICE_RULES))
+    rules = (*_RULES, *OBJECTIVE_RULES, *SERVICE_RULES, *APP_RULES, *JUDGE_RULES)
+    found = (find_problem(rule, values) for rule in rules)
     return [problem for problem in found if problem is not None]
 
 

@@ -1,8 +1,7 @@
-"""Rules about machines, engines, trackers and judges."""
+"""Rules about machines, engines and trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gspo_gym.config.rule import Rule, no_effect
@@ -204,51 +203,6 @@ def _of_wandb(name: str, default: Any) -> Rule:
     )
 
 
-def _blend_is_not_zero(env: float | None, event: float | None, outcome: float | None) -> str | None:
-    if env is None or env > 0 or event or outcome:
-        return None
-    return "expected one weight > 0 at least, got env = event = outcome = 0"
-
-
-def _is_judged(part: str) -> Rule:
-    def check(weight: float | None, enabled: bool | None, is_judged: bool | None) -> str | None:
-        if not weight:
-            return None
-        if not enabled:
-            return f"expected 0 without a judge (judge.enabled), got {weight:g}"
-        if not is_judged:
-            return f"expected 0 while judge.options.{part} is not true, got {weight:g}"
-        return None
-
-    return Rule((f"judge.reward_blend.{part}", "judge.enabled", f"judge.options.{part}"), check)
-
-
-def _env_weight_has_a_judge(env: float | None, enabled: bool | None) -> str | None:
-    if env is None or env == 1 or enabled:
-        return None
-    return f"expected 1 without a judge (judge.enabled), got {env:g}"
-
-
-def _judge_is_complete(
-    enabled: bool | None, event: bool | None, outcome: bool | None, provider: str | None, model: str | None
-) -> str | None:
-    if not enabled:
-        return None
-    missing = [name for name, value in (("provider", provider), ("model", model)) if value is None]
-    if not event and not outcome:
-        missing.append("event or outcome = true")
-    if not missing:
-        return None
-    return f"true needs judge.options with {', '.join(missing)}"
-
-
-def _weights_are_of_tracks(weights: Mapping[str, float] | None, tracks: tuple[str, ...] | None) -> str | None:
-    others = sorted(set(weights or {}) - set(tracks or ()))
-    if not tracks or not others:
-        return None
-    return f"{show(others[0])} is not in judge.options.tracks = {show(list(tracks))}, so that its weight has no effect"
-
-
 _GPUS = ("compute.gpu_count", "topology.gpus_for_vllm", "topology.gpus_for_training", "topology.gpus_for_ref")
 
 SERVICE_RULES = (
@@ -296,19 +250,4 @@ SERVICE_RULES = (
     _of_wandb("wandb_project", None),
     _of_wandb("wandb_tags", ()),
     _of_wandb("run_name", None),
-    Rule(("judge.reward_blend.env", "judge.reward_blend.event", "judge.reward_blend.outcome"), _blend_is_not_zero),
-    Rule(("judge.reward_blend.env", "judge.enabled"), _env_weight_has_a_judge),
-    _is_judged("event"),
-    _is_judged("outcome"),
-    Rule(
-        (
-            "judge.enabled",
-            "judge.options.event",
-            "judge.options.outcome",
-            "judge.options.provider",
-            "judge.options.model",
-        ),
-        _judge_is_complete,
-    ),
-    Rule(("judge.options.weights", "judge.options.tracks"), _weights_are_of_tracks),
 )

@@ -16,8 +16,10 @@ from typing import Any, Self
 import tomli_w
 from pydantic import BaseModel, ValidationError, model_validator
 
+from gspo_gym.config.apps import GatewaySection, TaskSource, task_sources
 from gspo_gym.config.defaults import with_derived_defaults
-from gspo_gym.config.files import apply_override, read_file
+from gspo_gym.config.files import apply_override
+from gspo_gym.config.judge import JudgeSection
 from gspo_gym.config.nested import Flat, flatten
 from gspo_gym.config.plan import RunPlan
 from gspo_gym.config.problems import find_problems, find_secrets
@@ -36,13 +38,12 @@ from gspo_gym.config.sections import (
 )
 from gspo_gym.config.services import (
     ComputeSection,
-    JudgeSection,
     ServicesSection,
     TopologySection,
     TrackingSection,
     VllmSection,
 )
-from gspo_gym.config.words import Problem, section_model
+from gspo_gym.config.words import Problem, field_of, section_model
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import (
     AdvantageSettings,
@@ -57,6 +58,7 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.settings import Settings, parse_seeds
+from gspo_gym.table_files import read_file
 
 __all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
 
@@ -71,6 +73,7 @@ class RunConfig(Settings):
     run: RunSection
     algorithm: AlgorithmSection
     services: ServicesSection | None = None
+    gateway: GatewaySection | None = None
     compute: ComputeSection | None = None
     topology: TopologySection | None = None
     vllm: VllmSection | None = None
@@ -111,6 +114,13 @@ class RunConfig(Settings):
     def run_folder(self) -> Path:
         """Where the run writes."""
         return Path(self.run.folder) / self.model.label
+
+    @property
+    def sources(self) -> tuple[TaskSource, ...]:
+        """Who plays the episodes: environments here, and task apps."""
+        rollout = self.rollout
+        url = None if self.services is None else self.services.task_url
+        return task_sources(rollout.env_name, rollout.env_config, url, rollout.mixture)
 
     @property
     def plan(self) -> RunPlan:
@@ -296,7 +306,7 @@ def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]
     except ValidationError as error:
         secret = {problem.key for problem in problems}
         problems += [p for p in find_problems(error, RunConfig, flat.values) if p.key not in secret]
-        wrong = frozenset(problem.key for problem in problems)
+        wrong = frozenset(field_of(problem.key) for problem in problems)
         problems += find_contradictions(_valid_values(RunConfig, filled, wrong))
     if config is None or problems:
         raise ConfigError(_report([f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]))

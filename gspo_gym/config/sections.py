@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import copy
 import re
-import tomllib
 from typing import Any, Literal
 
-import tomli_w
 from pydantic import BaseModel, Field, field_validator
 
+from gspo_gym.config.apps import MixtureEntry
+from gspo_gym.config.toml_text import as_toml_holds_it
 from gspo_gym.config.weights import WeightSyncSection
 from gspo_gym.env.process_limits import IsolationSettings
 from gspo_gym.learning.settings import (
@@ -159,14 +159,6 @@ def parse_source(source: str) -> tuple[str, str | None]:
     return match["label"], match["step"]
 
 
-def _as_toml_holds_it(table: dict[str, Any]) -> dict[str, Any]:
-    """The table (Any: free) as it reads back from a TOML file."""
-    try:
-        return tomllib.loads(tomli_w.dumps(table))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"expected values that TOML can hold (config.toml will hold them): {error}") from error
-
-
 class PolicyConfigSection(Settings):
     """[rollout.policy_config]: how the policy is asked; the hosted trainer's names for some of [rollout]'s keys."""
 
@@ -184,15 +176,20 @@ class PolicyConfigSection(Settings):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _can_be_recorded(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return _as_toml_holds_it(kwargs)
+        return as_toml_holds_it(kwargs)
 
 
 class RolloutSection(Settings):
     """[rollout]: how episodes are played."""
 
-    env_name: str = Field(min_length=1, description="a registered environment, or MODULE:NAME")
+    env_name: str = Field(
+        min_length=1, description="a registered environment, or MODULE:NAME; of services.task_url, the app's name of it"
+    )
     env_config: dict[str, Any] = Field(  # Any: each environment has its own
         default={}, description="keyword arguments of the environment's constructor"
+    )
+    mixture: tuple[MixtureEntry, ...] = Field(
+        default=(), description="further environments, each with a share of the groups: tables [[rollout.mixture]]"
     )
     isolation: Literal["auto", "thread", "process"] = same(IsolationSettings, "isolation")
     env_memory_limit_mb: int = same(IsolationSettings, "env_memory_limit_mb")
@@ -235,7 +232,7 @@ class RolloutSection(Settings):
     @field_validator("env_config")
     @classmethod
     def _can_be_recorded(cls, env_config: dict[str, Any]) -> dict[str, Any]:
-        return _as_toml_holds_it(env_config)
+        return as_toml_holds_it(env_config)
 
     @field_validator("ops")
     @classmethod

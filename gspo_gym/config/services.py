@@ -1,4 +1,4 @@
-"""The sections of a configuration file about machines, services and judges, and which of them this version can run.
+"""The sections of a configuration file about machines and services, and which of them this version can run.
 
 All of it is read and checked, so that a file of the hosted trainer gets every answer at once. What needs machinery that
 is not here yet is listed by `missing_machinery`; `refuse_to_run` is called before anything is built.
@@ -6,23 +6,27 @@ is not here yet is listed by `missing_machinery`; `refuse_to_run` is called befo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from gspo_gym.config.words import checked_url
 from gspo_gym.errors import ConfigError
 from gspo_gym.settings import Settings
-
-_URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@\s]+(/\S*)?")
 
 
 class ServicesSection(Settings):
     """[services]: what runs already, and where it answers. Keys for it come from the environment variables."""
 
-    task_url: str | None = Field(default=None, description="base URL of the task app that plays the episodes")
-    judge_url: str | None = Field(default=None, description="base URL of the judge service")
+    task_url: str | None = Field(
+        default=None,
+        description="base URL of the task app that plays rollout.env_name's episodes (key: ENVIRONMENT_API_KEY); "
+        "--task-url and TASK_APP_URL go over it",
+    )
+    judge_url: str | None = Field(
+        default=None, description="base URL of the HTTP judge, which judge.type synth asks (key: JUDGE_API_KEY)"
+    )
     engine_urls: tuple[str, ...] = Field(
         default=(), description='base URLs of servers that generate, alike; with rollout.engine "vllm" or "http"'
     )
@@ -34,22 +38,15 @@ class ServicesSection(Settings):
     @field_validator("task_url", "judge_url", "reference_url")
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
-        return None if url is None else _checked_url(url)
+        return None if url is None else checked_url(url)
 
     @field_validator("engine_urls")
     @classmethod
     def _are_different_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        checked = tuple(_checked_url(url) for url in urls)
+        checked = tuple(checked_url(url) for url in urls)
         if len(set(checked)) < len(checked):
             raise ValueError(f"names a server twice: {', '.join(sorted(checked))}")
         return checked
-
-
-def _checked_url(url: str) -> str:
-    match = _URL.fullmatch(url)
-    if match is None or match["user"]:
-        raise ValueError("expected a URL that begins with http:// or https:// and holds no user or password")
-    return url.rstrip("/")
 
 
 class ComputeSection(Settings):
@@ -114,69 +111,13 @@ class TrackingSection(Settings):
     )
 
 
-class RewardBlendSection(Settings):
-    """[judge.reward_blend]: total = env * return + event * (sum of event scores) + outcome * (outcome score)."""
-
-    env: float = Field(default=1.0, ge=0, description="weight of the environment's own return")
-    event: float = Field(default=0.0, ge=0, description="weight of the sum of event scores, not normalised")
-    outcome: float = Field(default=0.0, ge=0, description="weight of the outcome's score")
-
-
-class JudgeOptionsSection(Settings):
-    """[judge.options]: what is judged, by whom, and by which rubric."""
-
-    event: bool | None = Field(default=None, description="score every turn; absent: not")
-    outcome: bool | None = Field(default=None, description="score the episode as a whole; absent: not")
-    provider: Literal["openai", "groq", "gemini", "local"] | None = Field(
-        default=None, description="who serves the model; its key comes from the environment variables"
-    )
-    model: str | None = Field(default=None, min_length=1, description="the judging model")
-    rubric_id: str | None = Field(default=None, min_length=1, description="a rubric that the judge knows")
-    rubric_overrides: dict[str, Any] = Field(  # Any: a rubric has its own shape
-        default={}, description="a rubric in the file: tables `event` and `outcome`"
-    )
-    tracks: tuple[str, ...] = Field(default=(), description="criteria whose id begins with one of these; empty: all")
-    weights: dict[str, float] = Field(default={}, description="factor of each track's score; 1 if not named")
-    max_concurrency: int | None = Field(default=None, gt=0, description="judge calls at once; absent: no limit")
-
-    @field_validator("rubric_overrides")
-    @classmethod
-    def _are_of_events_or_outcomes(cls, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-        if wrong := sorted(set(overrides) - {"event", "outcome"}):
-            raise ValueError(f"expected tables event and outcome, got {wrong[0]!r}")
-        return overrides
-
-    @field_validator("weights")
-    @classmethod
-    def _are_weights(cls, weights: Mapping[str, float]) -> Mapping[str, float]:
-        if wrong := {track: weight for track, weight in weights.items() if weight < 0}:
-            raise ValueError(f"expected numbers >= 0, got {wrong}")
-        if weights and not any(weights.values()):
-            raise ValueError("expected one weight > 0 at least, got zeros only")
-        return weights
-
-
-class JudgeSection(Settings):
-    """[judge]: another model that scores episodes."""
-
-    enabled: bool = Field(default=False, description="whether it scores; the section is checked in any case")
-    type: Literal["synth"] | None = Field(default=None, description="the hosted judge's protocol, which is the only")
-    timeout_s: float | None = Field(default=None, gt=0, description="seconds a call may take; absent: 30")
-    reward_blend: RewardBlendSection | None = Field(default=None, description="[judge.reward_blend]")
-    options: JudgeOptionsSection | None = Field(default=None, description="[judge.options]")
-
-
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     """What a valid configuration asks for that this version does not have: one sentence a setting.
 
     `sections` are the configuration's by name (Any: records of many types, or None).
     """
-    services, compute, judge = sections["services"], sections["compute"], sections["judge"]
+    services, compute = sections["services"], sections["compute"]
     found = []
-    if services is not None and services.task_url is not None:
-        found.append("services.task_url: episodes are played by environments in this process, not by task apps")
-    if services is not None and services.judge_url is not None:
-        found.append("services.judge_url: there is no judge")
     if compute is not None and compute.gpu_count > 1:
         found.append(f"compute.gpu_count = {compute.gpu_count}: training takes 0 GPUs or 1")
     if compute is not None and compute.nodes > 1:
@@ -190,8 +131,6 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     has_reference = services is not None and services.reference_url is not None
     if sections["reference"].placement == "dedicated" and not has_reference:
         found += _missing_reference(sections["reference"].tp, sections["model"].trainer_mode)
-    if judge is not None and judge.enabled:
-        found.append("judge.enabled: there is no judge")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pydantic.fields import FieldInfo
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _PLURALS = {int: "integers", float: "numbers", str: "strings"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@\s]+(/\S*)?")
 _MAX_SHOWN = 60  # characters of a wrong value
 
 
@@ -25,6 +27,15 @@ class Problem:
     text: str
 
 
+def field_of(key: str) -> str:
+    """The key that a file gives a value to, where `key` may be of an entry of a list of tables.
+
+    >>> field_of("rollout.mixture.0.share"), field_of("rollout.top_p")
+    ('rollout.mixture', 'rollout.top_p')
+    """
+    return re.split(r"\.\d+(?:\.|$)", key)[0]
+
+
 def show(value: Any) -> str:
     """A value (Any: from a file) as a user would write it, shortened.
 
@@ -33,6 +44,18 @@ def show(value: Any) -> str:
     """
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def checked_url(url: str) -> str:
+    """A base URL without its last slash.
+
+    Raises:
+        ValueError: it is none, or it holds a secret.
+    """
+    match = _URL.fullmatch(url)
+    if match is None or match["user"]:
+        raise ValueError("expected a URL that begins with http:// or https:// and holds no user or password")
+    return url.rstrip("/")
 
 
 def look_up(values: Any, key: str, default: Any = None) -> Any:
@@ -62,6 +85,12 @@ def section_model(annotation: Any) -> type[BaseModel] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
+def entry_model(annotation: Any) -> type[BaseModel] | None:
+    """The settings class of the entries in an annotation (Any: as above) like `tuple[X, ...]`, a list of tables."""
+    parts = get_args(annotation) if get_origin(annotation) is tuple else ()
+    return section_model(parts[0]) if parts else None
+
+
 def describe(info: FieldInfo | None) -> str:
     """What a field takes, such as "an integer > 0" or "'full' or 'lora'"."""
     if info is None:
@@ -89,6 +118,8 @@ def _noun(annotation: Any) -> str:
         return f"{', '.join(others)} or {last}" if others else last
     if get_origin(annotation) is tuple:
         kind, *rest = get_args(annotation)
+        if section_model(kind) is not None:
+            return "a list of tables"
         count = "" if rest == [...] else f"{1 + len(rest)} "
         return f"a list of {count}{_PLURALS[kind] if kind in _PLURALS else _noun(kind)}"
     if get_origin(annotation) is dict and get_args(annotation)[1] in _PLURALS:

@@ -36,6 +36,8 @@ class SamplingParams:
             multiplied if negative (CTRL, arXiv 1909.05858, section 4.1); 1 changes nothing. Greedy obeys it, too.
         min_tokens: no stop token is among the first `min_tokens` sampled ones, so that the completion is longer than
             this unless `max_tokens` or the context cuts it off. Greedy obeys it, too.
+        json_schema: JSON text of a schema that the sampled text obeys, if it is not cut off; None: any text. Only where
+            `Capabilities.structured_output`; logprobs are then of the narrowed distribution.
     """
 
     max_tokens: int
@@ -47,6 +49,7 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -229,6 +232,18 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Release everything; further calls raise EngineError. Closing twice is fine."""
         ...
+
+
+def refuse_schema(sampling: SamplingParams, engine: str) -> None:
+    """For engines whose capabilities do not say `structured_output`.
+
+    Raises:
+        ConfigError: a schema is to be obeyed.
+    """
+    if sampling.json_schema is not None:
+        raise ConfigError(
+            f"{engine} cannot obey SamplingParams.json_schema: leave it out, or sample with vLLM and structured_output"
+        )
 
 
 def num_tokens_to_sample(prompt_length: int, sampling: SamplingParams, max_model_len: int) -> int:

@@ -24,6 +24,7 @@ from gspo_gym.engine.base import (
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
+    refuse_schema,
 )
 from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.http_probe import LogprobFacts, find_logprob_facts, model_length, obeys_seeds, why_not
@@ -204,10 +205,11 @@ class HttpEngine:
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.
             ConfigError: a sampling parameter under which the endpoint's logprobs would be of another distribution, or
-                which it does not know.
+                which it does not know, as a JSON schema.
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: refused, or the last attempt failed.
         """
+        refuse_schema(sampling, "HttpEngine")
         prompt = [int(token) for token in prompt_token_ids]
         top = self._settings.vocab_size
         if wrong := [token for token in prompt if token < 0 or (top is not None and token >= top)]:

@@ -27,6 +27,7 @@ from gspo_gym.engine.base import (
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
+    refuse_schema,
 )
 from gspo_gym.engine.batch import Batch, Counters, Request
 from gspo_gym.engine.batcher import Batcher
@@ -160,11 +161,13 @@ class LocalEngine:
         loses nothing but time: what the two have in common is reused.
 
         Raises:
+            ConfigError: a JSON schema is to be obeyed.
             ContextOverflowError: the prompt leaves no room for a single token.
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: the logits are not finite, the weights changed without an update, a prompt token is not in the
                 vocabulary, or the engine is closed or dead.
         """
+        refuse_schema(sampling, "LocalEngine")
         max_new = num_tokens_to_sample(len(prompt_token_ids), sampling, self._max_model_len)
         prompt = np.asarray(prompt_token_ids, np.int32)
         if prompt.min() < 0 or prompt.max() >= self._vocab_size:

@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from gspo_gym.circuit import CircuitBreaker
 from gspo_gym.engine.base import Capabilities, Engine
-from gspo_gym.engine.breaker import CircuitBreaker, InFlightLimit
+from gspo_gym.engine.breaker import InFlightLimit
 from gspo_gym.errors import EngineError
 from gspo_gym.types import Completion
 

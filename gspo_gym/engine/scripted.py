@@ -21,6 +21,7 @@ from gspo_gym.engine.base import (
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
+    refuse_schema,
 )
 from gspo_gym.engine.gate import Gate
 from gspo_gym.errors import ConfigError, EngineError
@@ -148,9 +149,11 @@ class ScriptedEngine:
         """The next reply of the script. See `Engine.generate`.
 
         Raises:
+            ConfigError: a JSON schema is to be obeyed.
             EngineError: the script says so, has no (further) reply, or the engine is closed.
             ContextOverflowError: the prompt leaves no room for a single token.
         """
+        refuse_schema(sampling, "ScriptedEngine")
         prompt = tuple(int(token) for token in prompt_token_ids)
         max_new = num_tokens_to_sample(len(prompt), sampling, self._max_model_len)
         async with self._gate.admit(session_id, deadline_seconds):

@@ -24,6 +24,7 @@ from gspo_gym.engine.base import (
     UpdateKind,
     WeightUpdate,
     num_tokens_to_sample,
+    refuse_schema,
 )
 from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.vllm_adapters import Adapters
@@ -104,6 +105,7 @@ class VllmEngine:
             update_kinds=kinds,
             pause_modes=("wait", "keep"),
             has_checksums=self._has_checksums,
+            structured_output=self._settings.structured_output,
         )
 
     @property
@@ -121,7 +123,8 @@ class VllmEngine:
         """Sample one completion; see `Engine.generate`.
 
         Raises:
-            ConfigError: a temperature that vLLM does not have: in (0, 0.01) or above 2.
+            ConfigError: a temperature that vLLM does not have: in (0, 0.01) or above 2; a JSON schema without
+                `VllmSettings.structured_output`, or `min_tokens` with it.
             ContextOverflowError: the prompt leaves no room for a single token.
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: a prompt token is not in the vocabulary, vLLM answered what cannot be true, gave the request
@@ -133,6 +136,10 @@ class VllmEngine:
             raise EngineError(
                 f"generate: prompt tokens must be in [0, {self._vocab_size}), got {min(prompt)}..{max(prompt)}"
             )
+        if not self._settings.structured_output:
+            refuse_schema(sampling, "VllmEngine without VllmSettings.structured_output")
+        elif sampling.min_tokens > 0:
+            raise ConfigError("SamplingParams.min_tokens: expected 0 with VllmSettings.structured_output, see there")
         fields = sampling_fields(sampling, max_new)
         async with self._gate.admit(session_id, deadline_seconds):
             call = asyncio.ensure_future(self._sample(prompt, fields, sampling.stop_token_ids))
@@ -297,10 +304,15 @@ class VllmEngine:
         """vLLM's `CompletionOutput` (Any: untyped). Cancelling it aborts the request."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        schema = fields.pop("structured_outputs", None)
         params = VllmSamplingParams(
-            **fields, detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
+            **fields,
+            structured_outputs=None if schema is None else StructuredOutputsParams(**schema),
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request_id = f"gspo-gym-{next(self._request_ids)}"
         answers = self._llm.generate(tokens_input(prompt, cache_salt=salt), params, request_id, lora_request=adapter)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_gym.engine.openai_client import RefusedError, retry_after_seconds
+from gspo_gym.engine.openai_client import RefusedError
 from gspo_gym.engine.wire import EngineAttemptError, shorten
 from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.openai_client import retry_after_seconds
 
 _UNIX = "unix:"
 # Below the 5 seconds after which vLLM closes an idle connection, so that no request is sent into one that closes.

@@ -39,6 +39,7 @@ class ServerInfo:
         has_our_workers: its workers were extended by `vllm_worker.py`.
         has_own_end_tokens: it knows end tokens of the model's that no request names, and withholds them, too, where
             `min_tokens` asks for a longer completion.
+        has_tokenizer: it can obey schemas.
     """
 
     dtype: str
@@ -50,6 +51,7 @@ class ServerInfo:
     device: str
     has_our_workers: bool
     has_own_end_tokens: bool
+    has_tokenizer: bool
 
 
 class VllmControl:
@@ -181,6 +183,7 @@ def _server_info(answer: Any) -> ServerInfo:
         device=str((config.get("device_config") or {}).get("device")),
         has_our_workers=_member(config, "parallel_config", dict).get("worker_extension_cls") == WORKER_EXTENSION,
         has_own_end_tokens=_has_own_end_tokens(model),
+        has_tokenizer=not model.get("skip_tokenizer_init"),
     )
 
 

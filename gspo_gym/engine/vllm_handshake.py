@@ -50,6 +50,7 @@ class Handshake:
         reuses_prefixes: as far as it is known.
         has_checksums: of whole models.
         has_own_end_tokens: `min_tokens` would withhold more than the request's stop tokens.
+        has_tokenizer: it can obey schemas, as far as it is known.
         has_our_workers: they reload whole models completely on every device.
         model_folder: the served model's, if it is known and a folder.
     """
@@ -63,6 +64,7 @@ class Handshake:
     reuses_prefixes: bool
     has_checksums: bool
     has_own_end_tokens: bool
+    has_tokenizer: bool
     has_our_workers: bool
     model_folder: Path | None
 
@@ -115,6 +117,7 @@ async def shake_hands(
         reuses_prefixes=info is not None and info.reuses_prefixes,
         has_checksums=control is not None and kinds == ("full",) and bool(await control.checksums()),
         has_own_end_tokens=info is None or info.has_own_end_tokens,
+        has_tokenizer=info is not None and info.has_tokenizer,
         has_our_workers=info is not None and info.has_our_workers,
         model_folder=None if info is None else info.model_folder,
     )

@@ -24,6 +24,7 @@ from gspo_gym.engine.base import (
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
+    refuse_schema,
 )
 from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.vllm_client import VllmClient, address_of
@@ -170,6 +171,7 @@ class VllmHttpEngine:
             update_kinds=found.update_kinds,
             pause_modes=("wait", "keep") if can_keep else ("wait",),
             has_checksums=found.has_checksums,
+            structured_output=found.has_tokenizer,
         )
 
     @property
@@ -192,7 +194,7 @@ class VllmHttpEngine:
         """Sample one completion; see `Engine.generate`. Whatever happens on the way, a call gives one sample at most.
 
         Raises:
-            ConfigError: a temperature or `min_tokens` that the server would not obey.
+            ConfigError: a temperature, `min_tokens` or JSON schema that the server would not obey.
             ContextOverflowError: the prompt leaves no room for a single token.
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: a prompt token is not in the vocabulary, the server refused, or the last attempt failed.
@@ -208,6 +210,8 @@ class VllmHttpEngine:
                 "SamplingParams.min_tokens: this server withholds end tokens of the model's own, too; use one that "
                 "`gspo-gym serve --engine vllm` started"
             )
+        if not self.handshake.has_tokenizer:
+            refuse_schema(sampling, "this vLLM server (it runs without a tokenizer)")
         sampling_fields(sampling, max_new)  # refuses what vLLM would change
         deadline = self._settings.deadline_seconds if deadline_seconds is None else deadline_seconds
         async with self._gate.admit(session_id, deadline):

@@ -42,6 +42,7 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
             f"SamplingParams.temperature: vLLM samples at 0 (greedy) or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}], "
             f"got {sampling.temperature}"
         )
+    schema = {} if sampling.json_schema is None else {"structured_outputs": {"json": sampling.json_schema}}
     return {
         "n": 1,
         "max_tokens": max_new,
@@ -58,6 +59,7 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # the only ends are `stop_token_ids`
         "logprobs": 0,
+        **schema,
     }
 
 

@@ -163,6 +163,7 @@ class VllmServer:
         # which `min_tokens` would withhold. (0.32 reads the model's even with `--generation-config vllm`.)
         (self._folder / "generation_config.json").write_text("{}\n", encoding="utf-8")
         fields = {**self._settings.engine_args(), "generation_config": self._folder, "served_model_name": self._name}
+        del fields["disable_log_stats"]  # a server has /metrics to show them
         where = ["--uds", self._uds] if self._uds is not None else ["--host", self._host, "--port", str(self._port)]
         options = ["--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
         server = [str(self._python), "-m", "vllm.entrypoints.openai.api_server"]

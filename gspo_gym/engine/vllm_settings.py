@@ -38,6 +38,8 @@ class VllmSettings:
             flight needs its staleness bound plus 2.
         enable_prefix_caching: keep keys and values, so that a turn costs its new tokens only.
         enable_sleep_mode: let `VllmEngine.sleep` give the memory back; CUDA and ROCm only.
+        structured_output: obey `SamplingParams.json_schema`. vLLM then loads the model's tokenizer, and so knows end
+            tokens of its own, which `min_tokens` would withhold: it must be 0.
 
     >>> VllmSettings(model="policy", max_model_len=512, max_lora_rank=12)
     Traceback (most recent call last):
@@ -58,6 +60,7 @@ class VllmSettings:
     max_loras: int = 2
     enable_prefix_caching: bool = True
     enable_sleep_mode: bool = False
+    structured_output: bool = False
 
     def __post_init__(self) -> None:
         smallest = {"max_model_len": 2, "max_num_seqs": 1, "tensor_parallel_size": 1, "data_parallel_size": 1}
@@ -86,7 +89,7 @@ class VllmSettings:
         """Fields of vLLM's `AsyncEngineArgs`, what training needs included.
 
         Logprobs are those of the sampling distribution, no sampling default is read from the model's files, and there
-        is no tokenizer, because only token ids go in and out.
+        is no tokenizer unless a schema needs one, because only token ids go in and out.
         """
         folder = self.model_folder
         fields: dict[str, Any] = {
@@ -103,7 +106,7 @@ class VllmSettings:
             "enable_sleep_mode": self.enable_sleep_mode,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not self.structured_output,
             "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
         }

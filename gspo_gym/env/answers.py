@@ -5,20 +5,18 @@ Pure functions; nothing is called or waited for. Called by `session.py`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from gspo_gym.chat_api import message_from_wire, require_encodable, text_of_part
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ContractError, RecordError, nearest_name
-from gspo_gym.types import Message, StepResult, ToolCall
+from gspo_gym.types import Message, StepResult
 
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
-_TEXT_PARTS = ("text", "input_text", "output_text")
-_IMAGE_PARTS = ("image_url", "input_image", "image")
 _MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 
 
@@ -104,74 +102,29 @@ def _as_message(item: object, where: str) -> Message:
         return _checked(item, where)
     if not isinstance(item, Mapping):
         raise ContractError(f"{where}: expected a Message or a mapping with role and content, got {described(item)}")
-    if "role" not in item and isinstance(item.get("type"), str):
-        _text_of_part(item, where)  # an image is said to be one
-        raise ContractError(f'{where}: expected a message, got a part of one; put it into {{"role", "content": [...]}}')
-    for key in item:
-        if key not in _KEYS:
-            raise ContractError(f"{where}: unknown key {key!r}; {nearest_name(str(key), _KEYS)}")
-    calls = tuple(_as_call(call, where) for call in item.get("tool_calls") or ())
-    content = item.get("content")
-    if content is None and calls:
-        content = ""  # the OpenAI API sends null with calls
-    content = _as_text(content, where)
-    rest = {key: item[key] for key in ("tool_call_id", "name", "reasoning_content") if key in item}
     try:
-        return _checked(Message(item.get("role", "(none)"), content, calls, **rest), where)
+        if "role" not in item and isinstance(item.get("type"), str):
+            text_of_part(item, where=where)  # an image is said to be one
+            raise RecordError(
+                f'{where}: expected a message, got a part of one; put it into {{"role", "content": [...]}}'
+            )
+        for key in item:
+            if key not in _KEYS:
+                raise RecordError(f"{where}: unknown key {key!r}; {nearest_name(str(key), _KEYS)}")
+        if item.get("content") is None and not item.get("tool_calls"):  # the OpenAI API sends null with calls only
+            raise RecordError(f"{where}: expected content as text or a list of text parts, got NoneType None")
+        return _checked(message_from_wire(item, where=where), where)
     except RecordError as error:
-        raise ContractError(f"{where}: {error}") from error
-
-
-def _as_text(content: object, where: str) -> str:
-    """Content in any of the OpenAI shapes: a text, or a list of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple) or not content:
-        raise ContractError(f"{where}: expected content as text or a list of text parts, got {described(content)}")
-    return "\n".join(_text_of_part(part, f"{where}: part {index}") for index, part in enumerate(content))
-
-
-def _text_of_part(part: object, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in _IMAGE_PARTS:
-        raise ContractError(
-            f"{where}: expected text, got an image ({kind!r}); no renderer here shows images to a model: leave it out, "
-            "or say in text what it shows"
-        )
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise ContractError(f'{where}: expected {{"type": "text", "text": ...}}, got {described(part)}')
-    return text
-
-
-def _as_call(call: object, where: str) -> ToolCall:
-    """A call in the OpenAI shape; its arguments may be a mapping or, as on the wire, JSON text."""
-    if isinstance(call, ToolCall):
-        return call
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if isinstance(call, Mapping) and isinstance(function, Mapping):
-        name, arguments = function.get("name"), function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
-                raise ContractError(f"{where}: the arguments of {name!r} are not JSON: {error}") from error
-        if isinstance(name, str) and isinstance(arguments, Mapping):
-            return ToolCall(str(call.get("id", "")), name, dict(arguments))
-    raise ContractError(
-        f'{where}: expected a tool call {{"id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}, '
-        f"got {described(call)}"
-    )
+        raise ContractError(str(error)) from error
 
 
 def _checked(message: Message, where: str) -> Message:
     if message.role == "tool" and not message.tool_call_id:
         raise ContractError(f"{where}: expected a tool message to name its call in tool_call_id, got none")
-    if not message.content.isascii():
-        try:
-            message.content.encode()
-        except UnicodeEncodeError as error:
-            raise ContractError(f"{where}: expected text that can be encoded, got a lone surrogate: {error}") from error
+    try:
+        require_encodable(message.content, where=where)
+    except RecordError as error:
+        raise ContractError(str(error)) from error
     return message
 
 

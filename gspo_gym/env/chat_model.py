@@ -6,14 +6,14 @@ here it is always an exception, never an empty answer. Called by environments an
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.errors import ConfigError, EnvError, EnvTimeoutError, MissingExtraError
-from gspo_gym.types import Message, ToolCall
+from gspo_gym.chat_api import message_from_wire, message_to_wire
+from gspo_gym.errors import ConfigError, EnvError, EnvTimeoutError, MissingExtraError, RecordError
+from gspo_gym.types import Message
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -89,7 +89,7 @@ class ChatModel:
         settings = self.settings
         request: dict[str, Any] = {
             "model": settings.model,
-            "messages": [_wire(message) for message in messages],
+            "messages": [message_to_wire(message) for message in messages],
             "temperature": settings.temperature,
             "max_tokens": settings.max_tokens,
         }
@@ -112,32 +112,14 @@ class ChatModel:
         await self._client.close()
 
 
-def _wire(message: Message) -> dict[str, Any]:
-    """The OpenAI wire shape: as `Message.to_dict`, but with arguments as JSON text and without reasoning."""
-    wire = message.to_dict()
-    wire.pop("reasoning_content", None)
-    for call in wire.get("tool_calls", ()):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    return wire
-
-
-def _message(
-    answer: Any, where: str
-) -> Message:  # Any: an endpoint may answer with anything, whatever the client's types say
+def _message(answer: Any, where: str) -> Message:  # Any: an endpoint may answer with anything
     choices = getattr(answer, "choices", None)
     if not choices or getattr(choices[0], "message", None) is None:
         raise EnvError(f"{where}: expected a chat completion with a message, got {answer!r:.200}")
-    said = choices[0].message
-    calls = []
-    for call in said.tool_calls or ():
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except json.JSONDecodeError as error:
-            text = call.function.arguments
-            raise EnvError(f"{where}: the arguments of {call.function.name!r} are not JSON: {text!r:.200}") from error
-        if not isinstance(arguments, dict):
-            raise EnvError(f"{where}: expected the arguments of {call.function.name!r} by name, got {arguments!r:.200}")
-        calls.append(ToolCall(call.id, call.function.name, arguments))
-    if not said.content and not calls:
+    try:
+        message = message_from_wire(choices[0].message.to_dict() | {"role": "assistant"}, where=where)
+    except RecordError as error:
+        raise EnvError(str(error)) from error
+    if not message.content and not message.tool_calls:
         raise EnvError(f"{where}: expected a text or a tool call, got an empty message")
-    return Message("assistant", said.content or "", tuple(calls))
+    return message

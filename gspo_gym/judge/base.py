@@ -7,13 +7,15 @@ number. What the scores are worth for training is decided elsewhere (`blend.py`)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
-from gspo_gym.errors import ServiceError
-from gspo_gym.judge.rubric import Rubric
+from gspo_gym.errors import ConfigError, ServiceError, nearest_name
+from gspo_gym.judge.rubric import Aggregate, Rubric
 from gspo_gym.types import Trajectory
+
+Argument = TypeVar("Argument")
 
 
 class JudgeError(ServiceError):
@@ -34,6 +36,66 @@ class Rubrics:
 
     event: Rubric | None = None
     outcome: Rubric | None = None
+
+    @property
+    def parts(self) -> dict[str, Rubric]:
+        """The rubrics there are, by "event" and "outcome"."""
+        named = {"event": self.event, "outcome": self.outcome}
+        return {name: rubric for name, rubric in named.items() if rubric is not None}
+
+    def only_tracks(self, tracks: Collection[str]) -> Rubrics:
+        """The criteria of these tracks alone; all where `tracks` is empty.
+
+        Raises:
+            ConfigError: a part has none of them; to leave that part out, do not judge it.
+        """
+        if not tracks:
+            return self
+        return Rubrics(**{name: _named(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
+
+    def with_track_weights(self, weights: Mapping[str, float]) -> Rubrics:
+        """Both parts with these weights of their tracks, 1 for those not named; as they are where `weights` is empty.
+
+        Raises:
+            ConfigError: a weight is below 0 or names a track of neither part, or all weights of a part are 0.
+        """
+        if not weights:
+            return self
+        known = [track for rubric in self.parts.values() for track in rubric.tracks]
+        if unknown := sorted(set(weights) - set(known)):
+            raise ConfigError(f"no criterion is of the track {unknown[0]!r}; {nearest_name(unknown[0], set(known))}")
+
+        def weighed(rubric: Rubric) -> Rubric:
+            return replace(rubric, track_weights={track: weights.get(track, 1.0) for track in rubric.tracks})
+
+        return Rubrics(**{name: _named(name, weighed, rubric) for name, rubric in self.parts.items()})
+
+    def with_aggregate(self, aggregate: Aggregate) -> Rubrics:
+        """The parts whose aggregation is "custom" with this function, the others as they are.
+
+        Raises:
+            ConfigError: no part has that aggregation.
+        """
+        if all(rubric.aggregation != "custom" for rubric in self.parts.values()):
+            raise ConfigError('a function that aggregates is given, but no part has aggregation = "custom"')
+        return Rubrics(
+            **{
+                name: replace(rubric, aggregate=aggregate) if rubric.aggregation == "custom" else rubric
+                for name, rubric in self.parts.items()
+            }
+        )
+
+    def require_totals(self) -> None:
+        """Refuse before anything is judged what could not be totalled afterwards.
+
+        Raises:
+            ConfigError: a part has aggregation "custom" and no function.
+        """
+        for name, rubric in self.parts.items():
+            if rubric.aggregation == "custom" and rubric.aggregate is None:
+                raise ConfigError(
+                    f'{name}: aggregation "custom" needs a function; name it as module:function in the configuration'
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +216,11 @@ class Judge(Protocol):
     async def close(self) -> None:
         """Give connections back. Closing twice is fine."""
         ...
+
+
+def _named(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
+    """The changed rubric; an error says which part it is about."""
+    try:
+        return change(argument)
+    except ConfigError as error:
+        raise ConfigError(f"{part}: {error}") from error

@@ -1,13 +1,37 @@
-"""Rubrics: criteria, their scales and weights, and how scores become one total. Pure arithmetic, no files, no model."""
+"""Rubrics: criteria, their scales and weights, and how scores become one total. Pure arithmetic, no files, no model.
+
+With s the score of a criterion on its own scale and w its weight, the total is
+
+    weighted_sum    sum w s / sum w: a mean, as task apps have it ("inherit" is this, once nothing is left to inherit)
+    sum             sum s: weights count for nothing
+    custom          what a function of the operator's makes of the scores
+
+With track weights v (ours, because the contract names them without a formula) a track's score is the mean of its
+criteria, T = sum w n / sum w, with n the score normalised to [0, 1]; the total is sum v T / sum v, and under "sum" it
+is sum v T. A track is what stands before the first dot of an id, "" where there is no dot.
+
+A required criterion below its threshold makes the total 0, or the lowest that there is where that is below 0. A missing
+score is never 0: the total raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from gspo_gym.errors import ConfigError, UnscoredError, nearest_name
 
 Scale = Literal["binary", "bounded", "count", "custom"]
 Aggregation = Literal["sum", "weighted_sum", "custom", "inherit"]
+
+# Scores by id, and the rubric -> the total.
+Aggregate = Callable[[Mapping[str, float], "Rubric"], float]
+
+_MAX_ID = 128  # characters: ids are keys of a verdict and stand in every prompt
+_TOLERANCE = 1e-6  # of the sum of a strict rubric's weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +43,10 @@ class Criterion:
         description: what the judge reads.
         weight: > 0.
         scale: "binary" 0 or 1; "bounded" [0, 1]; "count" a whole number >= 0; "custom" [minimum, maximum].
-        required: a score below `threshold` makes the rubric's total 0.
+        required: a score below `threshold` fails the whole rubric.
+        threshold: on the criterion's own scale; only for a required one.
+        minimum, maximum: the ends of a custom scale. Of a count, `maximum` is how many are full marks where scores are
+            normalised; a higher count is accepted, and means no more there.
     """
 
     id: str
@@ -31,13 +58,232 @@ class Criterion:
     minimum: float = 0.0
     maximum: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not self.id or len(self.id) > _MAX_ID or not self.id.isprintable() or self.id != self.id.strip():
+            raise ConfigError(f"criterion id: expected 1 to {_MAX_ID} printable characters, got {self.id!r}")
+        if not self.description.strip():
+            raise ConfigError(f"criterion {self.id!r}: expected a description for the judge to read, got none")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ConfigError(f"criterion {self.id!r}: expected a weight > 0, got {self.weight}")
+        if self.scale not in get_args(Scale):
+            raise ConfigError(
+                f"criterion {self.id!r}: scale {self.scale!r}; {nearest_name(self.scale, get_args(Scale))}"
+            )
+        self._check_bounds()
+        if self.required and not self.lowest < self.threshold <= (math.inf if self.highest is None else self.highest):
+            raise ConfigError(
+                f"criterion {self.id!r}: expected a threshold above {self.lowest:g} and within its scale, so that it "
+                f"can be passed and failed, got {self.threshold}"
+            )
+
+    def _check_bounds(self) -> None:
+        bounds = (self.minimum, self.maximum)
+        if not (all(map(math.isfinite, bounds)) and self.minimum < self.maximum):
+            raise ConfigError(f"criterion {self.id!r}: expected minimum < maximum, got {self.minimum}, {self.maximum}")
+        if self.scale in ("binary", "bounded") and bounds != (0.0, 1.0):
+            raise ConfigError(
+                f'criterion {self.id!r}: a {self.scale} score has the ends 0 and 1; scale = "custom" has its own '
+                f"(minimum {self.minimum}, maximum {self.maximum})"
+            )
+        if self.scale == "count" and self.minimum:
+            raise ConfigError(f"criterion {self.id!r}: a count begins at 0, got minimum {self.minimum}")
+
+    @property
+    def track(self) -> str:
+        """What stands before the first dot of the id; "" without a dot."""
+        return self.id.split(".", 1)[0] if "." in self.id else ""
+
+    @property
+    def lowest(self) -> float:
+        """The lowest score."""
+        return self.minimum if self.scale == "custom" else 0.0
+
+    @property
+    def highest(self) -> float | None:
+        """The highest score; None for a count, which has none."""
+        return None if self.scale == "count" else self.maximum
+
+    def problem_of(self, score: float) -> str | None:
+        """Why a score is not on the scale; None if it is."""
+        if self.scale == "binary":
+            fits, expected = score in (0, 1), "0 or 1"
+        elif self.scale == "count":
+            fits, expected = math.isfinite(score) and score >= 0 and float(score).is_integer(), "a whole number >= 0"
+        else:
+            fits, expected = self.minimum <= score <= self.maximum, f"{self.minimum:g} to {self.maximum:g}"
+        return None if fits else f"criterion {self.id!r} ({self.scale}): expected {expected}, got {score}"
+
+    def normalised(self, score: float) -> float:
+        """The score in [0, 1]; of a count, `maximum` and more are 1."""
+        if self.scale == "count":
+            return min(score, self.maximum) / self.maximum
+        return (score - self.minimum) / (self.maximum - self.minimum)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values (hence Any) as in a rubric file, without what has its default; reads back to an equal one."""
+        written: dict[str, Any] = {
+            "id": self.id,
+            "description": self.description,
+            "weight": self.weight,
+            "scale": self.scale,
+        }
+        if self.required:
+            written |= {"required": True, "threshold": self.threshold}
+        if (self.minimum, self.maximum) != (0.0, 1.0):
+            written |= {"minimum": self.minimum, "maximum": self.maximum}
+        return written
+
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
-    """Criteria under one goal."""
+    """Criteria under one goal.
+
+    Attributes:
+        criteria: at least one; ids are unique.
+        version: for people and for caches.
+        goal_text: what is to be achieved; the judge reads it.
+        aggregation: how scores become the total.
+        track_weights: >= 0 by track, 1 for a track that is not named; empty: tracks count for nothing.
+        aggregate: the function of aggregation "custom"; None: not given (yet).
+    """
 
     criteria: tuple[Criterion, ...]
     version: str = "1"
     goal_text: str = ""
     aggregation: Aggregation = "weighted_sum"
     track_weights: Mapping[str, float] = field(default_factory=dict)
+    aggregate: Aggregate | None = None
+
+    def __post_init__(self) -> None:
+        if not self.criteria:
+            raise ConfigError("rubric: expected at least one criterion, got none")
+        if repeated := sorted(id_ for id_, count in Counter(self.ids).items() if count > 1):
+            raise ConfigError(f"rubric: {repeated[0]!r} is the id of several criteria; give each one its own")
+        if self.aggregation not in get_args(Aggregation):
+            known = get_args(Aggregation)
+            raise ConfigError(f"rubric: aggregation {self.aggregation!r}; {nearest_name(self.aggregation, known)}")
+        if self.aggregate is not None and self.aggregation != "custom":
+            raise ConfigError(
+                f'rubric: a function aggregates only where aggregation is "custom", got {self.aggregation!r}'
+            )
+        if self.track_weights:
+            self._check_track_weights()
+
+    def _check_track_weights(self) -> None:
+        if self.aggregation == "custom":
+            raise ConfigError('rubric: a function makes the total (aggregation "custom"), so tracks have no weights')
+        for track, weight in self.track_weights.items():
+            if track not in self.tracks:
+                raise ConfigError(f"rubric: no criterion is of the track {track!r}; {nearest_name(track, self.tracks)}")
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigError(f"rubric: track {track!r}: expected a weight >= 0, got {weight}")
+        if not any(self.track_weights.get(track, 1.0) for track in self.tracks):
+            raise ConfigError(f"rubric: the weights of all its tracks are 0 ({', '.join(self.tracks)})")
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The criteria's ids in their order."""
+        return tuple(criterion.id for criterion in self.criteria)
+
+    @property
+    def tracks(self) -> tuple[str, ...]:
+        """The tracks in order of their first criteria."""
+        return tuple(dict.fromkeys(criterion.track for criterion in self.criteria))
+
+    @property
+    def lowest_scores(self) -> dict[str, float]:
+        """The lowest score of every criterion: what an episode without content gets."""
+        return {criterion.id: criterion.lowest for criterion in self.criteria}
+
+    def total(self, scores: Mapping[str, float]) -> float:
+        """The aggregate of one score for every criterion, see the module's head.
+
+        Raises:
+            UnscoredError: a score is missing, of no criterion, or not on its criterion's scale.
+            ConfigError: aggregation is "custom" without a function, or its function gave no finite number.
+        """
+        self._require_complete(scores)
+        if not any(c.required and scores[c.id] < c.threshold for c in self.criteria):
+            return self._aggregated(scores)
+        return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregated(self.lowest_scores))
+
+    def only_tracks(self, tracks: Iterable[str]) -> Rubric:
+        """The criteria of these tracks alone.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        wanted = set(tracks)
+        criteria = tuple(criterion for criterion in self.criteria if criterion.track in wanted)
+        if not criteria:
+            named = ", ".join(sorted(wanted))
+            raise ConfigError(f"rubric: no criterion is of the tracks {named}; its tracks: {', '.join(self.tracks)}")
+        weights = {track: weight for track, weight in self.track_weights.items() if track in wanted}
+        return replace(self, criteria=criteria, track_weights=weights)
+
+    def in_order(self, ids: Iterable[str]) -> Rubric:
+        """The same criteria in the order of `ids`, which names each once."""
+        by_id = {criterion.id: criterion for criterion in self.criteria}
+        criteria = tuple(by_id[id_] for id_ in ids)
+        assert len(criteria) == len(by_id), "ids must be a permutation"
+        return replace(self, criteria=criteria)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values (hence Any) as in a rubric file; reads back to an equal rubric, except for `aggregate`."""
+        written: dict[str, Any] = {"version": self.version, "goal_text": self.goal_text}
+        written |= {"aggregation": self.aggregation, "criteria": [c.to_dict() for c in self.criteria]}
+        return written | ({"track_weights": dict(self.track_weights)} if self.track_weights else {})
+
+    def _require_complete(self, scores: Mapping[str, float]) -> None:
+        problems = [f"criterion {id_!r} has no score" for id_ in self.ids if id_ not in scores]
+        problems += [f"{id_!r} is the id of no criterion" for id_ in scores if id_ not in self.ids]
+        found = (c.problem_of(scores[c.id]) for c in self.criteria if c.id in scores)
+        problems += [problem for problem in found if problem is not None]
+        if problems:
+            raise UnscoredError("; ".join(problems))
+
+    def _aggregated(self, scores: Mapping[str, float]) -> float:
+        if self.aggregation == "custom":
+            return self._custom_total(scores)
+        if self.track_weights:
+            return self._tracks_total(scores)
+        if self.aggregation == "sum":
+            return float(sum(scores[id_] for id_ in self.ids))
+        return _mean([(c.weight, scores[c.id]) for c in self.criteria])
+
+    def _tracks_total(self, scores: Mapping[str, float]) -> float:
+        by_track: dict[str, list[tuple[float, float]]] = {}
+        for c in self.criteria:
+            by_track.setdefault(c.track, []).append((c.weight, c.normalised(scores[c.id])))
+        weighed = [(self.track_weights.get(track, 1.0), _mean(pairs)) for track, pairs in by_track.items()]
+        return float(sum(v * score for v, score in weighed)) if self.aggregation == "sum" else _mean(weighed)
+
+    def _custom_total(self, scores: Mapping[str, float]) -> float:
+        if self.aggregate is None:
+            raise ConfigError('rubric: aggregation "custom" needs a function, which only the operator can name')
+        total = self.aggregate(dict(scores), self)
+        if isinstance(total, bool) or not isinstance(total, int | float) or not math.isfinite(total):
+            raise ConfigError(f"rubric: expected a finite number from the function that aggregates, got {total!r}")
+        return float(total)
+
+
+def strict_problems(rubric: Rubric) -> list[str]:
+    """What keeps a rubric from the strict form that hosted judges ask for; empty if nothing does.
+
+    That is: weights in (0, 1] that sum to 1 (within 1e-6), weighted_sum, and a version and goal that say something.
+    """
+    problems = [
+        f"criterion {c.id!r}: expected a weight in (0, 1], got {c.weight:g}" for c in rubric.criteria if c.weight > 1
+    ]
+    total = math.fsum(criterion.weight for criterion in rubric.criteria)
+    if abs(total - 1) > _TOLERANCE:
+        problems.append(f"weights: expected a sum of 1, got {total:g}")
+    if rubric.aggregation != "weighted_sum":
+        problems.append(f"aggregation: expected weighted_sum, got {rubric.aggregation}")
+    problems += [f"{name}: expected a text" for name in ("version", "goal_text") if not getattr(rubric, name).strip()]
+    return problems
+
+
+def _mean(weighed: list[tuple[float, float]]) -> float:
+    """The mean of the second numbers, weighed by the first; at least one weight is above 0."""
+    return math.fsum(w * s for w, s in weighed) / math.fsum(w for w, _ in weighed)

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import fastapi
-import gymnasium
 from fastapi.responses import JSONResponse
-from gymnasium.envs.registration import load_env_creator
 from pydantic import ValidationError
 
 from gspo_gym.env.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, GymError
+from gspo_gym.remote.env_source import description_of
+from gspo_gym.remote.guard import Guard
 from gspo_gym.remote.openenv_channel import Channel
 from gspo_gym.remote.openenv_mcp import answer_rpc, rpc_error
 from gspo_gym.remote.openenv_sessions import CapacityError, Sessions
@@ -41,7 +40,7 @@ from gspo_gym.remote.openenv_wire import (
     read_action,
     validation_errors,
 )
-from gspo_gym.remote.serving import MAX_BODY_BYTES, Guard
+from gspo_gym.remote.services import joined_app
 
 _STATELESS = (
     "HTTP is stateless: this action would meet a fresh environment that was never reset. Play an episode over the "
@@ -58,6 +57,64 @@ class Facts:
     tool_schemas: tuple[Mapping[str, Any], ...]
 
 
+class OpenEnvService:
+    """What answers in OpenEnv's protocol: one environment and its sessions.
+
+    Attributes:
+        sessions: of this server. facts: read from one instance when the server starts.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        ConfigError: a limit is not positive, or no such isolation.
+    """
+
+    facts: Facts
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        *,
+        config: Mapping[str, Any] | None,
+        isolation: str,
+        max_sessions: int,
+        step_timeout_seconds: float,
+        idle_timeout_seconds: float,
+    ) -> None:
+        if max_sessions < 1 or not step_timeout_seconds > 0 or not idle_timeout_seconds > 0:
+            raise ConfigError(
+                "create_openenv_app: expected max_sessions >= 1 and timeouts > 0, got "
+                f"{max_sessions}, {step_timeout_seconds} and {idle_timeout_seconds}"
+            )
+        self.name = resolve(env) if isinstance(env, str) else getattr(env, "__name__", "environment")
+        self._description = description_of(env) or self.name
+        self.sessions = Sessions(
+            isolated_factory(env, config, isolation),
+            env_id=self.name,
+            max_sessions=max_sessions,
+            step_timeout_seconds=step_timeout_seconds,
+            idle_timeout_seconds=idle_timeout_seconds,
+        )
+
+    def add_to(self, app: fastapi.FastAPI) -> None:
+        """Put the routes into an application."""
+        app.state.openenv = self
+        app.include_router(_ROUTER)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """For as long as the server runs; sessions are closed at its end.
+
+        Raises:
+            EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
+            ConfigError: a tool has a reserved name.
+        """
+        self.facts = await _read_facts(self.sessions, self.name, self._description)
+        try:
+            yield
+        finally:
+            await self.sessions.close_all()
+
+
 def create_openenv_app(
     env: str | Callable[[], Any],
     *,
@@ -66,8 +123,9 @@ def create_openenv_app(
     max_sessions: int = 8,
     step_timeout_seconds: float = 60.0,
     idle_timeout_seconds: float = 600.0,
-    api_key: str | None = None,
+    api_key: str | Iterable[str] | None = None,
     allowed_origins: Iterable[str] = (),
+    allowed_hosts: Iterable[str] | None = None,
 ) -> Guard:
     """An ASGI application that serves an environment.
 
@@ -79,36 +137,22 @@ def create_openenv_app(
         max_sessions: episodes at once; one more is answered CAPACITY_REACHED, and should be tried again later.
         step_timeout_seconds: for each call of an environment's method; a session that misses it is over.
         idle_timeout_seconds: of a session that no WebSocket drives, before it may lose its place to another.
-        api_key, allowed_origins: see `serving.Guard`.
+        api_key, allowed_origins, allowed_hosts: see `guard.Guard`.
 
     Raises:
         UnknownNameError: a name that is not registered.
         ConfigError: a limit is not positive, or no such isolation. When it starts: a tool has a reserved name.
     """
-    if max_sessions < 1 or not step_timeout_seconds > 0 or not idle_timeout_seconds > 0:
-        raise ConfigError(
-            "create_openenv_app: expected max_sessions >= 1 and timeouts > 0, got "
-            f"{max_sessions}, {step_timeout_seconds} and {idle_timeout_seconds}"
-        )
-    name = resolve(env) if isinstance(env, str) else getattr(env, "__name__", "environment")
-    sessions = Sessions(
-        isolated_factory(env, config, isolation),
-        env_id=name,
+    service = OpenEnvService(
+        env,
+        config=config,
+        isolation=isolation,
         max_sessions=max_sessions,
         step_timeout_seconds=step_timeout_seconds,
         idle_timeout_seconds=idle_timeout_seconds,
     )
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
-        app.state.facts = await _read_facts(sessions, name, _description_of(env) or name)
-        yield
-        await sessions.close_all()
-
-    app = fastapi.FastAPI(title=f"{name} over OpenEnv's protocol", lifespan=lifespan)
-    app.state.sessions = sessions
-    app.include_router(_ROUTER)
-    return Guard(app, api_key=api_key, allowed_origins=allowed_origins, max_body_bytes=MAX_BODY_BYTES)
+    app = joined_app([service], title=f"{service.name} over OpenEnv's protocol")
+    return Guard(app, api_key=api_key, allowed_origins=allowed_origins, allowed_hosts=allowed_hosts)
 
 
 async def _read_facts(sessions: Sessions, name: str, description: str) -> Facts:
@@ -123,12 +167,9 @@ async def _read_facts(sessions: Sessions, name: str, description: str) -> Facts:
     return Facts(name, description, schemas)
 
 
-def _description_of(env: str | Callable[[], Any]) -> str:
-    """The first line of its docstring, or ""."""
-    creator: Any = gymnasium.registry[resolve(env)].entry_point if isinstance(env, str) else env
-    if isinstance(creator, str):
-        creator = load_env_creator(creator)
-    return (inspect.getdoc(creator) or "").partition("\n")[0]
+def _service(app: fastapi.FastAPI) -> OpenEnvService:
+    service: OpenEnvService = app.state.openenv
+    return service
 
 
 _ROUTER = fastapi.APIRouter()
@@ -143,7 +184,7 @@ async def health() -> dict[str, str]:
 @_ROUTER.get("/metadata")
 async def metadata(request: fastapi.Request) -> dict[str, Any]:
     """What the environment is."""
-    facts: Facts = request.app.state.facts
+    facts = _service(request.app).facts
     about = {"name": facts.name, "description": facts.description, "version": importlib.metadata.version("gspo-gym")}
     return {**about, "readme_content": None, "author": None, "documentation_url": None}
 
@@ -151,7 +192,7 @@ async def metadata(request: fastapi.Request) -> dict[str, Any]:
 @_ROUTER.get("/schema")
 async def schema(request: fastapi.Request) -> dict[str, Any]:
     """JSON schemas of actions, observations and states."""
-    has_tools = bool(request.app.state.facts.tool_schemas)
+    has_tools = bool(_service(request.app).facts.tool_schemas)
     observation = (ToolObservation if has_tools else Observation).model_json_schema()
     state = {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer", "minimum": 0}}
     return {
@@ -165,7 +206,7 @@ async def schema(request: fastapi.Request) -> dict[str, Any]:
 @_ROUTER.get("/list_environments")
 async def list_environments(request: fastapi.Request) -> list[str]:
     """The one environment that is served."""
-    return [request.app.state.facts.name]
+    return [_service(request.app).facts.name]
 
 
 @_ROUTER.get("/state")
@@ -177,7 +218,7 @@ async def state() -> dict[str, Any]:
 @_ROUTER.post("/reset")
 async def reset(request: fastapi.Request) -> JSONResponse:
     """The first observation of a fresh environment, which is closed again."""
-    sessions: Sessions = request.app.state.sessions
+    sessions = _service(request.app).sessions
     try:
         given = ResetRequest.model_validate(json.loads(await request.body() or b"{}"))
     except json.JSONDecodeError as error:
@@ -202,7 +243,7 @@ async def reset(request: fastapi.Request) -> JSONResponse:
 @_ROUTER.post("/step")
 async def step(request: fastapi.Request) -> JSONResponse:
     """Always an error: what is wrong with the action, or that there is no episode here."""
-    has_tools = bool(request.app.state.facts.tool_schemas)
+    has_tools = bool(_service(request.app).facts.tool_schemas)
     try:
         body = json.loads(await request.body() or b"{}")
         read_action(body.get("action") if isinstance(body, dict) else body, has_tools=has_tools)
@@ -220,12 +261,12 @@ async def mcp(request: fastapi.Request) -> JSONResponse:
         asked = json.loads(await request.body())
     except json.JSONDecodeError as error:
         return JSONResponse(rpc_error(None, -32700, f"Parse error: {error}"))
-    state = request.app.state
-    return JSONResponse(await answer_rpc(asked, sessions=state.sessions, tool_schemas=state.facts.tool_schemas))
+    service = _service(request.app)
+    return JSONResponse(await answer_rpc(asked, sessions=service.sessions, tool_schemas=service.facts.tool_schemas))
 
 
 @_ROUTER.websocket("/ws")
 async def websocket(socket: fastapi.WebSocket) -> None:
     """One session: episodes, one after another."""
-    state = socket.app.state
-    await Channel(socket, sessions=state.sessions, tool_schemas=state.facts.tool_schemas).run()
+    service = _service(socket.app)
+    await Channel(socket, sessions=service.sessions, tool_schemas=service.facts.tool_schemas).run()

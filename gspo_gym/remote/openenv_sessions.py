@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -65,17 +65,30 @@ class Session:
             EnvError, ContractError: as `EnvSession.step`.
         """
         async with self._lock:
-            if not self._is_playing:
-                raise UsageError("no episode is being played: send reset first")
-            result = await self._call(self.env.step(message_at(self.num_steps)))
-            self.num_steps += 1
-            self._is_playing = not result.done
-            return result
+            return await self._turn(self.env.step(message_at(self.num_steps)))
+
+    async def refuse(self, error: str) -> StepResult:
+        """Answer text that was no action, in place of `act`.
+
+        Raises:
+            as `act`.
+        """
+        async with self._lock:
+            return await self._turn(self.env.invalid_action(error))
 
     async def close(self) -> None:
         """Close the environment; what it raises by that is of no use to a client that has gone."""
         with suppress(GymError):
             await self.env.close()
+
+    async def _turn(self, answer: Coroutine[Any, Any, StepResult]) -> StepResult:
+        if not self._is_playing:
+            answer.close()  # it was never begun
+            raise UsageError("no episode is being played: send reset first")
+        result = await self._call(answer)
+        self.num_steps += 1
+        self._is_playing = not result.done
+        return result
 
     async def _call(self, answer: Any) -> StepResult:  # Any: a coroutine of EnvSession
         self.last_used = time.monotonic()
@@ -120,8 +133,8 @@ class Sessions:
         """Sessions that take a place: open ones, and those whose environment is being made."""
         return len(self._open) + self._num_opening
 
-    async def create(self) -> Session:
-        """A session with a fresh environment.
+    async def create(self, factory: Callable[[], Any] | None = None) -> Session:
+        """A session with a fresh environment; `factory` makes it, if it is not the server's own.
 
         Raises:
             CapacityError: all places are taken.
@@ -133,19 +146,19 @@ class Sessions:
             raise CapacityError(f"{self.num_active} of at most {self.max_sessions} sessions are open")
         self._num_opening += 1
         try:
-            session = Session(await self.open_env())
+            session = Session(await self.open_env(factory))
         finally:
             self._num_opening -= 1
         self._open[session.id] = session
         return session
 
-    async def open_env(self) -> EnvSession:
+    async def open_env(self, factory: Callable[[], Any] | None = None) -> EnvSession:
         """An environment that takes no place.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: it could not be made.
         """
-        return await open_session(self._factory, env_id=self._env_id, step_timeout_seconds=self._timeout)
+        return await open_session(factory or self._factory, env_id=self._env_id, step_timeout_seconds=self._timeout)
 
     def get(self, session_id: str) -> Session:
         """An open session.

@@ -15,11 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gspo_gym.chat.fitting import cannot_fit
 from gspo_gym.chat.parsing import ParseFailure
 from gspo_gym.chat.renderer import Renderer
+from gspo_gym.chat.system_prompt import with_system_prompt
 from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ConfigError, ContextOverflowError, UsageError
-from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode, SampledTokens
+from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode
+from gspo_gym.segments import SampledTokens
 from gspo_gym.types import FinishReason, Int32Array, Message, Outcome, ParseStatus, StepResult
 
 _Answer = TypeVar("_Answer")
@@ -165,9 +168,9 @@ class TokenObservationWrapper:
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
         result = await self._timed(self.session.reset(seed, options))
-        messages = _with_system_prompt(result.messages, self._system_prompt)
+        messages = with_system_prompt(result.messages, self._system_prompt)
         self._open.messages.extend(messages)
-        is_hopeless = _is_hopeless(messages, self._tokenizer, self._max_model_len)
+        is_hopeless = cannot_fit(messages, self._tokenizer, self._max_model_len)
         prompt = None if is_hopeless else self.renderer.start(self._open.messages)
         if prompt is None or len(prompt) >= self._max_model_len:
             self._open.outcome = Outcome.CONTEXT_OVERFLOW
@@ -291,7 +294,7 @@ class TokenObservationWrapper:
             episode.outcome = Outcome.TERMINATED if result.terminated else Outcome.TRUNCATED
         elif len(episode.turns) >= self._max_turns:
             episode.outcome = Outcome.MAX_TURNS
-        elif _is_hopeless(result.messages, self._tokenizer, self._max_model_len):
+        elif cannot_fit(result.messages, self._tokenizer, self._max_model_len):
             episode.outcome = Outcome.CONTEXT_OVERFLOW
         else:
             is_closed = episode.turns[-1].finish_reason is FinishReason.STOP
@@ -311,34 +314,11 @@ class TokenObservationWrapper:
             self.env_seconds += self._clock() - started
 
 
-def _with_system_prompt(messages: tuple[Message, ...], prompt: str | None) -> tuple[Message, ...]:
-    """The first messages with the prompt before them; templates take one system message, so two become one."""
-    if prompt is None:
-        return messages
-    if messages and messages[0].role == "system":
-        return (Message("system", f"{prompt}\n\n{messages[0].content}"), *messages[1:])
-    return (Message("system", prompt), *messages)
-
-
 def _require_range(name: str, value: int, low: int, high: int | None = None) -> None:
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"{low} to {high}"
         raise ConfigError(f"TokenObservationWrapper.{name}: expected an integer, {wanted}, got {value!r}")
-
-
-def _is_hopeless(messages: Sequence[Message], tokenizer: Any, max_model_len: int) -> bool:
-    """Whether the text is too long to fit whatever its tokens are, so that encoding it would only cost time.
-
-    A text of n characters has at least n / (characters of the longest token) tokens; the factor 4 allows for
-    normalisers that merge characters. Encoding ten megabytes would hold up every other episode for seconds. Any:
-    transformers is untyped.
-    """
-    num_characters = sum(len(message.content) for message in messages)
-    if num_characters <= 64 * max_model_len:  # nothing to gain, and asking for the vocabulary is not free
-        return False
-    longest = max(map(len, tokenizer.get_vocab()))
-    return num_characters > 4 * longest * max_model_len
 
 
 def _size(prompt: Sequence[int] | None, messages: Sequence[Message]) -> str:

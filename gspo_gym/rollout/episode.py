@@ -7,14 +7,13 @@ wrong into a typed record. It retries nothing (the pool does) and scores nothing
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.chat.renderer import Renderer
+from gspo_gym.chat.renderer_cache import RendererCache as RendererCache
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError
 from gspo_gym.rollout.actors import Actor, ActRequest
@@ -45,39 +44,8 @@ class EpisodeRequest:
         return f"{self.trajectory_id}/{self.attempt}"
 
 
-class RendererCache:
-    """One renderer per set of tools: probing a chat template is slow, and episodes of one environment share it.
-
-    Args:
-        tokenizer: a transformers tokenizer with a chat template (Any: transformers is untyped).
-        template_kwargs: passed to the chat template, for example {"enable_thinking": False}.
-        system_prompt: what every conversation begins with, before the environment speaks; None: nothing.
-    """
-
-    _MAX_KEPT = 64  # environments whose tools differ from task to task must not grow this without end
-
-    def __init__(
-        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, system_prompt: str | None = None
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.system_prompt = system_prompt
-        self._template_kwargs = dict(template_kwargs or {})
-        self._renderers: dict[str, Renderer] = {}
-
-    def for_tools(self, tool_schemas: Sequence[Mapping[str, Any]]) -> Renderer:
-        """The renderer of conversations in which these tools are offered.
-
-        Raises:
-            TemplateError: the chat template cannot be rendered exactly.
-        """
-        key = json.dumps(list(tool_schemas))  # unsorted: the order of keys reaches the prompt
-        if key not in self._renderers:
-            if len(self._renderers) >= self._MAX_KEPT:
-                del self._renderers[next(iter(self._renderers))]
-            self._renderers[key] = Renderer(
-                self.tokenizer, tool_schemas=tool_schemas, template_kwargs=self._template_kwargs
-            )
-        return self._renderers[key]
+# Plays one attempt to its end; a failure of the episode is a record with an outcome, never an exception.
+PlayEpisode = Callable[[EpisodeRequest], Awaitable[Trajectory]]
 
 
 async def run_episode(
@@ -130,6 +98,22 @@ async def run_episode(
         error=error,
         timing=timing,
     )
+
+
+def episode_player(
+    *,
+    make_env: MakeEnv,
+    act: Actor,
+    renderers: RendererCache,
+    limits: EpisodeLimits,
+    clock: Clock = time.monotonic,
+) -> PlayEpisode:
+    """What a pool plays episodes with when we drive them: `run_episode` of environments here; see there."""
+
+    async def play(request: EpisodeRequest) -> Trajectory:
+        return await run_episode(request, make_env=make_env, act=act, renderers=renderers, limits=limits, clock=clock)
+
+    return play
 
 
 class _EpisodeTimeoutError(Exception):

@@ -1,23 +1,24 @@
 """RolloutPool: many episodes at once, in groups of the same task, with retries and a ledger.
 
 What is played depends only on the requests and the run seed, never on concurrency, order or timing. The pool knows
-nothing of rewards beyond whether an episode has one; what it hands out is blind to how it was produced.
+nothing of rewards beyond whether an episode has one, and nothing of who plays it: `episode.episode_player` does here,
+and a task app elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gspo_gym.errors import ConfigError, RolloutError
-from gspo_gym.rollout.actors import Actor
-from gspo_gym.rollout.episode import Clock, EpisodeRequest, MakeEnv, RendererCache, run_episode
+from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
-from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.rollout.limits import PoolLimits
+from gspo_gym.rollout.scoring import Scoring, Slots
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
 
@@ -50,6 +51,7 @@ class _Finished:
 
     trajectory: Trajectory
     reason: str | None
+    is_unscored: bool = False  # it was played, and who should have scored it could not
 
 
 class RolloutPool:
@@ -60,15 +62,13 @@ class RolloutPool:
     whose first prompt does not fit, and one that its environment did not score.
 
     Args:
-        make_env: a fresh environment for a task.
-        act: the player.
-        renderers: of the player's tokenizer.
-        episode_limits, pool_limits: see `limits.py`.
+        play: plays one attempt, in whatever it needs, afresh.
+        pool_limits: see `limits.py`.
         run_seed: all sampling seeds derive from it.
         ledger: what was dispatched and how it ended; a new one in memory if None.
         on_episode: called with every finished attempt, for progress; must be quick.
         keep_unscored: keep episodes in which the environment scored no turn, for whoever scores them afterwards.
-        clock: seconds, monotonic.
+        scoring: who gives finished episodes their rewards, instead of the environment; None: nobody does.
 
     Attributes:
         ledger: see above.
@@ -77,29 +77,22 @@ class RolloutPool:
     def __init__(
         self,
         *,
-        make_env: MakeEnv,
-        act: Actor,
-        renderers: RendererCache,
-        episode_limits: EpisodeLimits,
+        play: PlayEpisode,
         pool_limits: PoolLimits,
         run_seed: int,
         ledger: Ledger | None = None,
         on_episode: OnEpisode | None = None,
         keep_unscored: bool = False,
-        clock: Clock = time.monotonic,
+        scoring: Scoring | None = None,
     ) -> None:
         self.ledger = Ledger() if ledger is None else ledger
-        self._make_env = make_env
-        self._act = act
-        self._renderers = renderers
-        self._episode_limits = episode_limits
+        self._play_episode = play
         self._pool_limits = pool_limits
         self._run_seed = run_seed
         self._on_episode = on_episode
         self._keep_unscored = keep_unscored
-        self._clock = clock
-        self._slots: asyncio.Semaphore | None = None
-        self._slots_loop: asyncio.AbstractEventLoop | None = None
+        self._scoring = scoring
+        self._slots = Slots(pool_limits.max_concurrent_rollouts)
 
     async def collect(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
         """Play all groups at once; one group per request, in their order, its trajectories in the order of members.
@@ -170,47 +163,50 @@ class RolloutPool:
                 sampling_seed=child_seed(self._run_seed, "group", seed_name, member, attempt),
                 attempt=attempt,
             )
-            trajectory = await self._play_attempt(episode)
-            if trajectory.outcome.is_infrastructure_failure and attempt < last_attempt:
-                self._settle(trajectory, Disposition.RETRIED, trajectory.error)
+            done = await self._play_attempt(episode)
+            trajectory, reason = done.trajectory, done.reason
+            if attempt < last_attempt and self._is_played_again(done):
+                self._settle(trajectory, Disposition.RETRIED, reason)
                 self._report(trajectory, Disposition.RETRIED)
                 continue
-            reason = _reason_to_drop(trajectory, keep_unscored=self._keep_unscored)
-            finished[trajectory.trajectory_id] = _Finished(trajectory, reason)
+            finished[trajectory.trajectory_id] = done
             self._report(trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED)
             return
 
-    async def _play_attempt(self, episode: EpisodeRequest) -> Trajectory:
-        async with self._free_slot():
+    async def _play_attempt(self, episode: EpisodeRequest) -> _Finished:
+        """The attempt, played and scored. Its slot is another's while it waits for its score, unless too many do."""
+        scoring = self._scoring
+        async with self._slots.of_this_loop():
             task = episode.task
             self.ledger.dispatch(
                 Dispatched(episode.trajectory_id, episode.attempt, task.task_id, task.seed, episode.sampling_seed)
             )
-            try:
-                return await run_episode(
-                    episode,
-                    make_env=self._make_env,
-                    act=self._act,
-                    renderers=self._renderers,
-                    limits=self._episode_limits,
-                    clock=self._clock,
-                )
-            except BaseException as error:
-                is_cancelled = isinstance(error, asyncio.CancelledError)
-                outcome = Outcome.CANCELLED if is_cancelled else Outcome.ENGINE_ERROR
-                reason = "it was cancelled" if is_cancelled else f"{type(error).__name__}: {error}"
-                self.ledger.settle(
-                    Terminal(episode.trajectory_id, episode.attempt, outcome, Disposition.DROPPED, reason)
-                )
-                raise
+            with self._settling(episode):
+                trajectory = await self._play_episode(episode)
+                if scoring is None or trajectory.error is not None:
+                    return _Finished(trajectory, _reason_to_drop(trajectory, keep_unscored=self._keep_unscored))
+                await scoring.wait_for_room()
+        with self._settling(episode):
+            scored, unscored = await scoring.score(trajectory)
+            reason = f"not scored: {unscored}" if unscored else _reason_to_drop(scored, keep_unscored=False)
+            return _Finished(scored, reason, is_unscored=unscored is not None)
 
-    def _free_slot(self) -> asyncio.Semaphore:
-        # A semaphore belongs to one event loop; callers who use `asyncio.run` several times get a fresh one each time.
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots_loop is not loop:
-            self._slots = asyncio.Semaphore(self._pool_limits.max_concurrent_rollouts)
-            self._slots_loop = loop
-        return self._slots
+    @contextlib.contextmanager
+    def _settling(self, episode: EpisodeRequest) -> Iterator[None]:
+        """Ends the attempt in the ledger if it does not come to an end of its own."""
+        try:
+            yield
+        except BaseException as error:
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            outcome = Outcome.CANCELLED if is_cancelled else Outcome.ENGINE_ERROR
+            reason = "it was cancelled" if is_cancelled else f"{type(error).__name__}: {error}"
+            self.ledger.settle(Terminal(episode.trajectory_id, episode.attempt, outcome, Disposition.DROPPED, reason))
+            raise
+
+    def _is_played_again(self, done: _Finished) -> bool:
+        if done.is_unscored:
+            return self._scoring is not None and self._scoring.limits.on_unscored == "refill"
+        return done.trajectory.outcome.is_infrastructure_failure
 
     def _assemble(self, request: GroupRequest, finished: dict[str, _Finished]) -> TrajectoryGroup:
         """The group of what its members came to; settles each of them in the ledger."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -29,6 +30,9 @@ METRICS: Mapping[str, str] = MappingProxyType(
 )
 # Reward terms are named by the environments: "reward/<term>" is the mean over kept episodes of the term's sum.
 TERM_PREFIX = "reward/"
+# Where a run has several environments: "source/<environment>/<name>" is "rollout/<name>" of its episodes alone.
+SOURCE_PREFIX = "source/"
+_SOURCE_METRICS = ("reward_mean", "success_rate", "turns_mean", "num_episodes", "num_dropped", "num_dropped_groups")
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dict[str, float]:
@@ -42,8 +46,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dic
         "rollout/reward_mean": mean,
         "rollout/reward_std": (sum((r - mean) ** 2 for r in returns) / len(returns)) ** 0.5,
         "rollout/num_episodes": float(len(episodes)),
-        "rollout/num_dropped": float(sum(len(group.dropped) for group in groups)),
-        "rollout/num_dropped_groups": float(sum(not group.trajectories for group in groups)),
+        **_losses(groups),
         "rollout/turns_mean": len(turns) / len(episodes),
         "rollout/tokens_per_turn": sampled / len(turns),
         "rollout/sampled_tokens": float(sampled),
@@ -63,3 +66,26 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dic
         for name, value in turn.reward_terms.items():
             terms[name] += value
     return metrics | {TERM_PREFIX + name: total / len(episodes) for name, total in sorted(terms.items())}
+
+
+def source_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """What matters of each environment by itself; of one that lost all its episodes, what was lost."""
+    by_env: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in groups:
+        by_env[group.task.env_id].append(group)
+    metrics: dict[str, float] = {}
+    for env_id, own in sorted(by_env.items()):
+        if any(group.trajectories for group in own):
+            values = rollout_metrics(own, seconds=math.inf)
+        else:
+            values = {"rollout/num_episodes": 0.0, **_losses(own)}
+        named = {name: values[f"rollout/{name}"] for name in _SOURCE_METRICS if f"rollout/{name}" in values}
+        metrics |= {f"{SOURCE_PREFIX}{env_id}/{name}": value for name, value in named.items()}
+    return metrics
+
+
+def _losses(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    return {
+        "rollout/num_dropped": float(sum(len(group.dropped) for group in groups)),
+        "rollout/num_dropped_groups": float(sum(not group.trajectories for group in groups)),
+    }

@@ -86,8 +86,8 @@ def add_arguments(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """0: all was translated; 1: keys were left out, or the result is not valid yet. Either way the TOML is written."""
-    from gspo_gym.config.files import read_file
     from gspo_gym.config.run_config import RunConfig  # here: --help need not wait for pydantic
+    from gspo_gym.table_files import read_file
 
     wanted = Wanted(arguments.env, arguments.model, arguments.label, arguments.iterations, arguments.max_turns)
     translation = translate(arguments.system, read_file(arguments.file), wanted)

@@ -21,7 +21,7 @@ import pytest
 from gspo_gym.errors import EngineError
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
@@ -96,13 +96,19 @@ def over() -> Iterator[threading.Event]:
 def test_two_thousand_episodes_with_forty_percent_faults(over: threading.Event) -> None:
     counts: Counter[str] = Counter()
     pool = RolloutPool(
-        make_env=lambda task: Obedient(over, counts),
-        act=Teller(),
-        renderers=RendererCache(tiny_tokenizer()),
-        # Long enough that a healthy step of a busy machine never misses it, short enough for 330 hangs: each takes one
-        # of 128 slots for that time, about 2.6 s in all.
-        episode_limits=EpisodeLimits(
-            max_turns=2, max_output_tokens=16, max_model_len=128, step_timeout_seconds=2.0, episode_timeout_seconds=60
+        play=episode_player(
+            make_env=lambda task: Obedient(over, counts),
+            act=Teller(),
+            renderers=RendererCache(tiny_tokenizer()),
+            # Long enough that a healthy step of a busy machine never misses it, short enough for 330 hangs: each takes
+            # one of 128 slots for that time, about 2.6 s in all.
+            limits=EpisodeLimits(
+                max_turns=2,
+                max_output_tokens=16,
+                max_model_len=128,
+                step_timeout_seconds=2.0,
+                episode_timeout_seconds=60,
+            ),
         ),
         pool_limits=PoolLimits(max_concurrent_rollouts=128, max_attempts=MAX_ATTEMPTS, min_group_fraction=0.5),
         run_seed=RUN_SEED,

@@ -33,7 +33,7 @@ from gspo_gym.recording import RunRecorder, read_metrics
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import ActRequest, EngineActor
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
@@ -125,10 +125,12 @@ class Run:
 
     def pool(self) -> RolloutPool:
         return RolloutPool(
-            make_env=lambda task: Letters(),
-            act=self.actor,
-            renderers=RendererCache(self.policy.tokenizer),
-            episode_limits=self.config.episode_limits,
+            play=episode_player(
+                make_env=lambda task: Letters(),
+                act=self.actor,
+                renderers=RendererCache(self.policy.tokenizer),
+                limits=self.config.episode_limits,
+            ),
             pool_limits=PoolLimits(max_concurrent_rollouts=self.concurrency, max_attempts=1, min_group_fraction=0.75),
             run_seed=7,
             ledger=self.ledger,

@@ -18,7 +18,7 @@ from engine_contract import (
 )
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.errors import ContextOverflowError, EngineError
+from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.types import Completion, FinishReason
 
 HALF = tuple(range(0, 64, 2))
@@ -71,6 +71,14 @@ async def a_stop_token_in_the_last_place_counts_as_stop_and_not_as_length(subjec
 async def a_completion_ends_where_the_context_does(subject: Subject) -> None:
     completion = await subject.engine.generate(prompt(0, subject.max_model_len - 3), sampling(max_tokens=50))
     assert (len(completion.token_ids), completion.finish_reason) == (3, FinishReason.LENGTH)
+
+
+@clause()
+async def a_schema_is_obeyed_or_refused_and_never_ignored(subject: Subject) -> None:
+    params = sampling(max_tokens=4, json_schema='{"type": "integer"}')
+    if not subject.engine.capabilities.structured_output:
+        with pytest.raises(ConfigError, match="json_schema"):
+            await subject.engine.generate(prompt(0, 9), params)
 
 
 @clause()

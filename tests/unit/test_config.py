@@ -69,6 +69,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
         "rollout": {
             "env_name": "GuessNumber",
             "env_config": {},
+            "mixture": [],
             "isolation": "auto",
             "env_memory_limit_mb": 8192,
             "env_variables": [],
@@ -428,7 +429,7 @@ def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(
         "  command line: training.lorra: unknown key; did you mean 'lora'?",
         "  command line: loss.clip_low: expected a number > 0 and < 1, got 2",
         "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, evaluation, "
-        "judge, limits, loss, model, optimizer, reference, rewards, rollout, run, services, topology, tracking, "
+        "gateway, judge, limits, loss, model, optimizer, reference, rewards, rollout, run, services, topology, tracking, "
         "training, vllm, warmup",
     ]
 
@@ -455,7 +456,7 @@ SPLIT = {"gpus_for_vllm": 1, "gpus_for_training": 1}
 def test_a_slip_in_any_key_and_a_wrong_type_of_any_value_name_that_key(key: str, problems: Callable[..., Any]) -> None:
     name = key.rsplit(".", 1)[1]
     base: dict[str, Any] = {"warmup": dict(WARMUP), "model.trainer_mode": "lora", "compute": {"gpu_count": 2}}
-    base |= {"topology": dict(SPLIT), "vllm": {}, "judge": {}, "services": {}}
+    base |= {"topology": dict(SPLIT), "vllm": {}, "judge": {}, "services": {"task_url": "http://a"}, "gateway": {}}
     slip = f"{key[: -len(name)]}{name[0]}q{name[1:]}"
     lines = problems({**base, slip: 1})
     assert lines[0].startswith(f"{slip}: unknown key; ")

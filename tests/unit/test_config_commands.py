@@ -41,12 +41,12 @@ def test_check_says_what_no_clip_can_change(file: Path, capsys: pytest.CaptureFi
 
 
 def test_check_lists_what_this_version_cannot_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["services.task_url=https://x.org", "services.judge_url=https://y.org"]
+    overrides = ["compute.gpu_count=2", "compute.nodes=3"]
     assert main(["config", "check", str(file), *overrides]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
         "This version cannot run it:",
-        "  services.task_url: episodes are played by environments in this process, not by task apps",
-        "  services.judge_url: there is no judge",
+        "  compute.gpu_count = 2: training takes 0 GPUs or 1",
+        "  compute.nodes = 3: training takes one machine",
     ]
 
 

@@ -9,13 +9,14 @@ import ast
 import asyncio
 import copy
 import functools
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
 from gspo_gym import build
-from gspo_gym.config.reference import leaf_keys
+from gspo_gym.config.reference import entries_of, leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.env.registry import make
@@ -181,17 +182,8 @@ OTHER = {
 }  # fmt: skip
 
 GPUS = {"compute.gpu_count": 3, "topology.gpus_for_vllm": 2, "topology.gpus_for_training": 1, "vllm": {}}
-JUDGE = {
-    "judge.enabled": True,
-    "judge.options.provider": "groq",
-    "judge.options.model": "m",
-    "judge.options.event": True,
-    "judge.options.outcome": True,
-}
 # Keys of machinery that is not in this version: a run with them is refused, and says why.
 REFUSED = {
-    "services.task_url": ("https://x.org", {}),
-    "services.judge_url": ("https://x.org", {}),
     "compute.nodes": (2, {"compute.gpu_count": 0}),
     "topology.type": ("single_node_split", GPUS),
     "topology.gpus_for_vllm": (2, GPUS),
@@ -199,26 +191,12 @@ REFUSED = {
     "topology.gpus_for_ref": (0, GPUS),
     "topology.tensor_parallel": (2, {**GPUS, "vllm.tensor_parallel_size": 2}),
     "reference.tp": (2, {"reference.placement": "dedicated", **KL}),
-    "judge.enabled": (True, JUDGE),
-    "judge.type": ("synth", JUDGE),
-    "judge.timeout_s": (10, JUDGE),
-    "judge.reward_blend.env": (0.5, JUDGE),
-    "judge.reward_blend.event": (0.5, JUDGE),
-    "judge.reward_blend.outcome": (0.5, JUDGE),
-    "judge.options.event": (True, JUDGE),
-    "judge.options.outcome": (True, JUDGE),
-    "judge.options.provider": ("local", JUDGE),
-    "judge.options.model": ("n", JUDGE),
-    "judge.options.rubric_id": ("r", JUDGE),
-    "judge.options.rubric_overrides": ({"event": {}}, JUDGE),
-    "judge.options.tracks": (["process"], JUDGE),
-    "judge.options.weights": ({"process": 0.5}, JUDGE),
-    "judge.options.max_concurrency": (4, JUDGE),
 }
 
 # Keys whose effect another test shows, and why it cannot be seen here.
 RULES = "tests/unit/test_config_rules.py::"
 ENGINES = "tests/unit/test_build_engines.py::"
+APPS = "tests/unit/test_build_apps.py::"
 SYNC = "tests/unit/test_weight_sync_settings.py::"
 SHOWN_BY = {
     # one legal value: any other is refused
@@ -228,6 +206,23 @@ SHOWN_BY = {
     # they decide what is refused
     "algorithm.method": RULES + "test_a_contradiction_is_named_on_both_sides",
     "algorithm.acknowledge": RULES + "test_a_contradiction_is_named_on_both_sides",
+    # they need a task app
+    "services.task_url": APPS + "test_an_app_is_asked_for_what_the_configuration_says",
+    **dict.fromkeys(
+        ("gateway.host", "gateway.port", "gateway.public_url"),
+        APPS + "test_the_gateway_listens_and_is_told_of_where_the_section_says",
+    ),
+    "gateway.max_calls": APPS + "test_a_rollout_that_calls_too_often_is_refused_and_is_no_episode",
+    **dict.fromkeys(
+        (
+            "rollout.mixture",
+            "rollout.mixture.env_name",
+            "rollout.mixture.share",
+            "rollout.mixture.env_config",
+            "rollout.mixture.task_url",
+        ),
+        APPS + "test_a_mixed_run_trains_and_evaluates_on_every_environment",
+    ),
     # they need a server, or vLLM
     "rollout.engine": ENGINES + "test_an_endpoint_samples_and_its_weights_stay_its_own",
     "services.engine_urls": ENGINES + "test_several_urls_share_the_work",
@@ -264,6 +259,13 @@ SHOWN_BY = {
         ("reference.health_max_wait_s", "reference.health_interval_ms"),
         "tests/unit/test_build_reference.py::test_health_is_asked_at_the_interval_until_the_wait_is_over",
     ),
+    # they need a judge
+    **{
+        key: "tests/unit/test_build_judge.py::test_another_value_builds_another_judge"
+        for key in ("services.judge_url", *(key for key in leaf_keys() if key.startswith("judge.")))
+        if key != "judge.type"
+    },
+    "judge.type": "tests/unit/test_config_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
     # it matters only where a base is an adapter of another shape
     "training.lora.on_mismatch": "tests/unit/test_models_adapters.py::"
     "test_merging_widens_every_expert_in_its_own_place",
@@ -312,9 +314,10 @@ def _what_is_built(config, monkeypatch):
     try:
         learner = build.build_learner(config, policy)
         pool = build.build_training_pool(config, player)
-        evaluation_pool = build.build_pool(config, player.renderers, act=None, seed_name="evaluation")
+        evaluation_pool = build.build_pool(
+            config, build.build_play(config, player, mode="eval"), seed_name="evaluation"
+        )
         warmup_pool, warmup_plan = asyncio.run(build.build_warmup(config, player))
-        evaluator = build.build_evaluation_actor(config, player)
     finally:
         asyncio.run(player.engine.close())
     env = make(config.rollout.env_name, **config.rollout.env_config)
@@ -323,18 +326,23 @@ def _what_is_built(config, monkeypatch):
     adapter = getattr(policy.model, "peft_config", None)
     return (
         build.build_plan(config),
-        (pool._episode_limits, pool._pool_limits, pool._run_seed, type(env), env.reset(seed=0)[0], make_env),
-        (evaluation_pool._episode_limits, player.renderers.system_prompt, player.renderers._template_kwargs),
+        (told(pool)["limits"], pool._pool_limits, pool._run_seed, type(env), env.reset(seed=0)[0], make_env),
+        (told(evaluation_pool)["limits"], player.renderers.system_prompt, player.renderers._template_kwargs),
         (learner._loss, learner._settings, learner._correction, learner._reference_settings, learner._seed),
         (learner._shaper._advantages, learner._shaper._rewards, learner._scorer.temperature),
         (learner._optimizer._settings, learner._optimizer._total_steps),
-        (plain(pool._act), plain(evaluator), config.evaluation_seeds, config.run_folder),
-        (warmup_plan, warmup_pool._act._make_policy, player.engine.capabilities),
+        (plain(told(pool)["act"]), plain(told(evaluation_pool)["act"]), config.evaluation_seeds, config.run_folder),
+        (warmup_plan, told(warmup_pool)["act"]._make_policy, player.engine.capabilities),
         (sinks, {name: value for name, value in settings.items() if name != "config"}),
         [(name, p.dtype, p.requires_grad, p.double().sum().item()) for name, p in policy.model.named_parameters()],
         policy.model._options,
         adapter and [(c.r, c.lora_alpha, c.lora_dropout, sorted(c.target_modules)) for c in adapter.values()],
     )
+
+
+def told(pool):
+    """What the pool's player of episodes was told."""
+    return inspect.getclosurevars(pool._play_episode).nonlocals
 
 
 def plain(actor):
@@ -343,7 +351,8 @@ def plain(actor):
 
 
 def test_every_leaf_key_is_tried_once():
-    assert sorted([*OTHER, *REFUSED, *SHOWN_BY]) == sorted(leaf_keys())
+    entries = [f"{name}.{key}" for name, entry in entries_of() for key in entry.model_fields]
+    assert sorted([*OTHER, *REFUSED, *SHOWN_BY]) == sorted([*leaf_keys(), *entries])
 
 
 @pytest.mark.parametrize("key", OTHER)

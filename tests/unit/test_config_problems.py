@@ -198,8 +198,8 @@ def test_a_rule_is_silent_where_one_of_its_keys_is_wrong_itself(problems: Proble
     [
         ("judge.options.openai_api_key", "OPENAI_API_KEY"),
         ("judge.api_key", "JUDGE_API_KEY"),
-        ("services.api_key", "TASK_APP_API_KEY"),
-        ("services.environment_api_key", "TASK_APP_API_KEY"),
+        ("services.api_key", "ENVIRONMENT_API_KEY"),
+        ("services.environment_api_key", "ENVIRONMENT_API_KEY"),
         ("tracking.wandb_api_key", "WANDB_API_KEY"),
         ("tracking.api_key", "WANDB_API_KEY"),
         ("rollout.env_config.password", "PASSWORD"),

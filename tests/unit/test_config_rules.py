@@ -16,7 +16,6 @@ LORA = {"model.trainer_mode": "lora"}
 GRPO = {"algorithm.variety": "grpo"}
 TOPOLOGY = {"type": "single_node_split", "gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 0}
 SPLIT = {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "vllm": {}}
-JUDGE = {"enabled": True, "options": {"event": True, "outcome": True, "provider": "groq", "model": "m"}}
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 DEDICATED = {
     "compute": {"gpu_count": 4},
@@ -461,7 +460,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "training.max_staleness: expected at least training.weight_sync_interval - 1 = 1, which samples lie behind "
         "before new weights are sent, got 0",
     ),
-    # tracking and judge
+    # tracking
     "one sink twice": (
         {"tracking.report_to": ["wandb", "wandb"]},
         'tracking.report_to: names a sink twice: ["wandb", "wandb"]',
@@ -478,36 +477,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "name in no sink": (
         {"tracking.run_name": "x"},
         "tracking.run_name: has no effect with tracking.report_to = []: add \"wandb\" there, or remove this",
-    ),
-    "a blend of nothing": (
-        {"judge": {**JUDGE, "reward_blend": {"env": 0.0}}},
-        "judge.reward_blend.env: expected one weight > 0 at least, got env = event = outcome = 0",
-    ),
-    "event weight without event judging": (
-        {"judge": {**JUDGE, "reward_blend": {"event": 0.3}, "options": {**JUDGE["options"], "event": False}}},
-        "judge.reward_blend.event: expected 0 while judge.options.event is not true, got 0.3",
-    ),
-    "outcome weight without outcome judging": (
-        {"judge": {"enabled": True, "reward_blend": {"outcome": 0.3},
-                   "options": {"event": True, "provider": "groq", "model": "m"}}},
-        "judge.reward_blend.outcome: expected 0 while judge.options.outcome is not true, got 0.3",
-    ),
-    "event weight without a judge": (
-        {"judge": {"reward_blend": {"event": 0.3}, "options": {"event": True}}},
-        "judge.reward_blend.event: expected 0 without a judge (judge.enabled), got 0.3",
-    ),
-    "half of the reward without a judge": (
-        {"judge": {"reward_blend": {"env": 0.5}}},
-        "judge.reward_blend.env: expected 1 without a judge (judge.enabled), got 0.5",
-    ),
-    "a judge without a model": (
-        {"judge": {"enabled": True, "options": {"provider": "groq"}}},
-        "judge.enabled: true needs judge.options with model, event or outcome = true",
-    ),
-    "weight of a track that is not judged": (
-        {"judge": {"options": {"tracks": ["process"], "weights": {"progress": 0.5}}}},
-        'judge.options.weights: "progress" is not in judge.options.tracks = ["process"], so that its weight has no '
-        "effect",
     ),
 }  # fmt: skip
 
@@ -570,8 +539,6 @@ ALLOWED: dict[str, dict[str, Any]] = {
         }
     },
     "two sinks": {"tracking": {"report_to": ["wandb", "tensorboard"], "wandb_project": "p", "run_name": "r"}},
-    "a judge": {"judge": {**JUDGE, "reward_blend": {"env": 0.0, "event": 0.4, "outcome": 0.6}}},
-    "a judge that is off": {"judge": {"options": {"event": True, "tracks": ["a"], "weights": {"a": 1.0}}}},
 }  # fmt: skip
 
 

@@ -42,21 +42,16 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
     assert str(caught.value).splitlines() == [
         "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
         "process:",
-        "  services.task_url: episodes are played by environments in this process, not by task apps",
-        "  services.judge_url: there is no judge",
         "  compute.gpu_count = 5: training takes 0 GPUs or 1",
         "  [topology]: vLLM in this process and the learner share the devices that they see; a server on GPUs of its "
         "own is named by services.engine_urls",
         "  reference.tp = 2: the scoring server runs its model on one device",
-        "  judge.enabled: there is no judge",
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"services": {"task_url": "https://x.org"}}, "services.task_url"),
-        ({"services": {"judge_url": "https://x.org"}}, "services.judge_url"),
         ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2"),
         ({"compute": {"gpu_count": 1, "nodes": 2}}, "compute.nodes = 2"),
         ({"vllm": {}, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora"'),
@@ -65,7 +60,6 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             {"reference": {"placement": "dedicated"}, "loss.kl_coef": 0.1, "model.trainer_mode": "qlora"},
             'reference.placement = "dedicated": quantized weights',
         ),
-        ({"judge": EVERYTHING["judge"]}, "judge.enabled"),
     ],
 )
 def test_each_of_them_alone_is_refused_before_anything_is_built(
@@ -84,11 +78,13 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
     [
         {},
         {"services": {}},
+        {"services": {"task_url": "https://x.org"}},
         {"compute": {"gpu_count": 0}},
         {"compute": {"gpu_count": 1}},
         {"vllm": {}},
         {"rollout.engine": "vllm"},
         {"judge": {"options": {"event": True}}},
+        {"judge": EVERYTHING["judge"], "services": {"judge_url": "http://localhost:8002"}},
         {"loss.kl_coef": 0.1},
         {"loss.kl_coef": 0.1, "reference.placement": "dedicated"},
     ],
@@ -100,8 +96,8 @@ def test_what_this_version_has_is_not_refused(changes: dict[str, Any], make: Mak
 
 
 def test_an_evaluation_is_refused_as_well(make: Make) -> None:
-    with pytest.raises(ConfigError, match="there is no judge"):
-        asyncio.run(build.build_player(make({"judge": EVERYTHING["judge"]}), load_policy("tiny:qwen3-64")))
+    with pytest.raises(ConfigError, match="training takes 0 GPUs or 1"):
+        asyncio.run(build.build_player(make({"compute": {"gpu_count": 2}}), load_policy("tiny:qwen3-64")))
 
 
 def test_weights_that_are_somebody_elses_can_be_evaluated_but_not_trained(make: Make, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from gspo_gym.models import Policy, adapt_policy, load_policy
 from gspo_gym.recording import RunRecorder, read_events
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import EngineActor
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.trainer import Trainer, TrainPlan
@@ -142,10 +142,12 @@ def train(folder: Path, make_engine: Callable[[Policy], LocalEngine], *, num_ste
     async def main() -> None:
         engine = make_engine(policy)
         pool = RolloutPool(
-            make_env=lambda task: Letters(),
-            act=EngineActor(engine),
-            renderers=RendererCache(policy.tokenizer),
-            episode_limits=EpisodeLimits(max_turns=4, max_output_tokens=6, max_model_len=128),
+            play=episode_player(
+                make_env=lambda task: Letters(),
+                act=EngineActor(engine),
+                renderers=RendererCache(policy.tokenizer),
+                limits=EpisodeLimits(max_turns=4, max_output_tokens=6, max_model_len=128),
+            ),
             pool_limits=PoolLimits(max_concurrent_rollouts=8, max_attempts=1, min_group_fraction=0.75),
             run_seed=7,
         )

@@ -31,7 +31,7 @@ from gspo_gym.evaluation import (
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor, policy_of
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.settings import parse_seeds
@@ -61,10 +61,12 @@ class SilentDice(Dice):
 
 def pool_for(env_type: type[Dice] = Dice, *, max_turns: int = 2) -> RolloutPool:
     return RolloutPool(
-        make_env=lambda task: env_type(),
-        act=ScriptedActor(lambda env, rng: lambda messages: "go"),
-        renderers=RendererCache(tiny_tokenizer()),
-        episode_limits=EpisodeLimits(max_turns=max_turns, max_output_tokens=8, max_model_len=256),
+        play=episode_player(
+            make_env=lambda task: env_type(),
+            act=ScriptedActor(lambda env, rng: lambda messages: "go"),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=max_turns, max_output_tokens=8, max_model_len=256),
+        ),
         pool_limits=PoolLimits(max_attempts=2),
         run_seed=0,
     )
@@ -147,10 +149,12 @@ def test_the_dictionary_is_json_and_holds_the_summary() -> None:
 def test_the_reference_policy_of_each_bundled_environment_always_succeeds(name: str) -> None:
     env_id = resolve(name)
     pool = RolloutPool(
-        make_env=lambda task: make(task.env_id),
-        act=ScriptedActor(policy_of(make(env_id), "reference")),
-        renderers=RendererCache(tiny_tokenizer()),
-        episode_limits=EpisodeLimits(max_turns=50, max_output_tokens=2048, max_model_len=32_768),
+        play=episode_player(
+            make_env=lambda task: make(task.env_id),
+            act=ScriptedActor(policy_of(make(env_id), "reference")),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=50, max_output_tokens=2048, max_model_len=32_768),
+        ),
         pool_limits=PoolLimits(max_attempts=1),
         run_seed=0,
     )

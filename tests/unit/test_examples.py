@@ -15,6 +15,8 @@ EXAMPLES = {
     "dataset_gym.py": (("2",), "training questions: mean reward"),
     "evaluate_model.py": ((), "scripted:reference against scripted:random"),
     "train_from_python.py": (("2",), "final_eval mean return"),
+    # always found: 0.2 x 1 + 0.4 x 1 + 0.4 x 1
+    "gold_judge.py": ((), "mean return 1.000, of it without the judge 1.000"),
     "collect_episodes.py": ((), "of 50 episodes succeeded and are in careful.parquet"),
     "credit_comparison.py": (
         (

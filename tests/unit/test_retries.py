@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gspo_gym.engine.openai_client import retry_after_seconds
 from gspo_gym.errors import ConfigError, ServiceError
+from gspo_gym.openai_client import retry_after_seconds
 from gspo_gym.retries import AttemptError, Retries, RetrySettings
 
 

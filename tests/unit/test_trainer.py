@@ -32,7 +32,7 @@ from gspo_gym.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import ActRequest
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.seeding import generator, training_seed
@@ -128,10 +128,12 @@ def train(
     """Run the plan, from `state` on; `same_for` 1: every group is constant."""
     parts = Parts(version=0 if state is None else state.step)
     pool = RolloutPool(
-        make_env=lambda task: Letters(task, same_for),
-        act=Babbler(lambda: parts.version),
-        renderers=RendererCache(tiny_tokenizer()),
-        episode_limits=EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256),
+        play=episode_player(
+            make_env=lambda task: Letters(task, same_for),
+            act=Babbler(lambda: parts.version),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256),
+        ),
         pool_limits=PoolLimits(max_concurrent_rollouts=concurrency, max_attempts=1, min_group_fraction=0.75),
         run_seed=7,
     )

@@ -116,17 +116,26 @@ def learner(policy: Policy, engine: VllmHttpEngine, stage: Stage, loop_thread: A
 
 
 async def running(engine: VllmHttpEngine, num_calls: int) -> list[asyncio.Task[Completion]]:
-    """Long calls, each with some tokens and far from its end.
-
-    The server tells nobody how far it is, so this waits: 1,500 tokens take it seconds, the first of them far less.
-    """
-    calls = [
-        asyncio.create_task(engine.generate([72, number], LONG, session_id=f"long-{number}"))
-        for number in range(num_calls)
-    ]
-    await asyncio.sleep(0.3)
+    """Long calls, each with some tokens and far from its end."""
+    async with httpx.AsyncClient(base_url=engine._settings.url, trust_env=False, verify=False) as server:
+        before = await metric(server, "vllm:generation_tokens_total")
+        calls = [
+            asyncio.create_task(engine.generate([72, number], LONG, session_id=f"long-{number}"))
+            for number in range(num_calls)
+        ]
+        while not any(call.done() for call in calls):
+            num_running = await metric(server, "vllm:num_requests_running")
+            num_sampled = await metric(server, "vllm:generation_tokens_total") - before
+            if num_running >= num_calls and num_sampled >= 10 * num_calls:  # more, if it has not yet heard of some ends
+                break
     assert not any(call.done() for call in calls), [call.done() and call.exception() for call in calls]
     return calls
+
+
+async def metric(server: httpx.AsyncClient, name: str) -> float:
+    """A number that the server counts, over all its models; 0 before it has counted anything."""
+    lines = (await server.get("/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
 
 async def num_known(engine: VllmHttpEngine) -> int:

@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from gspo_gym.circuit import CircuitBreaker
 from gspo_gym.engine.base import Capabilities, Engine, EngineHealth, SamplingParams, WeightUpdate
-from gspo_gym.engine.breaker import CircuitBreaker, InFlightLimit
+from gspo_gym.engine.breaker import InFlightLimit
 from gspo_gym.engine.gate import probing
 from gspo_gym.engine.rebuildable import RebuildableEngine
 from gspo_gym.engine.replica_set import RouterSettings

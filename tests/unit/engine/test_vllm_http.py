@@ -411,6 +411,29 @@ def test_min_tokens_is_refused_where_the_server_would_withhold_more_than_was_ask
     using(url, run)
 
 
+@pytest.mark.parametrize("has_generate", [True, False])
+def test_a_schema_reaches_a_server_with_a_tokenizer(fake: FakeVllm, url: str, has_generate: bool) -> None:
+    fake.skip_tokenizer_init, fake.has_generate = False, has_generate
+
+    async def run(engine: VllmHttpEngine) -> bool:
+        await engine.generate([1], SamplingParams(max_tokens=4, stop_token_ids=(2,), seed=0, json_schema="{}"))
+        return engine.capabilities.structured_output
+
+    assert using(url, run)
+    path = "/inference/v1/generate" if has_generate else "/v1/completions"
+    body = body_of(fake, path)
+    assert (body["sampling_params"] if has_generate else body)["structured_outputs"] == {"json": "{}"}
+
+
+def test_a_schema_is_refused_where_the_server_has_no_tokenizer(url: str) -> None:
+    async def run(engine: VllmHttpEngine) -> bool:
+        with pytest.raises(ConfigError, match="without a tokenizer"):
+            await engine.generate([1], SamplingParams(max_tokens=4, stop_token_ids=(2,), seed=0, json_schema="{}"))
+        return engine.capabilities.structured_output
+
+    assert not using(url, run)
+
+
 async def seen_a_request(fake: FakeVllm, path: str) -> None:
     before = fake.paths(path)
     while fake.paths(path) == before:  # noqa: ASYNC110 the stub is in another thread

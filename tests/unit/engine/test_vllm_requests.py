@@ -27,10 +27,23 @@ class Labelled:
 
 def test_every_field_that_changes_a_sample_is_sent_whatever_its_value() -> None:
     fields = sampling_fields(SAMPLING, max_new=5)
-    ours = {field.name for field in dataclasses.fields(SamplingParams)}
+    ours = {field.name for field in dataclasses.fields(SamplingParams)} - {"json_schema"}
     assert ours <= fields.keys()
     assert (fields["max_tokens"], fields["stop_token_ids"], fields["ignore_eos"]) == (5, [2, 3], True)
     assert (fields["presence_penalty"], fields["frequency_penalty"], fields["n"]) == (0.0, 0.0, 1)
+
+
+def test_a_schema_is_sent_in_vllms_words_and_only_if_there_is_one() -> None:
+    assert "structured_outputs" not in sampling_fields(SAMPLING, max_new=5)
+    schema = '{"type": "object"}'
+    fields = sampling_fields(dataclasses.replace(SAMPLING, json_schema=schema), max_new=5)
+    assert fields["structured_outputs"] == {"json": schema}
+
+
+@pytest.mark.parametrize("structured_output", [False, True])
+def test_a_tokenizer_is_loaded_only_for_schemas(structured_output: bool) -> None:
+    settings = VllmSettings(model="policy", max_model_len=512, structured_output=structured_output)
+    assert settings.engine_args()["skip_tokenizer_init"] is not structured_output
 
 
 def test_no_seed_is_the_one_that_vllm_takes_for_none() -> None:

@@ -26,7 +26,7 @@ from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
-from gspo_gym.rollout.episode import RendererCache
+from gspo_gym.rollout.episode import RendererCache, episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
@@ -85,13 +85,17 @@ class Babbler:
 
 def make_pool(act: Actor, *, make_env: Callable[[Task], Any] | None = None, **changes: Any) -> RolloutPool:
     limits = {"max_concurrent_rollouts": 8, "max_attempts": 3, "min_group_fraction": 0.75} | changes
-    extra = {name: limits.pop(name) for name in ("on_episode", "episode_limits") if name in limits}
-    extra = {"episode_limits": EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256)} | extra
+    usual = EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256)
+    episode_limits = limits.pop("episode_limits", usual)
+    extra = {name: limits.pop(name) for name in ("on_episode",) if name in limits}
     made: list[Adder] = []
     return RolloutPool(
-        make_env=make_env or (lambda task: Adder(task, made)),
-        act=act,
-        renderers=RendererCache(tiny_tokenizer()),
+        play=episode_player(
+            make_env=make_env or (lambda task: Adder(task, made)),
+            act=act,
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=episode_limits,
+        ),
         pool_limits=PoolLimits(**limits),
         run_seed=7,
         **extra,
@@ -238,12 +242,11 @@ def test_after_the_last_attempt_the_episode_is_dropped_and_counted() -> None:
     ],
 )
 def test_partial_groups_are_kept_from_the_floor_on(size: int, fraction: float, num_failing: int, num_kept: int) -> None:
-    pool = make_pool(failing_members(*range(num_failing)), min_group_fraction=fraction, max_attempts=1)
+    act = failing_members(*range(num_failing))
+    pool = make_pool(act, min_group_fraction=fraction, max_attempts=1)
     good = GroupRequest("whole", Task("Adder-v0", 1), 1)  # keeps the call from failing as a whole
-    pool_act = pool._act
-    assert isinstance(pool_act, Babbler)
-    fails = pool_act.fails
-    pool_act.fails = lambda request: not request.session_id.startswith("whole") and fails(request)
+    fails = act.fails
+    act.fails = lambda request: not request.session_id.startswith("whole") and fails(request)
     group, _ = collect(pool, [*groups_of(1, size), good])
     assert len(group.trajectories) == num_kept
     assert len(group.dropped) == size - num_kept

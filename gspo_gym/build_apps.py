@@ -1,0 +1,227 @@
+"""Task apps as a config says: the gateway beside the engine, a client for each app, and who plays which environment.
+
+Called by `build_rollouts.py`. `AppPlayers` does nothing before `start`, so that a config can be built and looked at
+without its apps.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from gspo_gym.config.apps import GatewaySection, TaskSource
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.engine.base import Engine
+from gspo_gym.env.registry import resolve
+from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
+from gspo_gym.remote.guard import is_loopback
+from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
+from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.types import Trajectory
+
+if TYPE_CHECKING:
+    from gspo_gym.remote.app_episodes import AppEpisodes
+    from gspo_gym.remote.client import TaskAppClient
+    from gspo_gym.remote.gateway import Gateway
+    from gspo_gym.remote.loop_server import LoopServer
+
+_SESSIONS_PER_ROLLOUT = 4  # open at once: training, an evaluation beside it, and those that are just closing
+_MODEL = "policy"  # what apps call the model; the gateway serves one
+# Keys of rollout.policy_config that are said for each rollout, or are the gateway's to obey.
+_SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs"})
+
+
+def environment_ids(config: RunConfig) -> tuple[str, ...]:
+    """What the episodes of each of `config.sources` are called, in their order.
+
+    An app's environment that is registered here, too, has the same id as here: it is the same task, whoever plays it.
+    One that a run has twice is told apart by its number.
+
+    Raises:
+        UnknownNameError: an environment that is to be played here is not registered.
+    """
+    ids: list[str] = []
+    for source in config.sources:
+        name = _environment_id(source)
+        num_same = sum(known.partition(" ")[0] == name for known in ids)
+        ids.append(f"{name} ({num_same + 1})" if num_same else name)
+    return tuple(ids)
+
+
+def _environment_id(source: TaskSource) -> str:
+    try:
+        return resolve(source.env_name)
+    except UnknownNameError:
+        if source.task_url is None:
+            raise
+        return source.env_name
+
+
+class AppPlayers:
+    """All task apps of a configuration, and the gateway that their agents call.
+
+    Args:
+        config: [services], [gateway], [rollout] and its mixture.
+        engine: that answers. It belongs to the event loop that `start` is called in.
+        tokenizer: of the model, with its chat template (Any: transformers is untyped).
+    """
+
+    def __init__(self, config: RunConfig, engine: Engine, tokenizer: Any) -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._gateway: Gateway | None = None
+        self._server: LoopServer | None = None
+        self._clients: dict[str, TaskAppClient] = {}
+
+    async def start(self) -> tuple[str, ...]:
+        """Ask every app whether it can be used, then open the gateway; returns a line about each app.
+
+        Raises:
+            ConfigError: an app cannot be reached, takes no call of ours, or could not reach the gateway; or the gateway
+                cannot listen where it is to.
+            MissingExtraError: a package is not installed.
+        """
+        try:
+            lines = [await self._check(source) for source in self._config.sources if source.task_url is not None]
+            await self._open_gateway()
+        except BaseException:
+            await self.close()
+            raise
+        return tuple(lines)
+
+    async def close(self) -> None:
+        """End the gateway with whatever still calls it; closing twice is fine."""
+        gateway, server, clients = self._gateway, self._server, list(self._clients.values())
+        self._gateway, self._server = None, None
+        self._clients.clear()
+        if gateway is not None:
+            await gateway.close()
+        if server is not None:
+            await server.stop()
+        for client in clients:
+            await client.close()
+
+    def player_of(
+        self, source: TaskSource, *, temperature: float, limits: EpisodeLimits, mode: Literal["rl", "eval"]
+    ) -> PlayEpisode:
+        """Plays the episodes of one app, once `start` was called."""
+        episodes: AppEpisodes | None = None
+
+        async def play(request: EpisodeRequest) -> Trajectory:
+            nonlocal episodes
+            if episodes is None:
+                episodes = self._episodes_of(source, temperature=temperature, limits=limits, mode=mode)
+            return await episodes.play(
+                trajectory_id=request.trajectory_id,
+                attempt=request.attempt,
+                task=request.task,
+                sampling_seed=request.sampling_seed,
+            )
+
+        return play
+
+    async def _open_gateway(self) -> None:
+        try:
+            from gspo_gym.remote.gateway import Gateway
+            from gspo_gym.remote.gateway_app import create_gateway_app
+            from gspo_gym.remote.loop_server import LoopServer
+        except ImportError as error:
+            raise MissingExtraError("the gateway of task apps needs: pip install 'gspo-gym[apps]'") from error
+        section, asked = self._section, self._config.rollout.policy_config
+        self._gateway = Gateway(
+            self._engine,
+            self._tokenizer,
+            template_kwargs=None if asked is None else asked.chat_template_kwargs,
+            max_sessions=_SESSIONS_PER_ROLLOUT * self._config.rollout.max_concurrent_rollouts,
+        )
+        app = create_gateway_app(self._gateway, model=_MODEL)
+        # The id in each URL, which nobody can guess, is the key: no other is asked for, because apps send none.
+        self._server = LoopServer(app, host=section.host, port=section.port, has_key=True)
+        await self._server.start()
+
+    @property
+    def _section(self) -> GatewaySection:
+        return self._config.gateway or GatewaySection()
+
+    def _episodes_of(
+        self, source: TaskSource, *, temperature: float, limits: EpisodeLimits, mode: Literal["rl", "eval"]
+    ) -> AppEpisodes:
+        if self._gateway is None or self._server is None or source.task_url is None:
+            raise UsageError(f"{source.url_key}: start the player (`await player.start()`) before it plays")
+        from gspo_gym.remote.app_episodes import AppEpisodes, AppEpisodeSettings
+        from gspo_gym.remote.gateway_session import GatewaySessionSettings
+
+        rollout = self._config.rollout
+        asked = rollout.policy_config
+        session = GatewaySessionSettings(
+            name="",
+            sampling_seed=0,
+            max_output_tokens=limits.max_output_tokens,
+            max_model_len=limits.max_model_len,
+            temperature=temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+            min_tokens=rollout.min_output_tokens,
+            max_calls=self._section.max_calls,
+        )
+        settings = AppEpisodeSettings(
+            env_name=source.env_name,
+            session=session,
+            model=_MODEL,
+            gateway_url=self._section.public_url or self._server.url,
+            max_turns=limits.max_turns,
+            env_config=source.env_config,
+            policy_name=rollout.policy_name,
+            policy_config={} if asked is None else asked.model_dump(exclude=set(_SAMPLING_KEYS), exclude_none=True),
+            ops=rollout.ops[:2],
+            mode=mode,
+            episode_timeout_seconds=limits.episode_timeout_seconds,
+        )
+        return AppEpisodes(self._clients[source.task_url], self._gateway, settings, retry_seed=self._config.run.seed)
+
+    async def _check(self, source: TaskSource) -> str:
+        """One line about an app that can be used."""
+        from gspo_gym.remote.app_errors import AppError
+
+        url = source.task_url or ""
+        self._require_a_way_back(source)
+        client = self._clients.get(url) or self._new_client(url)
+        self._clients[url] = client
+        seed = self._config.evaluation_seeds[0]
+        try:
+            await client.health()
+            info = await client.info()
+            await client.task_info([seed])
+        except AppError as error:
+            raise ConfigError(f"{source.url_key}: {error}. Is the app running there?") from error
+        return f"task app {url}: plays {source.env_name!r} as {info.task_id or 'a task without a name'}"
+
+    def _new_client(self, url: str) -> TaskAppClient:
+        from gspo_gym.remote.app_auth import AppKeys
+        from gspo_gym.remote.client import TaskAppClient, TaskAppSettings
+
+        limits = self._config.limits
+        return TaskAppClient(
+            url,
+            settings=TaskAppSettings(
+                rollout_timeout_seconds=limits.episode_timeout_seconds,
+                request_timeout_seconds=limits.step_timeout_seconds,
+                max_connections=self._config.rollout.max_concurrent_rollouts,
+            ),
+            keys=AppKeys.from_environment(os.environ),
+            retry_seed=self._config.run.seed,
+        )
+
+    def _require_a_way_back(self, source: TaskSource) -> None:
+        """An app on another machine cannot call a gateway that only this one reaches."""
+        host = urlsplit(source.task_url or "").hostname or ""
+        section = self._section
+        if section.public_url is None and is_loopback(section.host) and not is_loopback(host):
+            raise ConfigError(
+                f"gateway.host: {section.host!r} is reached from this machine only, and the app of {source.url_key} "
+                f"runs at {host}: listen on an address that it can call, or give gateway.public_url (of a tunnel)"
+            )

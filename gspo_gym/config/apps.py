@@ -1,0 +1,124 @@
+"""Who plays the episodes: [gateway] and [[rollout.mixture]], and the sources that follow from them.
+
+A source is an environment in this process, or a task app that runs elsewhere and calls the model through the gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from gspo_gym.config.toml_text import as_toml_holds_it
+from gspo_gym.config.words import checked_url
+from gspo_gym.errors import ConfigError
+from gspo_gym.settings import Settings
+
+TASK_URL_VARIABLE = "TASK_APP_URL"  # over services.task_url of a file, under --task-url
+
+
+class GatewaySection(Settings):
+    """[gateway]: where task apps call the model; it runs beside the engine, and only with task apps.
+
+    What an app is handed is a URL with an id that nobody can guess, which is all that lets it in.
+    """
+
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="address to listen on; the default is reached from this machine only",
+    )
+    port: int = Field(default=0, ge=0, lt=65536, description="port to listen on; 0: any that is free")
+    public_url: str | None = Field(
+        default=None,
+        description="base URL under which apps reach the gateway (a tunnel, a proxy, a name); absent: host and port",
+    )
+    max_calls: int = Field(default=1000, gt=0, description="model calls of one rollout, beyond which they are refused")
+
+    @field_validator("public_url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        return None if url is None else checked_url(url)
+
+
+class MixtureEntry(Settings):
+    """[[rollout.mixture]]: a further environment, and its share of the groups; the rest are rollout.env_name's."""
+
+    env_name: str = Field(
+        min_length=1, description="a registered environment, or MODULE:NAME; with task_url, the app's name of it"
+    )
+    share: float = Field(gt=0, lt=1, description="fraction of the groups; all entries' together are below 1")
+    env_config: dict[str, Any] = Field(  # Any: each environment has its own
+        default={}, description="keyword arguments of the environment's constructor, or what the app takes"
+    )
+    task_url: str | None = Field(
+        default=None, description="base URL of the task app that plays it; absent: it is played in this process"
+    )
+
+    @field_validator("env_config")
+    @classmethod
+    def _can_be_recorded(cls, env_config: dict[str, Any]) -> dict[str, Any]:
+        return as_toml_holds_it(env_config)
+
+    @field_validator("task_url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        return None if url is None else checked_url(url)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """Where a part of the episodes comes from.
+
+    Attributes:
+        env_name, env_config: the environment, as the configuration says.
+        task_url: of the app that plays it; None: it is played here.
+        share: fraction of the groups.
+        key: where the configuration says so, for errors.
+    """
+
+    env_name: str
+    env_config: Mapping[str, Any] = field(default_factory=dict)  # Any: each environment has its own
+    task_url: str | None = None
+    share: float = 1.0
+    key: str = "rollout"
+
+    @property
+    def url_key(self) -> str:
+        """The key of its `task_url`."""
+        return "services.task_url" if self.key == "rollout" else f"{self.key}.task_url"
+
+
+def task_sources(
+    env_name: str, env_config: Mapping[str, Any], task_url: str | None, mixture: tuple[MixtureEntry, ...]
+) -> tuple[TaskSource, ...]:
+    """All sources of a configuration, that of rollout.env_name first; their shares are 1 in sum."""
+    others = tuple(
+        TaskSource(entry.env_name, entry.env_config, entry.task_url, entry.share, key=f"rollout.mixture.{number}")
+        for number, entry in enumerate(mixture)
+    )
+    return (TaskSource(env_name, env_config, task_url, 1 - sum(source.share for source in others)), *others)
+
+
+def with_task_url(overrides: Sequence[str], given: str | None, environment: Mapping[str, str]) -> list[str]:
+    """The texts over a file's keys, with services.task_url from --task-url (`given`) or the environment variable.
+
+    The command line goes over the environment, and the environment over the file.
+
+    Raises:
+        ConfigError: the variable holds no URL.
+
+    >>> with_task_url(["run.seed=1"], None, {"TASK_APP_URL": "http://127.0.0.1:8114"})
+    ['services.task_url=http://127.0.0.1:8114', 'run.seed=1']
+    """
+    url = environment.get(TASK_URL_VARIABLE)
+    if url:
+        try:
+            checked_url(url)
+        except ValueError as error:
+            raise ConfigError(f"environment variable {TASK_URL_VARIABLE}: {error}") from None
+    before = [f"services.task_url={url}"] if url else []
+    after = [f"services.task_url={given}"] if given is not None else []
+    return [*before, *overrides, *after]

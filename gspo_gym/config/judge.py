@@ -1,0 +1,188 @@
+"""[judge] and its tables: who scores episodes besides their environment, by what, and what the scores are worth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from gspo_gym.config.sections import same
+from gspo_gym.config.words import checked_url
+from gspo_gym.judge.blend import RewardBlend
+from gspo_gym.rollout.scoring import ScoringLimits
+from gspo_gym.settings import Settings
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class JudgeModelSettings(Settings):
+    """Which model judges, or which function, and how it is asked."""
+
+    provider: Literal["openai", "groq", "gemini", "local"] | None = Field(
+        default=None, description="who serves the model; local: any server of the OpenAI protocol, at base_url"
+    )
+    model: str | None = Field(default=None, min_length=1, description="the judging model")
+    base_url: str | None = Field(
+        default=None, description="URL up to and with /v1 of another endpoint of that protocol; absent: the provider's"
+    )
+    api_key_env: str | None = Field(
+        default=None,
+        description="name of the variable that holds the key; absent: the provider's, such as GROQ_API_KEY",
+    )
+    python: str | None = Field(
+        default=None, description='a function of yours in place of a model, as "module:function" (it runs here)'
+    )
+    temperature: float = Field(default=0.0, ge=0, description="of the judging model")
+    send_temperature: bool = Field(default=True, description="false for models that refuse to be told one")
+    max_output_tokens: int = Field(default=4096, gt=0, description="tokens that the judging model may write in a call")
+    structured_output: Literal["auto", "schema", "text"] = Field(
+        default="auto",
+        description="schema: the endpoint holds the model to a JSON schema; text: it is only asked to; auto: schema, "
+        "until the endpoint refuses it",
+    )
+    usd_per_million_input_tokens: float | None = Field(
+        default=None, ge=0, description="US dollars a million tokens read; absent: not known"
+    )
+    usd_per_million_output_tokens: float | None = Field(
+        default=None, ge=0, description="US dollars a million tokens written; absent: not known"
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        return None if url is None else checked_url(url)
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not _VARIABLE.fullmatch(name):
+            raise ValueError("expected the name of an environment variable, which holds the key")
+        return name
+
+    @field_validator("python")
+    @classmethod
+    def _is_a_function(cls, function: str | None) -> str | None:
+        if function is not None and not _FUNCTION.fullmatch(function):
+            raise ValueError(f'expected "module:function", got {function!r}')
+        return function
+
+
+class JudgeOptionsSection(JudgeModelSettings):
+    """[judge.options]: what is judged, by whom, and by which rubric."""
+
+    event: bool | None = Field(default=None, description="score every turn; absent: not")
+    outcome: bool | None = Field(default=None, description="score the episode as a whole; absent: not")
+    rubric_file: str | None = Field(default=None, min_length=1, description="the rubric: a YAML, TOML or JSON file")
+    rubric_id: str | None = Field(
+        default=None,
+        min_length=1,
+        description='instead: its id in rubric_folder, or of a bundled one ("support_desk/bundle@v1"); with type synth '
+        "the judge may know more",
+    )
+    rubric_folder: str | None = Field(default=None, min_length=1, description="where ids are looked for first")
+    rubric_overrides: dict[str, Any] = Field(  # Any: a rubric has its own shape
+        default={}, description="over the rubric, or the whole of it: tables `event` and `outcome`"
+    )
+    rubric_aggregate: str | None = Field(
+        default=None, description='for rubrics of aggregation "custom": a function, as "module:function"'
+    )
+    tracks: tuple[str, ...] = Field(default=(), description="criteria whose id begins with one of these; empty: all")
+    weights: dict[str, float] = Field(default={}, description="factor of each track's score; 1 if not named")
+    mode: Literal["auto", "episode", "turn"] = Field(
+        default="auto",
+        description="episode: one call for everything; turn: one for each turn and one for the outcome; auto: one "
+        "while it fits",
+    )
+    max_transcript_chars: int = Field(
+        default=60_000, gt=0, description="characters of an episode that the judge reads; longer ones are shortened"
+    )
+    show_reasoning: bool = Field(default=False, description="whether the judge reads what the policy thought")
+    samples: int = Field(default=1, gt=0, description="judgements of each judge, aggregated")
+    aggregate: Literal["mean", "median"] = Field(
+        default="mean", description="of the scores of several judges or samples; ties stay ties"
+    )
+    max_concurrency: int | None = Field(default=None, gt=0, description="judge calls at once; absent: 8")
+    max_attempts: int = Field(default=4, gt=0, description="tries of a call that fails (5xx, timeout, half an answer)")
+    max_calls: int | None = Field(
+        default=None, gt=0, description="calls of the whole run, repeated ones included, then it stops; absent: any"
+    )
+    max_cost_usd: float | None = Field(
+        default=None, gt=0, description="US dollars of the whole run, then it stops; needs prices; absent: any"
+    )
+    cache: str | None = Field(
+        default=None, min_length=1, description="folder in which judgements are kept and found again; absent: none"
+    )
+
+    @field_validator("rubric_overrides")
+    @classmethod
+    def _are_of_events_or_outcomes(cls, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+        if wrong := sorted(set(overrides) - {"event", "outcome"}):
+            raise ValueError(f"expected tables event and outcome, got {wrong[0]!r}")
+        return overrides
+
+    @field_validator("rubric_aggregate")
+    @classmethod
+    def _aggregates(cls, function: str | None) -> str | None:
+        return cls._is_a_function(function)
+
+    @field_validator("weights")
+    @classmethod
+    def _are_weights(cls, weights: Mapping[str, float]) -> Mapping[str, float]:
+        if wrong := {track: weight for track, weight in weights.items() if weight < 0}:
+            raise ValueError(f"expected numbers >= 0, got {wrong}")
+        if weights and not any(weights.values()):
+            raise ValueError("expected one weight > 0 at least, got zeros only")
+        return weights
+
+
+class PanelEntry(JudgeModelSettings):
+    """[[judge.panel]]: the judges of a panel, in place of the one in [judge.options]."""
+
+
+class GoldSection(JudgeModelSettings):
+    """[judge.gold]: a better judge, or labelled episodes, with which the judge is compared now and then."""
+
+    episodes: str | None = Field(
+        default=None, min_length=1, description="instead of a judge: a file of stored episodes, with labels"
+    )
+    labels: str | None = Field(default=None, min_length=1, description="their gold scores, as `judge audit` reads them")
+    every_n_iters: int = Field(default=10, gt=0, description="iterations between comparisons")
+    num_episodes: int = Field(default=32, ge=2, description="episodes of the iteration that the gold judge scores")
+    max_gap_change: float = Field(
+        default=0.1, gt=0, description="how far the judge's mean score may move away from gold's, in units of the score"
+    )
+    on_drift: Literal["warn", "stop"] = Field(
+        default="warn", description="what an alarm does beside being recorded; stop: the run ends, and can be resumed"
+    )
+
+
+class JudgeSection(Settings):
+    """[judge]: another model that scores episodes."""
+
+    enabled: bool = Field(default=False, description="whether it scores; the section is checked in any case")
+    type: Literal["synth", "model", "python"] | None = Field(
+        default=None,
+        description="synth: the hosted trainer's judge protocol, at services.judge_url; absent: as the other keys say",
+    )
+    timeout_s: float | None = Field(default=None, gt=0, description="seconds a call may take; absent: 30")
+    on_unscored: Literal["refill", "drop"] = same(ScoringLimits, "on_unscored")
+    max_unscored: int = same(ScoringLimits, "max_unscored")
+    panel: tuple[PanelEntry, ...] = Field(
+        default=(), description="several judges, whose scores are aggregated: tables [[judge.panel]]"
+    )
+    reward_blend: RewardBlend | None = Field(default=None, description="[judge.reward_blend]")
+    options: JudgeOptionsSection | None = Field(default=None, description="[judge.options]")
+    gold: GoldSection | None = Field(default=None, description="[judge.gold]")
+
+    @property
+    def blend(self) -> RewardBlend:
+        """[judge.reward_blend], or its defaults."""
+        return self.reward_blend or RewardBlend()
+
+    @property
+    def scoring_limits(self) -> ScoringLimits:
+        """What a pool does about scores that are late or do not come."""
+        return ScoringLimits(max_unscored=self.max_unscored, on_unscored=self.on_unscored)

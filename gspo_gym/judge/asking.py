@@ -1,0 +1,180 @@
+"""One question to a judge behind HTTP: how many at once, how often again, what it may cost, and whether it is down.
+
+What is asked and how an answer is read is the caller's (`model_judge.py`, `http_judge.py`). An answer that cannot be
+read has cost what it cost, and is asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gspo_gym.circuit import CircuitBreaker
+from gspo_gym.errors import ConfigError
+from gspo_gym.judge.base import JudgeCost, JudgeDownError, JudgeError
+from gspo_gym.judge.budget import JudgeBudget, Reservation
+from gspo_gym.openai_client import OpenAIClient
+from gspo_gym.retries import AttemptError, Retries, RetryCounters, RetrySettings, Sleep
+
+Result = TypeVar("Result")
+Clock = Callable[[], float]
+
+# What an attempt may have cost although there is no answer: its time ran out, or what came cannot be read.
+_ANSWERED_KINDS = ("timeout", "json", "content")
+
+
+@dataclass(frozen=True, slots=True)
+class AskingSettings:
+    """How patiently a judge is asked.
+
+    Attributes:
+        max_concurrency: requests under way at once.
+        timeout_seconds: for one attempt, its last byte included.
+        retries: see `RetrySettings`; a verdict that cannot be read is such a failure, too.
+        failures_to_open, cool_down_seconds: after so many failures in a row that say nobody is there (no connection, no
+            answer in time, 5xx), nothing is asked for so long; then one request is tried, and decides.
+        seed: of the jitter between retries.
+    """
+
+    max_concurrency: int = 8
+    timeout_seconds: float = 60.0
+    retries: RetrySettings = field(
+        default_factory=lambda: RetrySettings(max_attempts=5, first_delay_seconds=0.5, max_delay_seconds=20.0)
+    )
+    failures_to_open: int = 10
+    cool_down_seconds: float = 15.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1 or not self.timeout_seconds > 0:
+            raise ConfigError(
+                "AskingSettings: expected max_concurrency >= 1 and timeout_seconds > 0, got "
+                f"{self.max_concurrency} and {self.timeout_seconds}"
+            )
+
+
+class Asking:
+    """Asks one endpoint. Use it within one event loop, and close it.
+
+    Args:
+        client: sends; its errors are `openai_client`'s own.
+        settings: how patiently.
+        budget: what may be spent; None: everything.
+        clock: monotonic seconds. sleep: waits between retries.
+    """
+
+    def __init__(
+        self,
+        client: OpenAIClient,
+        settings: AskingSettings,
+        *,
+        budget: JudgeBudget | None = None,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self.budget = budget or JudgeBudget()
+        self._client = client
+        self._clock = clock
+        self._retries = Retries(settings.retries, gives_up_with=JudgeError, seed=settings.seed, sleep=sleep)
+        self._breaker = CircuitBreaker(
+            failures_to_open=settings.failures_to_open, cool_down_seconds=settings.cool_down_seconds
+        )
+        self._places = asyncio.Semaphore(settings.max_concurrency)
+        self._num_in_flight = 0
+
+    @property
+    def counters(self) -> RetryCounters:
+        """Questions, attempts and failures by kind so far."""
+        return self._retries.counters
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it was found to answer nobody; once the cool-down is over, the next question finds out."""
+        return self._breaker.state(self._clock()) != "closed"
+
+    async def ask(
+        self,
+        url: str,
+        body_of: Callable[[int], Mapping[str, Any]],
+        read: Callable[[Any], Result],
+        cost_of: Callable[[Any], JudgeCost | None],
+        *,
+        most: JudgeCost,
+    ) -> tuple[Result, JudgeCost]:
+        """What `read` makes of the answer, and what all attempts have cost.
+
+        Args:
+            url: a path below the client's base URL, or complete.
+            body_of: the request (Any: JSON) of an attempt, numbered from 0.
+            read: raises an AttemptError for an answer that is none, after which it is asked again.
+            cost_of: what an answer has cost; None if it does not say.
+            most: what one attempt can cost at most.
+
+        Raises:
+            JudgeDownError: it answers nobody. JudgeBudgetError: a limit is reached.
+            JudgeError: the last attempt failed. RefusedError: it will not do this (4xx).
+        """
+        call_id = uuid.uuid4().hex  # an identity, not randomness
+        attempts: list[Reservation] = []
+
+        async def attempt(number: int) -> Result:
+            self._require_up()
+            async with self._places, self.budget.call(most) as reservation:
+                self._require_up()  # it may have gone down while this waited
+                attempts.append(reservation)
+                answer = await self._post(url, body_of(number), call_id, number, reservation)
+                if (cost := cost_of(answer)) is not None:
+                    reservation.settle(cost)
+            return read(answer)
+
+        try:
+            result = await self._retries.run(attempt)
+        except JudgeDownError:
+            raise
+        except JudgeError as error:
+            if self.is_down:
+                raise JudgeDownError(str(error)) from error
+            raise
+        return result, sum((reservation.cost for reservation in attempts), JudgeCost())
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._client.close()
+
+    def _require_up(self) -> None:
+        if not self._breaker.allows(self._clock(), self._num_in_flight):
+            raise JudgeDownError(
+                f"the judge at {self._client.base_url} answers nobody; it is tried again when its cool-down is over"
+            )
+
+    async def _post(
+        self, url: str, body: Mapping[str, Any], call_id: str, number: int, reservation: Reservation
+    ) -> Any:
+        self._num_in_flight += 1
+        try:
+            answer = await self._client.post(url, body, call_id=call_id, attempt=number)
+        except AttemptError as error:
+            self._note(error)
+            if error.kind not in _ANSWERED_KINDS:
+                reservation.settle(JudgeCost(num_calls=1))
+            raise
+        except self._client.refused_error:
+            self._breaker.succeed()
+            reservation.settle(JudgeCost(num_calls=1))
+            raise
+        finally:
+            self._num_in_flight -= 1
+        self._breaker.succeed()
+        return answer
+
+    def _note(self, error: AttemptError) -> None:
+        """429 and answers that cannot be read say that somebody is there."""
+        is_absent = error.kind in ("timeout", "connection") or error.kind.startswith("5")
+        if is_absent:
+            self._breaker.fail(self._clock())
+        else:
+            self._breaker.succeed()

@@ -1,0 +1,116 @@
+"""An episode and its judgement -> the same episode with blended rewards: what is trained on where a judge scores.
+
+    return = env * (environment's return) + event * (sum of event totals) + outcome * (outcome's total)
+
+The formula and its defaults are those of the hosted trainer, which blends numbers of episodes; here each part is laid
+on the turn that earned it, so that the sum over turns is the same number: the environment's reward and the event's
+total stay at their turn, the outcome comes on the last. Every part has a name in `Turn.reward_terms`.
+
+Nothing is normalised, as at the origin: the sum of event totals grows with an episode's length. What is asked for and
+missing makes the episode unscored; it never counts as 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from pydantic import Field
+
+from gspo_gym.errors import RecordError, UnscoredError
+from gspo_gym.judge.base import JudgeError, Judgement
+from gspo_gym.settings import Settings
+from gspo_gym.types import Trajectory, Turn
+
+EVENT_TERM, OUTCOME_TERM = "judge_event", "judge_outcome"
+ENV_TERM = "env"  # of what the environment gave a turn beside its own named terms
+
+# The environment's rewards of an episode, one a turn; None where it gave none.
+EnvRewards = Callable[[Trajectory], Sequence[float | None]]
+
+
+class RewardBlend(Settings):
+    """[judge.reward_blend]: return = env * return + event * (sum of event totals) + outcome * (outcome's total)."""
+
+    env: float = Field(default=1.0, ge=0, description="weight of the environment's own return")
+    event: float = Field(default=0.0, ge=0, description="weight of the sum of event totals, not normalised")
+    outcome: float = Field(default=0.0, ge=0, description="weight of the outcome's total")
+
+
+def env_rewards(trajectory: Trajectory) -> tuple[float | None, ...]:
+    """What the environment itself gave, turn by turn, in an episode that was not blended yet."""
+    return tuple(turn.reward for turn in trajectory.turns)
+
+
+def judged_score(judgement: Judgement, weights: RewardBlend) -> float:
+    """The judge's part of the blended return."""
+    return weights.event * judgement.event_total + weights.outcome * judgement.outcome_total
+
+
+def blend(
+    trajectory: Trajectory, judgement: Judgement, weights: RewardBlend, rewards: EnvRewards = env_rewards
+) -> Trajectory:
+    """The episode with blended turn rewards; `trajectory` is one that was not blended before.
+
+    A turn that no part scores keeps None. `rewards` replaces what the environment gave (step rewards do); its own terms
+    are then left out, for they would not add up.
+
+    Raises:
+        UnscoredError: the episode failed, has no turn, or its environment gave no reward although env > 0.
+        JudgeError: a score that is weighed is missing from the judgement.
+        RecordError: the environment has a reward term of one of the judge's names.
+    """
+    if trajectory.outcome.is_infrastructure_failure or not trajectory.turns:
+        raise UnscoredError(f"trajectory {trajectory.trajectory_id}: nothing was played that could be judged")
+    earned = tuple(rewards(trajectory))
+    _require_scores(trajectory, judgement, weights, earned)
+    is_replaced = earned != env_rewards(trajectory)
+    turns: list[Turn] = []
+    for turn, reward in zip(trajectory.turns, earned, strict=True):
+        parts = {} if reward is None else _env_parts({} if is_replaced else turn.reward_terms, reward, weights.env)
+        if clash := sorted({EVENT_TERM, OUTCOME_TERM} & set(turn.reward_terms)):
+            raise RecordError(
+                f"{trajectory.task.env_id}: reward term {clash[0]!r} has the judge's name; rename it, or, if the "
+                "episode was blended before, take it as it was"
+            )
+        if weights.event > 0:
+            parts[EVENT_TERM] = weights.event * judgement.event_reviews[len(turns)].total
+        if weights.outcome > 0 and len(turns) == len(trajectory.turns) - 1:
+            parts[OUTCOME_TERM] = weights.outcome * judgement.outcome_total
+        is_scored = reward is not None or bool(parts)
+        turns.append(
+            dataclasses.replace(turn, reward=math.fsum(parts.values()) if is_scored else None, reward_terms=parts)
+        )
+    return dataclasses.replace(trajectory, turns=tuple(turns))
+
+
+def _require_scores(
+    trajectory: Trajectory, judgement: Judgement, weights: RewardBlend, earned: Sequence[float | None]
+) -> None:
+    name, num_turns = trajectory.trajectory_id, len(trajectory.turns)
+    if weights.env > 0 and all(reward is None for reward in earned):
+        raise UnscoredError(
+            f"trajectory {name}: its environment gave None at every turn, and judge.reward_blend.env is "
+            f"{weights.env:g}; set that to 0 where only the judge scores"
+        )
+    if weights.event > 0 and len(judgement.event_reviews) != num_turns:
+        raise JudgeError(
+            f"trajectory {name}: expected a review of each of its {num_turns} turns from {judgement.judge}, got "
+            f"{len(judgement.event_reviews)}"
+        )
+    if weights.outcome > 0 and judgement.outcome_review is None:
+        raise JudgeError(f"trajectory {name}: expected a review of the outcome from {judgement.judge}, got none")
+    used = list(judgement.event_totals) if weights.event > 0 else []
+    used += [judgement.outcome_total] if weights.outcome > 0 else []
+    if not all(math.isfinite(total) for total in used):
+        raise JudgeError(f"trajectory {name}: expected finite totals from {judgement.judge}, got {used}")
+
+
+def _env_parts(terms: Mapping[str, float], reward: float, weight: float) -> dict[str, float]:
+    """The environment's terms, weighed; what they leave of the reward is one of its own."""
+    parts = {name: weight * value for name, value in terms.items()}
+    rest = reward - math.fsum(terms.values())
+    if abs(rest) > 1e-9 * max(1.0, abs(reward)):  # else it is rounding in their sum
+        parts[ENV_TERM] = parts.get(ENV_TERM, 0.0) + weight * rest
+    return parts

@@ -1,0 +1,153 @@
+"""One question to a judging model as a chat completion: request, structured output, and the strict reading of it.
+
+Whether an endpoint holds answers to a JSON schema is found out by asking it (`structured_output = "auto"`): it is given
+one until it refuses a request that it accepts without. What makes a verdict is decided by `verdict.py` either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gspo_gym.errors import ServiceError
+from gspo_gym.judge.asking import Asking, Clock
+from gspo_gym.judge.base import JudgeCost, JudgeError
+from gspo_gym.judge.budget import JudgeBudget
+from gspo_gym.judge.model_settings import ModelJudgeSettings
+from gspo_gym.judge.prompt import Question, build_messages
+from gspo_gym.judge.verdict import NONCE_DIGITS, Verdict, VerdictError, parse_verdict, verdict_schema
+from gspo_gym.openai_client import OpenAIClient, RefusedError
+from gspo_gym.retries import AttemptError, RetryCounters, Sleep
+from gspo_gym.seeding import child_seed
+
+_SEED_LIMIT = 2**31  # what servers of C's int accept
+_TOKENS_OF_A_MESSAGE = 64  # what templates put around one, at most
+
+
+class JudgeAnswerError(AttemptError):
+    """An answer that is no chat completion with a text."""
+
+
+class ChatJudgeModel:
+    """Asks the model. See `ModelJudge` for the arguments."""
+
+    def __init__(
+        self,
+        settings: ModelJudgeSettings,
+        *,
+        budget: JudgeBudget | None = None,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._settings = settings
+        client = OpenAIClient(
+            settings.url, api_key=settings.read_key(), timeout_seconds=settings.asking.timeout_seconds
+        )
+        self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
+        self._uses_schema = settings.structured_output != "text"
+
+    @property
+    def counters(self) -> RetryCounters:
+        """Questions, attempts and failures by kind so far."""
+        return self._asking.counters
+
+    async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
+        """The verdict, and what all attempts at it have cost. Every attempt has a nonce and a seed of its own.
+
+        Raises:
+            JudgeDownError, JudgeBudgetError: see `Asking.ask`. JudgeError: it refused, or gave no verdict.
+        """
+        try:
+            try:
+                return await self._ask(question, nonce_of, seed, with_schema=self._uses_schema)
+            except RefusedError as error:
+                may_be_the_schema = error.status in (400, 404, 415, 422, 501)
+                if not (self._uses_schema and self._settings.structured_output == "auto" and may_be_the_schema):
+                    raise
+                answer = await self._ask(question, nonce_of, seed, with_schema=False)
+                self._uses_schema = False  # it was the schema
+                return answer
+        except JudgeError:
+            raise
+        except ServiceError as error:
+            raise JudgeError(f"{self._settings.name}: {error}") from error
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._asking.close()
+
+    async def _ask(
+        self, question: Question, nonce_of: Callable[[int], str], seed: int, *, with_schema: bool
+    ) -> tuple[Verdict, JudgeCost]:
+        nonce = ""
+
+        def body(attempt: int) -> Mapping[str, Any]:
+            nonlocal nonce
+            nonce = nonce_of(attempt)
+            return self._request(question, nonce, child_seed(seed, "attempt", attempt), with_schema=with_schema)
+
+        def read(answer: Any) -> Verdict:
+            return parse_verdict(_text_of(answer), nonce=nonce, parts=question.parts)
+
+        return await self._asking.ask("/chat/completions", body, read, self._cost_of, most=self._most(question))
+
+    def _request(self, question: Question, nonce: str, seed: int, *, with_schema: bool) -> dict[str, Any]:
+        settings = self._settings
+        request: dict[str, Any] = {
+            "model": settings.model,
+            "messages": build_messages(question, nonce),
+            settings.max_tokens_field: settings.max_output_tokens,
+        }
+        if settings.temperature is not None:
+            request["temperature"] = settings.temperature
+        if settings.sends_seed:
+            request["seed"] = seed % _SEED_LIMIT
+        if with_schema:
+            schema = {"name": "verdict", "strict": True, "schema": verdict_schema(nonce, question.parts)}
+            request["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return request
+
+    def _most(self, question: Question) -> JudgeCost:
+        """What one attempt costs at most: no token has fewer bytes than one."""
+        messages = build_messages(question, "0" * NONCE_DIGITS)
+        num_bytes = sum(len(message["content"].encode()) for message in messages)
+        tokens = num_bytes + _TOKENS_OF_A_MESSAGE * (len(messages) + 1)
+        return self._settings.prices.cost_of(tokens, self._settings.max_output_tokens)
+
+    def _cost_of(self, answer: Any) -> JudgeCost | None:
+        usage = _usage_of(answer)
+        return None if usage is None else self._settings.prices.cost_of(*usage)
+
+
+def _text_of(answer: Any) -> str:
+    """What the model says (Any: an endpoint may answer with anything).
+
+    Raises:
+        JudgeAnswerError: it refuses, was cut off, or the answer has another shape.
+    """
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, Mapping) else None
+    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
+        raise JudgeAnswerError(f"expected a chat completion with a message, got {answer!r:.120}", kind="answer")
+    if message.get("refusal") or choice.get("finish_reason") == "content_filter":
+        raise JudgeAnswerError(f"the judge refused: {message.get('refusal')!r:.120}", kind="refusal")
+    if choice.get("finish_reason") == "length":
+        raise JudgeAnswerError("the verdict was cut off; raise max_output_tokens", kind="length")
+    text = message.get("content")
+    if not isinstance(text, str):
+        raise VerdictError(f"expected a text, got {text!r:.120}")
+    return text
+
+
+def _usage_of(answer: Any) -> tuple[int, int] | None:
+    """Tokens read and written, where the answer says so in whole numbers >= 0."""
+    usage = answer.get("usage") if isinstance(answer, Mapping) else None
+    if not isinstance(usage, Mapping):
+        return None
+    read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if type(read) is int and type(written) is int and read >= 0 and written >= 0:
+        return read, written
+    return None

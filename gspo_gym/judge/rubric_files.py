@@ -1,0 +1,304 @@
+"""Rubrics as people write them and as task apps send them: files, ids, tables of a configuration, task_info.
+
+A judge's file has the parts `event` and `outcome`, each a rubric (or a bare list of criteria, as on the wire):
+
+    outcome:
+      version: v1
+      goal_text: The customer is served within the policy.
+      criteria:
+        - {id: outcome.resolved, description: The request was settled rightly., scale: binary, weight: 3}
+
+A task app's rubric is one such rubric without a part. Files are read strictly; what a task app sends may hold more than
+is known here. Nothing in a file or from a task app names code: a function that aggregates is the operator's to name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
+from gspo_gym.judge.base import Rubrics
+from gspo_gym.judge.rubric import Aggregate, Aggregation, Rubric, Scale
+from gspo_gym.judge.rubric_merge import CriterionPatch, RubricPatch, RubricsPatch, merge_rubric, merge_rubrics
+from gspo_gym.settings import Settings
+from gspo_gym.table_files import read_file
+
+_PARTS = ("event", "outcome")
+_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)*[A-Za-z0-9][\w.@-]*", re.ASCII)
+_BUNDLED = "gspo_gym_envs"
+_BUNDLED_ID = re.compile(r"(?P<folder>\w+)/bundle@(?P<version>\w+)", re.ASCII)
+_MAX_BYTES = 1_000_000
+_MAX_SHOWN = 60  # characters of a wrong value
+
+
+class _CriterionTable(Settings):
+    """One entry of `criteria`."""
+
+    id: str
+    description: str | None = None
+    weight: float = 1.0
+    scale: Scale | None = None
+    required: bool | None = None
+    threshold: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+class _RubricTable(Settings):
+    """One rubric; in a judge's file under `event` or `outcome`."""
+
+    criteria: list[_CriterionTable] = Field(default=[])
+    version: str | None = None
+    goal_text: str | None = None
+    aggregation: Aggregation | None = None
+    track_weights: dict[str, float] | None = None
+
+
+def load_rubrics(
+    name: str | None,
+    *,
+    folders: Sequence[Path] = (),
+    overrides: Mapping[str, Any] | None = None,
+    task: Mapping[str, Any] | None = None,
+) -> Rubrics:
+    """The rubrics of a file or id, with the configuration's overrides over them and the task's own rubric over those.
+
+    Args:
+        name: a path or an id, see `find_rubrics`; None: there is none below.
+        folders: where ids are looked for besides the bundled environments.
+        overrides: [judge.options.rubric_overrides], read strictly (Any: a table as read).
+        task: `rubric` of a task app's task_info, read leniently.
+
+    Raises:
+        ConfigError: a source is not as it must be; says which, where and what to do.
+        UnknownNameError: there is no rubric of that id.
+    """
+    sources = [] if name is None else [read_rubrics(find_rubrics(name, folders))]
+    if overrides is not None:
+        sources.append(parse_rubrics(overrides, where="rubric_overrides"))
+    if task is not None:
+        sources.append(parse_task_rubrics(task, where="task_info.rubric"))
+    return merge_rubrics(*sources)
+
+
+def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
+    """The file of a path that ends in .yaml, .yml, .toml or .json, or of an id.
+
+    The id "tone/strict@v2" is the file tone/strict@v2.yaml (or another suffix) in one of the folders, the first that
+    has it; "support_desk/bundle@v1" is the rubric that comes with a bundled environment, if it still has that version.
+
+    Raises:
+        ConfigError: an id of another form, such as one that climbs out of its folder.
+        UnknownNameError: no folder has it.
+    """
+    if Path(name).suffix in _SUFFIXES:
+        return Path(name)
+    if not _ID.fullmatch(name):
+        raise ConfigError(
+            f"rubric {name!r}: expected a file that ends in {', '.join(_SUFFIXES)}, or an id such as "
+            "support_desk/bundle@v1"
+        )
+    for folder in folders:
+        for suffix in _SUFFIXES:
+            path = folder / f"{name}{suffix}"
+            if path.is_file():
+                if not path.resolve().is_relative_to(folder.resolve()):
+                    raise ConfigError(f"rubric {name!r}: {path} is a link out of {folder}")
+                return path
+    return _find_bundled(name, folders)
+
+
+def read_rubrics(path: Path) -> RubricsPatch:
+    """What a judge's file says.
+
+    Raises:
+        ConfigError: no such file, not of its format, or not a judge's rubrics; lists what is wrong.
+    """
+    values = _read(path)
+    if "criteria" in values:
+        raise ConfigError(
+            f"{path}: this is a task app's rubric, with its criteria at the top; the judge expects the parts event and "
+            "outcome. Put all of it under outcome (or under event, to judge every turn by it)"
+        )
+    return parse_rubrics(values, where=str(path))
+
+
+def read_task_app_rubric(path: Path) -> Rubric:
+    """One rubric of a task app: version, goal_text, criteria and aggregation at the top of the file.
+
+    Raises:
+        ConfigError: as `read_rubrics`; or it is a judge's file.
+    """
+    values = _read(path)
+    if "criteria" not in values and any(part in values for part in _PARTS):
+        raise ConfigError(
+            f"{path}: this is a judge's file, with the parts event and outcome; a task app's rubric has its criteria "
+            "at the top. Take one of the parts"
+        )
+    patch = _parse_rubric(values, where=str(path))
+    try:
+        return merge_rubric(None, patch)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
+    """The parts `event` and `outcome` of a table (Any: as read), strictly; `where` begins every error.
+
+    Raises:
+        ConfigError: an unknown key or part, a value of another type, an id twice; or neither part is there.
+    """
+    unknown = sorted(set(values) - set(_PARTS))
+    if unknown or not values:
+        got = f"{unknown[0]!r}; {nearest_name(unknown[0], _PARTS)}" if unknown else "nothing"
+        raise ConfigError(f"{where}: expected the parts event and outcome, or one of them, got {got}")
+    parts = {part: _parse_part(values[part], where=f"{where}: {part}") for part in _PARTS if part in values}
+    return RubricsPatch(**parts)
+
+
+def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
+    """The rubric of a task's task_info or of an app's info: parts `events` (or `event`) and `outcome`; null is no part.
+
+    Keys that are not known here are left out; known ones must be as in a file.
+
+    Raises:
+        ConfigError: a value of another type, or an id twice.
+    """
+    named = {"event": values.get("events", values.get("event")), "outcome": values.get("outcome")}
+    parts = {
+        part: _parse_part(_known_keys(value), where=f"{where}: {part}")
+        for part, value in named.items()
+        if value is not None
+    }
+    return RubricsPatch(**parts)
+
+
+def load_aggregate(name: str) -> Aggregate:
+    """The function "module:function" that makes a total of scores by id and the rubric (aggregation "custom").
+
+    Only for names from the operator's own configuration: importing a module runs it.
+
+    Raises:
+        ConfigError: there is no such module or function.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not function_name.isidentifier():
+        raise ConfigError(f"aggregate: expected module:function, got {name!r}")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"aggregate {name!r}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"aggregate {name!r}: expected a function, got {type(function).__name__}")
+    aggregate: Aggregate = function
+    return aggregate
+
+
+def bundled_rubric_ids() -> list[str]:
+    """The ids of the rubrics that come with the bundled environments."""
+    return [
+        f"{path.parent.name}/bundle@{version}"
+        for folder in _bundled_folders()
+        for path in sorted(folder.glob("*/rubric.yaml"))
+        for version in sorted(_versions(path))
+    ]
+
+
+def _find_bundled(name: str, folders: Sequence[Path]) -> Path:
+    match = _BUNDLED_ID.fullmatch(name)
+    if match is not None:
+        for folder in _bundled_folders():
+            path = folder / match["folder"] / "rubric.yaml"
+            if path.is_file() and _versions(path) == {match["version"]}:
+                return path
+    known = [*bundled_rubric_ids(), *_ids_in(folders)]
+    raise UnknownNameError(f"no rubric has the id {name!r}; {nearest_name(name, known)}")
+
+
+def _ids_in(folders: Sequence[Path]) -> Iterator[str]:
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.suffix in _SUFFIXES:
+                yield path.relative_to(folder).with_suffix("").as_posix()
+
+
+def _bundled_folders() -> list[Path]:
+    """Where the bundled environments lie, found without importing them."""
+    spec = importlib.util.find_spec(_BUNDLED)
+    return [] if spec is None else [Path(location) for location in spec.submodule_search_locations or ()]
+
+
+def _versions(path: Path) -> set[str]:
+    patch = read_rubrics(path)
+    return {str(part.version) for part in (patch.event, patch.outcome) if part is not None}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.is_file() and path.stat().st_size > _MAX_BYTES:
+        raise ConfigError(f"{path}: expected a rubric of at most {_MAX_BYTES:,} bytes, got {path.stat().st_size:,}")
+    return read_file(path)
+
+
+def _parse_part(value: Any, *, where: str) -> RubricPatch:
+    return _parse_rubric({"criteria": value} if isinstance(value, list) else value, where=where)
+
+
+def _parse_rubric(value: Any, *, where: str) -> RubricPatch:
+    try:
+        table = _RubricTable.model_validate(value)
+    except ValidationError as error:
+        problems = [_problem(detail) for detail in error.errors(include_url=False)]
+        if len(problems) == 1:
+            raise ConfigError(f"{where}: {problems[0]}") from None
+        raise ConfigError("\n  ".join([f"{where}: {len(problems)} problems:", *problems])) from None
+    fields = {name: getattr(table, name) for name in ("version", "goal_text", "aggregation", "track_weights")}
+    try:
+        return RubricPatch(tuple(CriterionPatch(**criterion.model_dump()) for criterion in table.criteria), **fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _problem(detail: Any) -> str:
+    """One of pydantic's errors (Any: its own dictionary) as a sentence with its place, such as criteria[2].weight."""
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
+    if detail["type"] == "extra_forbidden":
+        table = _CriterionTable if len(detail["loc"]) > 1 else _RubricTable
+        return f"{place}: there is no such key; {nearest_name(str(detail['loc'][-1]), table.model_fields)}"
+    if detail["type"] == "missing":
+        return f"{place}: required, but not given"
+    shown = json.dumps(detail["input"], default=str, ensure_ascii=False)
+    shown = shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+    expected = detail["msg"].removeprefix("Input should be ")
+    if detail["type"] in ("model_type", "dict_type"):
+        expected = "a table"
+    return f"{place + ': ' if place else ''}expected {expected}, got {shown}"
+
+
+def _known_keys(value: Any) -> Any:
+    """A rubric from elsewhere without the keys that are not known here; what is no table is left for the reader."""
+    if isinstance(value, list):
+        value = {"criteria": value}
+    if not isinstance(value, Mapping):
+        return value
+    known = {key: entry for key, entry in value.items() if key in _RubricTable.model_fields and entry is not None}
+    if isinstance(known.get("criteria"), list):
+        known["criteria"] = [
+            {
+                key: entry
+                for key, entry in criterion.items()
+                if key in _CriterionTable.model_fields and entry is not None
+            }
+            if isinstance(criterion, Mapping)
+            else criterion
+            for criterion in known["criteria"]
+        ]
+    return known

@@ -1,0 +1,189 @@
+"""A frozen session -> the parts of a `Trajectory`: which calls are trained on, in which segments, and why not others.
+
+Calls form trees: a call whose prompt appends to another's tokens is its child. Each path from a root to a leaf is one
+segment, as the model read it; a completion is trained on in the first path that holds it, and is context in others. So
+every trained completion counts exactly once, whatever the agent branched into. `capture_rules.py` decides which are
+trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gspo_gym.remote.capture import Capture, CapturedCall, Untrained
+from gspo_gym.remote.capture_rules import untrained_calls
+from gspo_gym.segments import OpenSegment, SampledTokens
+from gspo_gym.types import Message, Segment, Turn
+
+CallKind = Literal["root", "extends", "rewrites", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallUse:
+    """What became of one call.
+
+    Attributes:
+        index: which call.
+        kind: "root" (a conversation of its own), "extends" (its prompt appends to its parent's tokens), "rewrites" (it
+            continues its parent, but the template rewrote the tokens) or "failed".
+        num_sampled_tokens: what was sampled for it.
+        turn: the number of its turn; None if it is not trained on.
+        untrained: why not; None if it is.
+    """
+
+    index: int
+    kind: CallKind
+    num_sampled_tokens: int
+    turn: int | None = None
+    untrained: Untrained | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CaptureBuild:
+    """All that a `Trajectory` takes from the gateway.
+
+    Attributes:
+        segments, turns, messages: as in `Trajectory`; no turn is scored. What an app never showed the model (its last
+            observation) is not among the messages.
+        turn_calls: the index of the call of each turn.
+        uses: of every call, in their order.
+    """
+
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    turn_calls: tuple[int, ...]
+    uses: tuple[CallUse, ...]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that were sampled in the session."""
+        return sum(use.num_sampled_tokens for use in self.uses)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Those of them that are trained on."""
+        return sum(use.num_sampled_tokens for use in self.uses if use.turn is not None)
+
+    @property
+    def trained_fraction(self) -> float:
+        """The share of sampled tokens that are trained on; 0 if none was sampled."""
+        return self.num_trained_tokens / max(1, self.num_sampled_tokens)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Calls by what became of them: "trained", and the values of `Untrained`."""
+        counts: dict[str, int] = {}
+        for use in self.uses:
+            name = "trained" if use.untrained is None else use.untrained.value
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+
+def build_trajectory_parts(capture: Capture) -> CaptureBuild:
+    """Segments, turns and messages of a session.
+
+    Turns are numbered in the order in which their calls began, and segments stand in the order of their first turns.
+    """
+    untrained = untrained_calls(capture.calls)
+    calls = {call.index: call for call in capture.calls}
+    turn_calls = tuple(index for index in calls if index not in untrained)
+    numbers = {index: turn for turn, index in enumerate(turn_calls)}
+    paths = sorted(_owned_paths(calls, numbers), key=lambda path: min(numbers[index] for index in path.owned))
+    segments: list[Segment] = []
+    turns: dict[int, Turn] = {}
+    for path in paths:
+        segment, its_turns = _segment_of(path, calls, numbers, number=len(segments))
+        segments.append(segment)
+        turns |= {turn.index: turn for turn in its_turns}
+    return CaptureBuild(
+        segments=tuple(segments),
+        turns=tuple(turns[turn] for turn in range(len(turn_calls))),
+        messages=_messages(calls, turn_calls),
+        turn_calls=turn_calls,
+        uses=_uses(capture, numbers, untrained),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Calls whose prompts append to each other, from a root on, and those of them that are trained on here."""
+
+    calls: tuple[int, ...]
+    owned: frozenset[int]
+
+
+def _owned_paths(calls: Mapping[int, CapturedCall], trained: Iterable[int]) -> list[_Path]:
+    """A path to every trained call behind which no other trained one follows; in the order of their last calls."""
+    trained = set(trained)
+    inner = {index for end in trained for index in _line(calls[end], calls)[:-1]}
+    paths, taken = [], set[int]()
+    for leaf in sorted(trained - inner):
+        line = _line(calls[leaf], calls)
+        owned = frozenset(index for index in line if index in trained and index not in taken)
+        taken |= owned
+        paths.append(_Path(tuple(line), owned))
+    return paths
+
+
+def _line(call: CapturedCall, calls: Mapping[int, CapturedCall]) -> list[int]:
+    """The calls to whose tokens this one's prompt appends, from the first on, and itself."""
+    line = [call.index]
+    while call.appends and call.parent is not None:
+        call = calls[call.parent]
+        line.append(call.index)
+    return line[::-1]
+
+
+def _segment_of(
+    path: _Path, calls: Mapping[int, CapturedCall], turn_numbers: Mapping[int, int], *, number: int
+) -> tuple[Segment, list[Turn]]:
+    """The tokens of a path, and the turns that are trained on in it."""
+    segment = OpenSegment()
+    turns: list[Turn] = []
+    observed = 0  # up to where the tokens belong to an earlier turn
+    for call in (calls[index] for index in path.calls):
+        segment.append_context(call.context_ids.tolist())
+        completion = call.completion
+        if call.index not in path.owned:
+            segment.append_context(completion.token_ids.tolist())
+            continue
+        start, turn = len(segment), turn_numbers[call.index]
+        sampled = SampledTokens(
+            completion.token_ids.tolist(), completion.logprobs.tolist(), completion.weight_version.tolist()
+        )
+        segment.append_action(sampled, turn=turn)
+        turns.append(
+            Turn(
+                index=turn,
+                segment=number,
+                observation_span=(observed, start),
+                action_span=(start, len(segment)),
+                finish_reason=completion.finish_reason,
+                parse=call.parse,
+            )
+        )
+        observed = len(segment)
+    return segment.close(), turns
+
+
+def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> tuple[Message, ...]:
+    """The conversations that led to the turns: each message once, in the order in which the calls began."""
+    needed: set[int] = set()
+    for index in turn_calls:
+        at: int | None = index
+        while at is not None and at not in needed:
+            needed.add(at)
+            at = calls[at].parent
+    return tuple(m for index in sorted(needed) for m in (*calls[index].new_messages, calls[index].answer))
+
+
+def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[int, Untrained]) -> tuple[CallUse, ...]:
+    uses = [CallUse(failed.index, "failed", 0, untrained=Untrained.FAILED) for failed in capture.failed]
+    for call in capture.calls:
+        kind: CallKind = "root" if call.parent is None else "extends" if call.appends else "rewrites"
+        turn = turn_numbers.get(call.index)
+        uses.append(CallUse(call.index, kind, call.num_sampled_tokens, turn, untrained.get(call.index)))
+    return tuple(sorted(uses, key=lambda use: use.index))

@@ -1,0 +1,279 @@
+"""Who may ask a server, and how much it reads before it answers: ASGI middleware, in front of every server here.
+
+A request passes if its Host and Origin are ours, it has a key where one is asked for, there is room for it, and its
+body is short, shallow and arrives in time. Only then is the application called, with the whole body. Keys are compared
+as digests, all of them, in constant time; none appears in an answer or a log. No protocol is known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from gspo_gym.errors import ConfigError
+
+# What ASGI passes: Any, as the protocol has it.
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+MAX_BODY_BYTES = 1_000_000  # of a request, and of one WebSocket message: an action is text that a model wrote
+MAX_JSON_DEPTH = 64  # as deep as schemas of tools get, and far from where parsers recurse too deeply
+OPEN_PATHS = ("/", "/health")  # asked by container runtimes and by whoever looks whether anything is there
+_MAX_HEADERS = 100
+_MAX_KEYS = 16  # that one request may try
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+_RETRY_AFTER_SECONDS = 1
+# A text in JSON, or what opens and closes a level. A text that nobody closes ends with the body: the search is linear.
+_JSON_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
+
+
+class _RefusedError(Exception):
+    """The request goes no further."""
+
+    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.headers = status, code, message, headers or {}
+
+
+class Keys:
+    """The keys that open a server, known by their digests only.
+
+    Args:
+        keys: of which a request needs one.
+
+    Raises:
+        ConfigError: a key is empty, or holds a comma or a space, which no header could carry.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        given = list(keys)
+        if any(not key or not key.isprintable() or "," in key or " " in key for key in given):
+            raise ConfigError("an API key: expected printable text without spaces and commas, got one that is not")
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in given)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def __repr__(self) -> str:
+        return f"Keys(<{len(self._digests)} keys>)"
+
+    def open_for(self, headers: Headers) -> bool:
+        """Whether one of the keys is in X-API-Key, X-API-Keys (several, with commas) or Authorization: Bearer.
+
+        Every key is compared with every one that was sent, so that the time says nothing about either.
+        """
+        opens = False
+        for sent in _keys_in(headers):
+            digest = hashlib.sha256(sent).digest()
+            for known in self._digests:
+                opens |= hmac.compare_digest(digest, known)
+        return opens
+
+
+class Guard:
+    """ASGI middleware that turns away who has no key, pages of strange origins, and bodies that are too much.
+
+    Args:
+        app: what is guarded.
+        api_key: asked for everywhere but at `open_paths`, in any of three headers; several: each of them opens. None:
+            everybody who can connect may ask.
+        allowed_origins: of pages in browsers that may call, as "https://host:port". Programs send no Origin header.
+        allowed_hosts: names in the Host header that are ours, without ports; None: any if there is a key, else those
+            of loopback, so that a page whose name suddenly means 127.0.0.1 (DNS rebinding) is not answered.
+        open_paths: answered without a key.
+        max_body_bytes: of a request, counted as they arrive; WebSocket messages are limited by `serving.server_for`.
+        body_timeout_seconds: for the whole body to arrive.
+        max_concurrent_requests: of HTTP, beside those to open paths; one more is answered 503 with Retry-After.
+
+    Raises:
+        ConfigError: a key that no header could carry.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        api_key: str | Iterable[str] | None = None,
+        allowed_origins: Iterable[str] = (),
+        allowed_hosts: Iterable[str] | None = None,
+        open_paths: Iterable[str] = OPEN_PATHS,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        body_timeout_seconds: float = 30.0,
+        max_concurrent_requests: int = 1_024,
+    ) -> None:
+        self.app = app
+        self._keys = Keys(() if api_key is None else [api_key] if isinstance(api_key, str) else api_key)
+        self._origins = frozenset(origin.encode() for origin in allowed_origins)
+        if allowed_hosts is None:
+            allowed_hosts = () if self._keys else _LOOPBACK_NAMES
+        self._hosts = frozenset(host.lower() for host in allowed_hosts)
+        self._open_paths = frozenset(open_paths)
+        self._max_body_bytes, self._body_timeout = max_body_bytes, body_timeout_seconds
+        self._max_requests, self._num_requests = max_concurrent_requests, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request or one WebSocket."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._require_welcome(scope)
+            if scope["type"] == "http":
+                await self._answer(scope, receive, send)
+                return
+        except _RefusedError as refused:
+            await _refuse(scope, send, refused)
+            return
+        await self.app(scope, receive, send)
+
+    def _require_welcome(self, scope: Scope) -> None:
+        """What can be said by the headers alone."""
+        headers: Headers = scope["headers"]
+        if len(headers) > _MAX_HEADERS:
+            raise _RefusedError(431, "too_many_headers", f"a request has at most {_MAX_HEADERS} headers")
+        if self._hosts and _host_name(headers) not in self._hosts:
+            raise _RefusedError(403, "unknown_host", "the Host header names no host that is served here")
+        if any(origin not in self._origins for origin in _values(headers, b"origin")):
+            raise _RefusedError(403, "unknown_origin", "pages of this origin may not call")
+        if self._keys and scope["path"] not in self._open_paths and not self._keys.open_for(headers):
+            text = "expected the server's key in the header X-API-Key, or as Authorization: Bearer KEY"
+            raise _RefusedError(401, "unauthorised", text, {"www-authenticate": "Bearer"})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in self._open_paths:
+            await self.app(scope, await self._with_body(scope, receive), send)
+            return
+        if self._num_requests >= self._max_requests:
+            text = f"{self._num_requests} requests are being answered, which is all that there is room for; try again"
+            raise _RefusedError(503, "overloaded", text, {"retry-after": str(_RETRY_AFTER_SECONDS)})
+        self._num_requests += 1
+        try:
+            await self.app(scope, await self._with_body(scope, receive), send)
+        finally:
+            self._num_requests -= 1
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        """Waits for the body; what the application receives afterwards."""
+        lengths = _values(scope["headers"], b"content-length")
+        # isdigit first: int() also takes signs and underscores, and refuses very long numbers.
+        if any(not one.isdigit() or len(one) > 20 or int(one) > self._max_body_bytes for one in lengths):
+            raise self._too_long()
+        try:
+            async with asyncio.timeout(self._body_timeout):
+                messages = await self._read(receive)
+        except TimeoutError:
+            text = f"the body did not arrive within {self._body_timeout:g} seconds"
+            raise _RefusedError(408, "slow_body", text, {"connection": "close"}) from None
+        remaining = iter(messages)
+
+        async def replay() -> MutableMapping[str, Any]:
+            message = next(remaining, None)
+            return await receive() if message is None else message
+
+        return replay
+
+    async def _read(self, receive: Receive) -> list[MutableMapping[str, Any]]:
+        body = bytearray()  # a list of what arrives would cost a hundred bytes for each that comes alone
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return [message]  # the client has gone
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                raise self._too_long()
+            if not message.get("more_body", False):
+                break
+        if json_depth_exceeds(body, MAX_JSON_DEPTH):
+            text = f"a body is nested at most {MAX_JSON_DEPTH} levels deep"
+            raise _RefusedError(400, "body_too_deep", text)
+        return [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    def _too_long(self) -> _RefusedError:
+        text = f"a body has at most {self._max_body_bytes} bytes"
+        return _RefusedError(413, "body_too_long", text, {"connection": "close"})
+
+
+def json_depth_exceeds(body: bytes | bytearray, limit: int) -> bool:
+    """Whether brackets outside of texts are nested deeper than `limit`; without parsing, in one pass.
+
+    >>> json_depth_exceeds(b'[["[[["]]', 2), json_depth_exceeds(b'[[["a"]]]', 2)
+    (False, True)
+    """
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    depth = 0
+    for token in _JSON_TOKEN.finditer(body):
+        first = body[token.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > limit:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("localhost.evil.org")
+    (True, True, False, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _values(headers: Headers, name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key == name]
+
+
+def _keys_in(headers: Headers) -> list[bytes]:
+    return [key for _, key in zip(range(_MAX_KEYS), _all_keys_in(headers), strict=False)]
+
+
+def _all_keys_in(headers: Headers) -> Iterator[bytes]:
+    for name, value in headers:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"x-api-keys":
+            yield from (key.strip() for key in value.split(b",", _MAX_KEYS))
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key.strip()
+
+
+def _host_name(headers: Headers) -> str:
+    """The name in the Host header, without its port, in lower case; "" without exactly one."""
+    hosts = _values(headers, b"host")
+    if len(hosts) != 1:
+        return ""
+    host = hosts[0].decode("latin-1").lower()
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host
+
+
+async def _refuse(scope: Scope, send: Send, refused: _RefusedError) -> None:
+    if scope["type"] == "websocket":
+        # before accept: the client sees a 403
+        await send({"type": "websocket.close", "code": 1008, "reason": refused.message})
+        return
+    error = {"code": refused.code, "message": refused.message}
+    content = json.dumps({"detail": {"error": error}, "error": error}).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(content)), **refused.headers}
+    wire = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": refused.status, "headers": wire})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,71 @@
+"""LoopServer: an ASGI application on a port, served by the event loop that runs already.
+
+For what must share a loop with whatever it calls, as the gateway does with the engine. A server with its own thread is
+`serving.BackgroundServer`. Called by `build_apps.py` and by tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import uvicorn
+
+from gspo_gym.errors import UsageError
+from gspo_gym.remote.guard import App
+from gspo_gym.remote.serving import bind, server_for, url_of
+
+_POLL_SECONDS = 0.01  # until it listens, which takes a few milliseconds
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves SIGINT and SIGTERM to the program that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class LoopServer:
+    """Serves from `start` to `stop`, while its event loop is not blocked.
+
+    Args:
+        app: what is served.
+        host, port: where; port 0 takes any that is free.
+        has_key: whether the application lets nobody in without one; without, only a loopback address is allowed.
+
+    Attributes:
+        url: where it is reached from this machine.
+
+    Raises:
+        ConfigError: the address cannot be bound, or may not be without a key.
+    """
+
+    def __init__(self, app: App, *, host: str, port: int, has_key: bool = False) -> None:
+        self._server = _QuietServer(server_for(app).config)
+        self._socket = bind(host, port, has_key=has_key)
+        self.url = url_of(self._socket)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when it answers.
+
+        Raises:
+            UsageError: the application does not start.
+        """
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            await asyncio.wait([self._serving], timeout=_POLL_SECONDS)
+            if self._serving.done():
+                self._socket.close()
+                reason = self._serving.exception()
+                raise UsageError(f"the application at {self.url} did not start: {reason or 'its log says why'}")
+
+    async def stop(self) -> None:
+        """Give open requests up to ten seconds, then end; stopping twice is fine."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving
+        self._socket.close()

@@ -1,0 +1,161 @@
+"""Which requests are one and the same, asked again: a client that lost an answer gets that answer, not another sample.
+
+A request is the same as an earlier one of its session if
+
+- it carries the same `Idempotency-Key` (with another body, that is refused), or
+- it has the same body and says that it is a retry (`x-stainless-retry-count` of OpenAI's clients), or
+- it has the same body and whoever asked earlier has gone without an answer, or
+- it has the same body, the earlier one is still being answered, and nothing says that it is a first attempt.
+
+Otherwise the same body is a new call: an agent may well ask the same thing twice. While the answer is being sampled,
+the same request waits for it (coalescing); afterwards it gets the same bytes. No HTTP: `gateway_app.py` reads headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from gspo_gym.errors import GymError
+
+# A finished answer is kept for its retries until so many younger ones of its session are.
+MAX_REMEMBERED = 64
+_MAX_KEY_LENGTH = 256
+
+# Whether a client has hung up.
+HasGone = Callable[[], Awaitable[bool]]
+
+
+class KeyReuseError(GymError, ValueError):
+    """An Idempotency-Key came with another body than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer as it is sent. `call_index` is the session's call that it gives; None if nothing was sampled.
+
+    `is_final`: the same request gets it again. Otherwise (an engine that failed) it is worked on again.
+    """
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    call_index: int | None = None
+    is_final: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One HTTP request, as far as retries are concerned.
+
+    Attributes:
+        digest: of its route and body.
+        key: its Idempotency-Key; None without one.
+        retry_count: what it says about itself, 0 for a first attempt; None if it says nothing.
+        has_gone: whether its client has hung up.
+    """
+
+    digest: bytes
+    key: str | None
+    retry_count: int | None
+    has_gone: HasGone
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One logical request: all the HTTP requests that are it, and the one answer that they get."""
+
+    digest: bytes
+    key: str | None
+    reply: asyncio.Future[Reply]
+    asked: list[Asked] = field(default_factory=list)
+    num_sending: int = 0
+    is_delivered: bool = False
+
+    async def is_abandoned(self) -> bool:
+        """Whether nobody has its answer, gets it now, or waits for it."""
+        if self.is_delivered or self.num_sending:
+            return False
+        for asked in self.asked:
+            if not await asked.has_gone():
+                return False
+        return True
+
+
+def digest_of(route: str, body: bytes) -> bytes:
+    """What two requests have in common that may be the same."""
+    return hashlib.sha256(route.encode() + b"\0" + body).digest()
+
+
+class Replays:
+    """The exchanges of one session."""
+
+    def __init__(self, *, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._exchanges: list[Exchange] = []  # oldest first
+        self._max_remembered = max_remembered
+        self.num_coalesced = 0
+        self.num_replayed = 0
+
+    async def answer(self, asked: Asked, work: Callable[[], Awaitable[Reply]]) -> tuple[Exchange, Reply]:
+        """The answer to a request: that of an earlier one that it is the same as, or what `work` gives.
+
+        Say `delivered` or `lost` of the exchange afterwards. If `work` raises, so do all that wait for it.
+
+        Raises:
+            KeyReuseError: its key came with another body before.
+        """
+        exchange = await self._same_as(asked)
+        if exchange is not None:
+            exchange.asked.append(asked)
+            if exchange.reply.done():
+                self.num_replayed += 1
+            else:
+                self.num_coalesced += 1
+            return exchange, await asyncio.shield(exchange.reply)
+        exchange = Exchange(asked.digest, asked.key, asyncio.get_running_loop().create_future(), [asked])
+        self._exchanges.append(exchange)
+        try:
+            reply = await work()
+        except BaseException as error:
+            self._exchanges.remove(exchange)
+            failure = error if isinstance(error, Exception) else asyncio.CancelledError()
+            exchange.reply.set_exception(failure)
+            exchange.reply.exception()  # seen: nobody need wait for it
+            raise
+        exchange.reply.set_result(reply)
+        self._remember(exchange, reply)
+        return exchange, reply
+
+    def _remember(self, exchange: Exchange, reply: Reply) -> None:
+        if not reply.is_final:
+            self._exchanges.remove(exchange)
+            return
+        finished = [kept for kept in self._exchanges if kept.reply.done()]
+        for old in finished[: -self._max_remembered]:
+            self._exchanges.remove(old)
+
+    async def _same_as(self, asked: Asked) -> Exchange | None:
+        if asked.key is not None:
+            return self._of_key(asked.key, asked.digest)
+        same = [e for e in reversed(self._exchanges) if e.digest == asked.digest and e.key is None]
+        for exchange in same:
+            if await exchange.is_abandoned():
+                return exchange
+        if asked.retry_count:
+            return same[0] if same else None
+        if asked.retry_count is None:  # who says nothing may be asking again; who says 0 is not
+            return next((exchange for exchange in same if not exchange.reply.done()), None)
+        return None
+
+    def _of_key(self, key: str, digest: bytes) -> Exchange | None:
+        if len(key) > _MAX_KEY_LENGTH:
+            raise KeyReuseError(f"Idempotency-Key: expected at most {_MAX_KEY_LENGTH} characters, got {len(key)}")
+        for exchange in self._exchanges:
+            if exchange.key == key:
+                if exchange.digest != digest:
+                    raise KeyReuseError("Idempotency-Key: expected the same body as before under this key")
+                return exchange
+        return None

@@ -1,0 +1,80 @@
+"""Who scores episodes after they were played, such as a judge, and what becomes of those that get no score.
+
+Used by the pool, which keeps scoring off its slots: an episode that waits for its score holds up no other, until too
+many wait. What scores and how is decided elsewhere (`judging.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from pydantic import Field
+
+from gspo_gym.errors import UnscoredError
+from gspo_gym.settings import Settings
+from gspo_gym.types import Trajectory
+
+# The episode with its rewards. Raises UnscoredError if it has none; whatever else it raises ends the collection.
+Score = Callable[[Trajectory], Awaitable[Trajectory]]
+
+
+class ScoringLimits(Settings):
+    """What a pool does about scores that are late or do not come."""
+
+    max_unscored: int = Field(
+        default=256,
+        gt=0,
+        description="episodes that are played and wait for their score; while so many do, no further one begins",
+    )
+    on_unscored: Literal["refill", "drop"] = Field(
+        default="refill",
+        description=(
+            "what becomes of an episode that gets no score: another is played in its place, limits.max_attempts at "
+            "most, or it is dropped at once; it never counts as 0"
+        ),
+    )
+
+
+class Slots:
+    """So many at once. A semaphore belongs to one event loop: callers of `asyncio.run` get a fresh one each time."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._semaphore = asyncio.Semaphore(count)
+
+    def of_this_loop(self) -> asyncio.Semaphore:
+        """To be acquired, or entered with `async with`."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self._count)
+        return self._semaphore
+
+
+class Scoring:
+    """Scores episodes for one pool.
+
+    Args:
+        score: gives an episode its rewards.
+        limits: see there.
+    """
+
+    def __init__(self, score: Score, limits: ScoringLimits | None = None) -> None:
+        self.limits = limits or ScoringLimits()
+        self._score = score
+        self._room = Slots(self.limits.max_unscored)
+
+    async def wait_for_room(self) -> None:
+        """Until one more episode may wait for its score; `score` must follow."""
+        await self._room.of_this_loop().acquire()
+
+    async def score(self, trajectory: Trajectory) -> tuple[Trajectory, str | None]:
+        """The episode with its rewards; if it gets none, the episode as it was, and why. Call after `wait_for_room`."""
+        try:
+            return await self._score(trajectory), None
+        except UnscoredError as error:
+            return trajectory, str(error)
+        finally:
+            self._room.of_this_loop().release()

@@ -1,0 +1,62 @@
+"""A model learns a game that a task app plays in another process as it learns it here, to the same success rate.
+
+The quickstart's game and settings, with smaller numbers (1 to 4 in three guesses, a quarter of the warm-up, 24 steps of
+64 episodes), so that both runs take a minute or two. `services.task_url` is all that differs between them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from app_process import serving_process
+
+from gspo_gym.config.run_config import load_config
+from gspo_gym.recording import read_metrics
+from gspo_gym.recording_episodes import read_episodes
+from gspo_gym.train import run_training
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+SMALLER = [
+    "rollout.env_config.high=4",
+    "rollout.env_config.max_guesses=3",
+    "rollout.max_turns=3",
+    "rollout.episodes_per_batch=64",
+    "training.iterations_per_epoch=24",
+    "training.checkpoint_every_n_iters=24",
+    "evaluation.every_n_iters=24",
+    "evaluation.seeds=0:100",
+    "warmup.num_episodes=256",
+]
+
+
+def trained(folder: Path, label: str, *overrides: str) -> dict[str, Any]:
+    run = [f"run.folder={folder}", f"model.label={label}"]
+    return run_training(load_config(QUICKSTART, [*SMALLER, *run, *overrides]))
+
+
+@pytest.mark.slow
+def test_a_game_is_learned_from_an_app_in_another_process_as_it_is_here(tmp_path: Path) -> None:
+    here = trained(tmp_path, "here")
+    with serving_process("GuessNumber", "--client-option", "*") as url:
+        there = trained(tmp_path, "there", f"services.task_url={url}")
+    before, after = (there[name]["success_rate"] for name in ("initial_eval", "final_eval"))
+    print(f"through the gateway: success {before:.2f} -> {after:.2f}; here: {here['final_eval']['success_rate']:.2f}")
+    # The warm-up is played here in both, so that both begin with the same weights and evaluate the same episodes.
+    assert there["initial_eval"] == here["initial_eval"]
+    # With p = 0.3 and 100 seeds a standard error is 0.046: both gains are beyond all noise.
+    assert before < 0.15
+    assert after > 0.3
+    assert here["final_eval"]["success_rate"] > 0.3
+    # The runs are alike but for the last bits of logprobs, which steps amplify; two evaluations differ by
+    # sqrt(2) * 0.05 in one standard error.
+    assert abs(after - here["final_eval"]["success_rate"]) < 0.2
+    first, second = (read_episodes(tmp_path / label / "episodes" / "step_000001.jsonl") for label in ("here", "there"))
+    assert len(first) == len(second) == 64
+    for ours, theirs in zip(first, second, strict=True):
+        assert [s.token_ids.tolist() for s in ours.segments] == [s.token_ids.tolist() for s in theirs.segments]
+        assert ours.reward == theirs.reward
+    losses = [[line["train/loss"] for line in read_metrics(tmp_path / label)[:1]] for label in ("here", "there")]
+    np.testing.assert_allclose(losses[0], losses[1], atol=1e-5)

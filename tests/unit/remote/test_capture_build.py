@@ -1,0 +1,371 @@
+"""What becomes of the calls of a session: segments, turns, and which are not trained on and why.
+
+Conversations are spoken by a client written here, which only sends messages. Expected tokens are put together in the
+tests from what the engine was given and what it sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from seeded_engine import SeededEngine, any_of
+
+from gspo_gym.models import tiny_tokenizer
+from gspo_gym.remote.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
+from gspo_gym.remote.capture_build import CaptureBuild, build_trajectory_parts
+from gspo_gym.remote.gateway import Gateway, GatewaySession, GatewaySessionSettings
+from gspo_gym.types import Message
+
+TOKENIZER = tiny_tokenizer()
+SYSTEM = Message("system", "You play.")
+HELPER = Message("system", "You help.")
+TITLE = Message("system", "You write titles.")
+TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}},)
+WORDS = ("red", "green", "blue", "yellow and so on", "a")
+
+Talk = Callable[[GatewaySession], Awaitable[Any]]
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def session_settings(**changes: Any) -> GatewaySessionSettings:
+    base = {"name": "g/0", "sampling_seed": 5, "max_output_tokens": 12, "max_model_len": 400}
+    return GatewaySessionSettings(**(base | changes))
+
+
+def captured(talk: Talk, **changes: Any) -> Capture:
+    async def run() -> Capture:
+        gateway = Gateway(SeededEngine(TOKENIZER, any_of(*WORDS)), TOKENIZER)
+        session = gateway.open_session(session_settings(**changes))
+        await talk(session)
+        return await session.freeze()
+
+    return asyncio.run(run())
+
+
+def built(talk: Talk, **changes: Any) -> CaptureBuild:
+    return build_trajectory_parts(captured(talk, **changes))
+
+
+async def ask(session: GatewaySession, *messages: Message, **fields: Any) -> CapturedCall:
+    return await session.chat(ChatCall(messages, **fields))
+
+
+def reasons(build: CaptureBuild) -> list[str]:
+    return ["trained" if use.untrained is None else use.untrained.value for use in build.uses]
+
+
+def kinds(build: CaptureBuild) -> list[str]:
+    return [use.kind for use in build.uses]
+
+
+def sampled(capture: Capture, *indices: int) -> list[list[int]]:
+    calls = {call.index: call for call in capture.calls}
+    return [calls[index].completion.token_ids.tolist() for index in indices]
+
+
+def actions(build: CaptureBuild) -> list[list[int]]:
+    """The ids of each turn, read off the segments by the turns' spans."""
+    return [build.segments[t.segment].token_ids[slice(*t.action_span)].tolist() for t in build.turns]
+
+
+def trained_in(build: CaptureBuild) -> list[list[int]]:
+    """The turns of each segment, in the order of their tokens."""
+    return [list(dict.fromkeys(s.turn_index[s.action_mask].tolist())) for s in build.segments]
+
+
+def test_an_extension_is_one_segment_of_the_exact_tokens() -> None:
+    asked: list[Message] = [SYSTEM, user("one")]
+
+    async def talk(session: GatewaySession) -> None:
+        for text in ("two", "three", "four"):
+            call = await ask(session, *asked)
+            asked.extend((call.answer, user(text)))
+
+    capture = captured(talk)
+    build = build_trajectory_parts(capture)
+    assert kinds(build) == ["root", "extends", "extends"]
+    assert reasons(build) == ["trained"] * 3
+    [segment] = build.segments
+    expected = [i for call in capture.calls for i in (*call.context_ids.tolist(), *call.completion.token_ids.tolist())]
+    assert segment.token_ids.tolist() == expected
+    # Here the answers are spelled as the template spells them, so that a full rendering is a second witness.
+    rendered = TOKENIZER.apply_chat_template(
+        [message.to_dict() for message in asked[:-1]], tokenize=True, return_dict=False
+    )
+    assert expected == rendered[: len(expected)]
+    assert actions(build) == sampled(capture, 0, 1, 2)
+    assert build.messages == tuple(asked[:-1])
+    assert build.turn_calls == (0, 1, 2)
+
+
+def test_a_branch_trains_what_is_common_once() -> None:
+    async def talk(session: GatewaySession) -> None:
+        first = await ask(session, user("one"))
+        for text in ("left", "right"):
+            second = await ask(session, user("one"), first.answer, user(text))
+            await ask(session, user("one"), first.answer, user(text), second.answer, user("go on"))
+
+    capture = captured(talk)
+    build = build_trajectory_parts(capture)
+    assert reasons(build) == ["trained"] * 5
+    assert trained_in(build) == [[0, 1, 2], [3, 4]]
+    assert actions(build) == sampled(capture, 0, 1, 2, 3, 4)
+    # The second segment begins with the first call's prompt and answer, as context.
+    first = [*capture.calls[0].context_ids.tolist(), *sampled(capture, 0)[0]]
+    assert build.segments[1].token_ids[: len(first)].tolist() == first
+    assert build.turns[3].observation_span[0] == 0
+
+
+def test_a_retry_on_which_nothing_followed_is_left_out() -> None:
+    async def talk(session: GatewaySession) -> None:
+        await ask(session, user("one"))
+        second = await ask(session, user("one"))
+        await ask(session, user("one"), second.answer, user("two"))
+
+    build = built(talk)
+    assert reasons(build) == ["retried", "trained", "trained"]
+    assert trained_in(build) == [[0, 1]]
+    assert build.turn_calls == (1, 2)
+
+
+def test_a_retry_of_the_last_call_is_ambiguous_and_both_are_left_out() -> None:
+    async def talk(session: GatewaySession) -> None:
+        first = await ask(session, user("one"))
+        for _ in range(2):
+            await ask(session, user("one"), first.answer, user("two"))
+
+    build = built(talk)
+    assert reasons(build) == ["trained", "ambiguous", "ambiguous"]
+    assert build.counts == {"trained": 1, "ambiguous": 2}
+    tokens = [use.num_sampled_tokens for use in build.uses]
+    assert build.trained_fraction == tokens[0] / sum(tokens)
+
+
+def test_an_agent_that_shows_only_the_present_state_may_meet_a_state_again() -> None:
+    async def talk(session: GatewaySession) -> None:
+        for state in ("door", "wall", "door"):
+            await ask(session, SYSTEM, user(state))
+
+    build = built(talk)
+    assert reasons(build) == ["trained"] * 3
+    assert trained_in(build) == [[0], [1], [2]]
+
+
+def test_an_answer_that_reached_nobody_is_left_out_unless_something_followed() -> None:
+    async def talk(session: GatewaySession) -> None:
+        first = await ask(session, user("one"))
+        session.note_delivery(first.index, is_delivered=False)
+        second = await ask(session, user("one"), first.answer, user("two"))
+        session.note_delivery(second.index, is_delivered=False)
+        third = await ask(session, user("one"), first.answer, user("three"))
+        session.note_delivery(third.index, is_delivered=False)
+        session.note_delivery(third.index, is_delivered=True)
+
+    assert reasons(built(talk)) == ["trained", "undelivered", "trained"]
+
+
+def test_a_retry_of_an_answer_that_reached_nobody_is_trained_alone() -> None:
+    async def talk(session: GatewaySession) -> None:
+        lost = await ask(session, user("one"))
+        session.note_delivery(lost.index, is_delivered=False)
+        await ask(session, user("one"))
+
+    assert reasons(built(talk)) == ["undelivered", "trained"]
+
+
+def test_a_sub_agent_is_trained_in_its_own_segment_and_turns_stand_in_the_order_of_the_calls() -> None:
+    async def talk(session: GatewaySession) -> None:
+        first = await ask(session, SYSTEM, user("one"))
+        inner = await ask(session, HELPER, user("please"))
+        await ask(session, HELPER, user("please"), inner.answer, user("thanks"))
+        await ask(session, SYSTEM, user("one"), first.answer, user("two"))
+
+    capture = captured(talk)
+    build = build_trajectory_parts(capture)
+    assert reasons(build) == ["trained"] * 4
+    assert trained_in(build) == [[0, 3], [1, 2]]
+    assert [turn.segment for turn in build.turns] == [0, 1, 1, 0]
+    assert actions(build) == sampled(capture, 0, 1, 2, 3)
+
+
+def test_a_compacted_context_under_the_same_system_message_is_a_new_segment() -> None:
+    async def talk(session: GatewaySession) -> None:
+        first = await ask(session, SYSTEM, user("one"))
+        await ask(session, SYSTEM, user("one"), first.answer, user("two"))
+        await ask(session, SYSTEM, user("So far: one, two. Go on."))
+
+    build = built(talk)
+    assert kinds(build) == ["root", "extends", "root"]
+    assert reasons(build) == ["trained"] * 3
+    assert trained_in(build) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_a_title_is_beside_the_task(has_tools: bool) -> None:
+    """The task is a conversation of several calls, or of one with tools."""
+
+    async def talk(session: GatewaySession) -> None:
+        await ask(session, TITLE, user("A game about colours"))
+        first = await ask(session, SYSTEM, user("one"), tools=TOOLS if has_tools else ())
+        if not has_tools:
+            await ask(session, SYSTEM, user("one"), first.answer, user("two"))
+
+    build = built(talk)
+    assert reasons(build)[0] == "auxiliary"
+    assert set(reasons(build)[1:]) == {"trained"}
+
+
+def test_single_calls_alone_are_the_task() -> None:
+    async def talk(session: GatewaySession) -> None:
+        await ask(session, TITLE, user("A game about colours"))
+        await ask(session, SYSTEM, user("one"))
+
+    assert reasons(built(talk)) == ["trained"] * 2
+
+
+def test_a_compaction_stays_the_task_beside_a_sub_agent_with_another_system_message() -> None:
+    async def talk(session: GatewaySession) -> None:
+        for system in (SYSTEM, HELPER):
+            first = await ask(session, system, user("one"))
+            await ask(session, system, user("one"), first.answer, user("two"))
+        await ask(session, SYSTEM, user("So far: one, two."))
+
+    assert reasons(built(talk)) == ["trained"] * 5
+
+
+def test_the_caller_has_the_last_word_where_tokens_allow_it() -> None:
+    async def talk(session: GatewaySession) -> None:
+        await ask(session, TITLE, user("A game about colours"), is_trained=True)
+        first = await ask(session, SYSTEM, user("one"), is_trained=False)
+        await ask(session, SYSTEM, user("one"), first.answer, user("two"))
+        await ask(session, SYSTEM, user("again"), temperature=0.5, is_trained=True)
+
+    build = built(talk)
+    assert reasons(build) == ["trained", "untrained by request", "trained", "other sampling"]
+    # What was not trained on is context of what followed on it.
+    assert build.segments[1].action_mask.sum() == build.uses[2].num_sampled_tokens
+
+
+@pytest.mark.parametrize("override", [{"temperature": 0.3}, {"top_p": 0.5}])
+def test_sampling_of_its_own_is_not_trained_on_and_reaches_the_engine(override: dict[str, float]) -> None:
+    async def talk(session: GatewaySession) -> None:
+        await ask(session, user("one"), **override)
+        await ask(session, user("two"), temperature=1.0, top_p=1.0)
+        [(name, value)] = override.items()
+        assert getattr(session._engine.calls[0].sampling, name) == value  # type: ignore[attr-defined]
+
+    assert reasons(built(talk)) == ["other sampling", "trained"]
+
+
+def test_raw_completions_extend_each_other_by_exact_tokens_only() -> None:
+    async def talk(session: GatewaySession) -> None:
+        first = await session.complete(CompletionCall([72, 105]))
+        tokens = [72, 105, *first.completion.token_ids.tolist()]
+        await session.complete(CompletionCall([*tokens, 33]))
+        await session.complete(CompletionCall("Hi" + first.answer.content))  # the same bytes, which nobody sampled
+        await ask(session, user("Hi"))
+
+    capture = captured(talk)
+    build = build_trajectory_parts(capture)
+    assert kinds(build) == ["root", "extends", "root", "root"]
+    assert trained_in(build)[0] == [0, 1]
+    assert actions(build) == sampled(capture, 0, 1, 2, 3)
+    assert capture.calls[2].context_ids.tolist() == list(b"Hi" + capture.calls[0].answer.content.encode())
+
+
+def test_an_empty_session_has_no_parts() -> None:
+    async def talk(session: GatewaySession) -> None:
+        pass
+
+    build = built(talk)
+    assert (build.segments, build.turns, build.messages, build.uses) == ((), (), (), ())
+    assert build.trained_fraction == 0.0
+
+
+# -- any tree of calls -------------------------------------------------------------------------------------------------
+
+# Each step of a random agent: (which earlier call it continues, modulo their number plus one for "none"; under which
+# system message; with which words; and what it says about training).
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 20),
+        st.sampled_from([SYSTEM, HELPER, TITLE]),
+        st.sampled_from(["go", "stop", "turn"]),
+        st.sampled_from([None, None, None, True, False]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_whatever_an_agent_does_each_trained_completion_counts_exactly_once(steps: list[Any]) -> None:
+    async def talk(session: GatewaySession) -> None:
+        conversations: list[tuple[Message, ...]] = []
+        for choice, system, text, is_trained, is_delivered in steps:
+            chosen = choice % (len(conversations) + 1)
+            before = conversations[chosen - 1] if chosen else (system,)
+            call = await ask(session, *before, user(text), is_trained=is_trained)
+            session.note_delivery(call.index, is_delivered=is_delivered)
+            conversations.append((*before, user(text), call.answer))
+
+    capture = captured(talk, max_model_len=2000)
+    build = build_trajectory_parts(capture)
+    calls = {call.index: call for call in capture.calls}
+    assert [use.index for use in build.uses] == list(calls)
+    # Every trained call is one turn, in the order of the calls, with its tokens, logprobs and versions.
+    trained = [use for use in build.uses if use.untrained is None]
+    assert [use.turn for use in trained] == list(range(len(build.turns)))
+    assert build.turn_calls == tuple(use.index for use in trained)
+    for turn, use in zip(build.turns, trained, strict=True):
+        segment, completion = build.segments[turn.segment], calls[use.index].completion
+        span = slice(*turn.action_span)
+        assert segment.token_ids[span].tolist() == completion.token_ids.tolist()
+        assert segment.rollout_logprobs[span].tolist() == completion.logprobs.tolist()
+        assert set(segment.turn_index[span].tolist()) == {turn.index}
+        # What stands before it is exactly what the engine read.
+        assert turn.action_span[0] == calls[use.index].num_prompt_tokens
+    # Nothing else carries a mask.
+    num_masked = sum(int(segment.action_mask.sum()) for segment in build.segments)
+    assert num_masked == sum(use.num_sampled_tokens for use in trained) == build.num_trained_tokens
+    assert sum(build.counts.values()) == len(steps)
+    # Said and trained on are different things only for a stated reason.
+    for use, (_, _, _, wanted, _) in zip(build.uses, steps, strict=True):
+        assert (use.untrained is Untrained.UNTRAINED_BY_REQUEST) == (wanted is False)
+        assert not (wanted is True and use.untrained is not None)
+    # A message is told once.
+    assert Counter(m.content for m in build.messages if m.role == "assistant").total() >= len(build.turns)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=10))
+def test_what_the_engine_reads_is_the_segment_up_to_there(choices: list[int]) -> None:
+    """Against the engine's own list of calls, for trees in which all is trained on."""
+    read: list[tuple[int, ...]] = []
+
+    async def talk(session: GatewaySession) -> None:
+        conversations: list[tuple[Message, ...]] = [(SYSTEM,)]
+        for number, choice in enumerate(choices):
+            before = conversations[choice % len(conversations)]
+            call = await ask(session, *before, user(f"step {number}"), is_trained=True)
+            conversations.append((*before, user(f"step {number}"), call.answer))
+        read.extend(call.prompt_token_ids for call in session._engine.calls)  # type: ignore[attr-defined]
+
+    build = built(talk, max_model_len=2000)
+    assert build.trained_fraction == 1.0
+    for turn, prompt in zip(build.turns, read, strict=True):
+        tokens = build.segments[turn.segment].token_ids[: turn.action_span[0]]
+        assert tuple(tokens.tolist()) == prompt
+    assert np.concatenate([s.action_mask for s in build.segments]).sum() == build.num_sampled_tokens

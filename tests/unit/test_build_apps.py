@@ -1,0 +1,400 @@
+"""From services.task_url, [gateway] and [[rollout.mixture]] to apps that play: asked first, then trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_task_app import FakeTaskApp
+
+from gspo_gym import build
+from gspo_gym.build_apps import environment_ids
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import ConfigError, UnknownNameError, UsageError
+from gspo_gym.models import Policy
+from gspo_gym.recording import read_metrics, read_summary
+from gspo_gym.recording_episodes import read_episodes
+from gspo_gym.remote.guard import App
+from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.remote.task_app_server import create_task_app
+from gspo_gym.rollout.pool import GroupRequest
+from gspo_gym.train import run_training
+from gspo_gym.types import Task, TrajectoryGroup
+
+Make = Callable[[dict[str, Any]], RunConfig]
+
+GUESS = "gspo_gym/GuessNumber-v0"
+SMALL = {
+    "rollout.episodes_per_batch": 8,
+    "rollout.max_turns": 3,
+    "rollout.max_output_tokens": 6,
+    "training.iterations_per_epoch": 2,
+    "training.group_size": 4,
+    "training.batch_size": 8,
+    "evaluation": {"seeds": "0:3", "every_n_iters": 2},
+}
+WELL = {
+    "/health": (200, {"healthy": True}),
+    "/info": (200, {"service": {"task": {"id": "quiz"}}}),
+    "/task_info": (200, {"task": {"id": "quiz"}}),
+}
+
+
+def quiz(**settings: Any) -> FakeTaskApp:
+    return FakeTaskApp(answers=dict(WELL), **settings)
+
+
+@contextmanager
+def serving(app: App) -> Iterator[str]:
+    with BackgroundServer(app) as server:
+        yield server.url
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return build.build_policy(RunConfig.from_dict({
+        "model": {"base": "tiny:qwen3-64", "label": "apps"},
+        "rollout": {"env_name": "GuessNumber", "max_turns": 1, "max_output_tokens": 1, "max_model_len": 64,
+                    "episodes_per_batch": 8},
+        "training": {"iterations_per_epoch": 1, "group_size": 4, "batch_size": 8, "learning_rate": 1e-3},
+        "evaluation": {"seeds": "0:4"},
+    }))  # fmt: skip
+
+
+def start(config: RunConfig, policy: Policy) -> tuple[str, ...]:
+    """Start a player and end it."""
+
+    async def main() -> tuple[str, ...]:
+        player = await build.build_player(config, policy)
+        try:
+            return await player.start()
+        finally:
+            await player.close()
+
+    return asyncio.run(main())
+
+
+def collect(config: RunConfig, policy: Policy, *tasks: Task) -> tuple[TrajectoryGroup, ...]:
+    """A group of two episodes of each task, as training plays them."""
+
+    async def main() -> tuple[TrajectoryGroup, ...]:
+        player = await build.build_player(config, policy)
+        try:
+            await player.start()
+            pool = build.build_training_pool(config, player)
+            groups = [GroupRequest(f"g{number}", task, 2) for number, task in enumerate(tasks)]
+            played = await pool.collect(groups)
+            pool.ledger.assert_balanced()
+            return played
+        finally:
+            await player.close()
+
+    return asyncio.run(main())
+
+
+# --- what environments are called -------------------------------------------------------------------------------------
+
+
+def test_an_environment_has_one_name_wherever_it_is_played(make: Make) -> None:
+    assert environment_ids(make({})) == (GUESS,)
+    assert environment_ids(make({"services.task_url": "http://a"})) == (GUESS,)
+    assert environment_ids(make({"services.task_url": "http://a", "rollout.env_name": "bank"})) == ("bank",)
+
+
+def test_environments_that_a_run_has_twice_are_numbered(make: Make) -> None:
+    entries = [
+        {"env_name": "GuessNumber", "share": 0.1, "task_url": "http://a"},
+        {"env_name": "bank", "share": 0.1, "task_url": "http://a"},
+        {"env_name": "GuessNumber-v0", "share": 0.1, "env_config": {"high": 9}},
+        {"env_name": "bank", "share": 0.1, "task_url": "http://b"},
+    ]
+    config = make({"rollout.mixture": entries})
+    assert environment_ids(config) == (GUESS, f"{GUESS} (2)", "bank", f"{GUESS} (3)", "bank (2)")
+    assert build.build_plan(config).mixture == dict.fromkeys(environment_ids(config)[1:], 0.1)
+
+
+def test_an_environment_that_is_to_be_played_here_must_be_here(make: Make) -> None:
+    with pytest.raises(UnknownNameError, match="there is no environment 'bank'"):
+        environment_ids(make({"rollout.mixture": [{"env_name": "bank", "share": 0.5}]}))
+
+
+# --- before anything is paid for --------------------------------------------------------------------------------------
+
+
+def test_an_app_that_can_be_used_is_announced(make: Make, policy: Policy) -> None:
+    with serving(quiz()) as url:
+        assert start(make({"services.task_url": url}), policy) == (f"task app {url}: plays 'GuessNumber' as quiz",)
+
+
+def test_an_app_that_is_not_there_stops_a_run_before_it_has_a_folder(make: Make, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    config = make({"services.task_url": url, "run.folder": str(tmp_path / "runs")})
+    with pytest.raises(ConfigError, match=rf"services\.task_url: {url}/health: .*Is the app running there\?"):
+        run_training(config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_app_of_a_mixture_is_asked_too_and_named(make: Make, policy: Policy) -> None:
+    ill = quiz()
+    ill.answers["/health"] = (200, {"healthy": False})
+    with serving(quiz()) as url, serving(ill) as ill_url:
+        entry = {"env_name": "bank", "share": 0.5, "task_url": ill_url}
+        with pytest.raises(ConfigError, match=r"rollout\.mixture\.0\.task_url: .*says that it is not healthy"):
+            start(make({"services.task_url": url, "rollout.mixture": [entry]}), policy)
+
+
+def test_a_wrong_key_is_named_by_its_variable_and_never_shown(
+    make: Make, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ENVIRONMENT_API_KEY", raising=False)
+    with serving(quiz(keys=("the-right-key",))) as url:
+        config = make({"services.task_url": url})
+        with pytest.raises(ConfigError, match="wants a key and none was sent; set ENVIRONMENT_API_KEY"):
+            start(config, policy)
+        monkeypatch.setenv("ENVIRONMENT_API_KEY", "the-wrong-key")
+        with pytest.raises(ConfigError, match="does not take the key that was sent; set ENVIRONMENT_API_KEY") as caught:
+            start(config, policy)
+        assert "the-wrong" not in str(caught.value)
+        monkeypatch.setenv("ENVIRONMENT_API_KEY", "the-right-key")
+        start(config, policy)
+        monkeypatch.delenv("ENVIRONMENT_API_KEY")
+        monkeypatch.setenv("DEV_ENVIRONMENT_API_KEY", "the-right-key")
+        start(config, policy)
+
+
+def test_an_app_elsewhere_needs_a_gateway_that_it_can_reach(make: Make, policy: Policy) -> None:
+    config = make({"services.task_url": "http://192.0.2.1:8114"})  # an address of examples: nobody is asked
+    with pytest.raises(ConfigError, match=r"gateway\.host: '127\.0\.0\.1' is reached from this machine only"):
+        start(config, policy)
+
+
+def test_a_player_that_was_not_started_says_so(make: Make, policy: Policy) -> None:
+    config = make({"services.task_url": "http://127.0.0.1:1"})
+
+    async def main() -> None:
+        player = await build.build_player(config, policy)
+        try:
+            await build.build_training_pool(config, player).collect([GroupRequest("g", Task(GUESS, 0), 1)])
+        finally:
+            await player.close()
+
+    with pytest.raises(UsageError, match=r"services\.task_url: start the player"):
+        asyncio.run(main())
+
+
+# --- what an app is asked, and where it may call ----------------------------------------------------------------------
+
+
+def test_an_app_is_asked_for_what_the_configuration_says(make: Make, policy: Policy) -> None:
+    app = quiz()
+    with serving(app) as url:
+        changes = {
+            **SMALL,
+            "services.task_url": url,
+            "rollout.env_config": {"high": 9},
+            "rollout.temperature": 0.7,
+            "rollout.policy_name": "learner",
+            "rollout.policy_config": {"system_prompt": "Be brief.", "top_p": 1.0},
+        }
+        collect(make(changes), policy, Task(GUESS, 41))
+    request = next(asked.body for asked in app.asked if asked.path == "/rollout")
+    assert request["env"] == {"env_name": "GuessNumber", "config": {"high": 9}, "seed": 41}
+    assert request["ops"] == ["agent", "env"] * 3
+    assert (request["mode"], request["policy"]["policy_name"]) == ("rl", "learner")
+    config = request["policy"]["config"]
+    assert (config["temperature"], config["max_tokens"], config["system_prompt"]) == (0.7, 6, "Be brief.")
+
+
+def test_an_evaluation_is_asked_for_in_its_own_mode_and_temperature(make: Make, policy: Policy) -> None:
+    app = quiz()
+    with serving(app) as url:
+        config = make(
+            {
+                **SMALL,
+                "services.task_url": url,
+                "evaluation": {"seeds": "0:3", "temperature": 0.3},
+                "training.max_turns": 1,
+            }
+        )
+
+        async def main() -> float:
+            player = await build.build_player(config, policy)
+            try:
+                await player.start()
+                return (await build.build_evaluate(config, player)("label")).mean_turns
+            finally:
+                await player.close()
+
+        assert asyncio.run(main()) == 2  # which is what this app always plays
+    requests = [asked.body for asked in app.asked if asked.path == "/rollout"]
+    assert sorted(request["env"]["seed"] for request in requests) == [0, 1, 2]
+    assert {request["mode"] for request in requests} == {"eval"}
+    assert {request["policy"]["config"]["temperature"] for request in requests} == {0.3}
+    assert {len(request["ops"]) for request in requests} == {6}  # rollout.max_turns, not training's
+
+
+def test_the_gateway_listens_and_is_told_of_where_the_section_says(make: Make, policy: Policy) -> None:
+    app, port = quiz(), free_port()
+    told = []
+    with serving(app) as url:
+        for section in (
+            {"port": port},
+            {"host": "127.0.0.2", "port": port},
+            {"port": port, "public_url": f"http://localhost:{port}"},
+        ):
+            (group,) = collect(make({**SMALL, "services.task_url": url, "gateway": section}), policy, Task(GUESS, 0))
+            assert len(group.trajectories) == 2
+            told.append(app.asked[-1].body["policy"]["config"]["inference_url"].split("/t/")[0])
+    assert told == [f"http://127.0.0.1:{port}", f"http://127.0.0.2:{port}", f"http://localhost:{port}"]
+
+
+def test_a_rollout_that_calls_too_often_is_refused_and_is_no_episode(make: Make, policy: Policy) -> None:
+    changes = {**SMALL, "limits.max_attempts": 1, "limits.min_group_fraction": 0.1}
+    with serving(quiz(num_turns=2)) as few, serving(quiz(num_turns=3)) as many:
+        entry = {"env_name": "long", "share": 0.5, "task_url": many}
+        services = {"services.task_url": few, "rollout.mixture": [entry], "gateway": {"max_calls": 2}}
+        short, long = collect(make({**changes, **services}), policy, Task(GUESS, 0), Task("long", 0))
+    assert len(short.trajectories) == 2
+    assert not long.trajectories
+    assert all("429" in dropped.reason for dropped in long.dropped), long.dropped
+
+
+# --- several environments in one run ----------------------------------------------------------------------------------
+
+
+def test_a_mixed_run_trains_and_evaluates_on_every_environment(make: Make, tmp_path: Path) -> None:
+    """12 groups in shares 1/2, 1/4, 1/4: by the deficits of `test_mixture`, a b c a in each step of four."""
+    app = quiz()
+    with serving(app) as url:
+        changes = {
+            **SMALL,
+            "run.folder": str(tmp_path),
+            "rollout.episodes_per_batch": 16,
+            "rollout.env_config": {"high": 9, "max_guesses": 3},
+            "training.iterations_per_epoch": 3,
+            "evaluation": {"seeds": "0:3", "every_n_iters": 3},
+            "rollout.mixture": [
+                {"env_name": "quiz", "share": 0.25, "task_url": url},
+                {"env_name": "GuessNumber", "share": 0.25, "env_config": {"high": 3}},
+            ],
+        }
+        config = make(changes)
+        summary = run_training(config)
+    names = (GUESS, "quiz", f"{GUESS} (2)")
+    for step in (1, 2, 3):
+        episodes = read_episodes(config.run_folder / "episodes" / f"step_{step:06d}.jsonl")
+        assert Counter(e.task.env_id for e in episodes) == dict(zip(names, (8, 4, 4), strict=True))
+        for episode in episodes:
+            assert ("question 0 of" in episode.messages[1].content) == (episode.task.env_id == "quiz")
+            hint = {GUESS: "Guess 1-9.", names[2]: "Guess 1-3."}.get(episode.task.env_id, "")
+            assert any(hint in message.content for message in episode.messages)
+    for line in read_metrics(config.run_folder):
+        counts = [line[f"source/{name}/num_episodes"] for name in names]
+        assert counts == [8, 4, 4]
+        means = [line[f"source/{name}/reward_mean"] for name in names]
+        assert np.dot(means, counts) / 16 == pytest.approx(line["rollout/reward_mean"])
+        assert f"source/{GUESS}/success_rate" in line
+        assert "source/quiz/success_rate" not in line  # that app never says
+    parts = summary["final_eval"]["parts"]
+    assert [(name, part["num_episodes"], part["seeds"]) for name, part in parts.items()] == [
+        (name, 3, [0, 1, 2]) for name in names
+    ]
+    assert summary["final_eval"]["num_episodes"] == 9
+    mean = sum(part["mean_return"] for part in parts.values()) / 3
+    assert summary["final_eval"]["mean_return"] == pytest.approx(mean)
+    assert read_summary(config.run_folder)["status"] == "completed"
+
+
+def test_a_run_goes_on_although_its_app_has_moved(make: Make, tmp_path: Path) -> None:
+    changes = {**SMALL, "run.folder": str(tmp_path), "training.checkpoint_every_n_iters": 1}
+    with serving(quiz()) as url:
+        run_training(make({**changes, "services.task_url": url}))
+    app = quiz()
+    with serving(app) as url:
+        longer = {**changes, "services.task_url": url, "training.iterations_per_epoch": 4, "gateway": {"max_calls": 9}}
+        assert run_training(make(longer), resume=True)["steps"] == 4
+    assert app.num_rollouts == 2 * 8 + 3  # the episodes of two steps, and of the last evaluation
+
+
+def test_app_episodes_are_played_ahead_and_carry_their_versions(make: Make, tmp_path: Path) -> None:
+    changes = {
+        **SMALL,
+        "run.folder": str(tmp_path),
+        "training.iterations_per_epoch": 4,
+        "training.max_staleness": 1,
+        "correction.old_logprobs": "rollout",
+        "evaluation": {"seeds": "0:3", "every_n_iters": 4},
+    }
+    with serving(create_task_app("GuessNumber")) as url:
+        config = make({**changes, "services.task_url": url})
+        run_training(config)
+    lines = read_metrics(config.run_folder)
+    assert [line["rollout/staleness_max"] <= 1 for line in lines] == [True] * 4
+    oldest = []
+    for step in range(1, 5):
+        episodes = read_episodes(config.run_folder / "episodes" / f"step_{step:06d}.jsonl")
+        sampled = [segment.weight_version[segment.action_mask] for e in episodes for segment in e.segments]
+        oldest.append(int(min(versions.min() for versions in sampled)))
+    assert oldest[0] == 0
+    assert all(step - 2 <= version <= step - 1 for step, version in enumerate(oldest, start=1))
+    assert oldest[-1] > 0
+
+
+# --- what needs an environment here -----------------------------------------------------------------------------------
+
+
+def test_demonstrations_are_played_here_and_not_by_the_app(make: Make, policy: Policy) -> None:
+    app = quiz()
+    with serving(app) as url:
+        warmup = {"num_episodes": 4, "learning_rate": 1e-3}
+        config = make({**SMALL, "services.task_url": url, "warmup": warmup})
+
+        async def main() -> list[str]:
+            player = await build.build_player(config, policy)
+            try:
+                await player.start()
+                built = await build.build_warmup(config, player)
+                assert built is not None
+                pool, plan = built
+                groups = await pool.collect([GroupRequest("w", Task(plan.env_id, 0), 2)])
+                return [t.messages[0].content for t in groups[0].trajectories]
+            finally:
+                await player.close()
+
+        openings = asyncio.run(main())
+    assert all(opening.startswith("Guess 1-") for opening in openings)
+    assert app.num_rollouts == 0
+
+
+def test_demonstrations_of_an_environment_that_only_the_app_has_are_refused(make: Make, policy: Policy) -> None:
+    warmup = {"num_episodes": 4, "learning_rate": 1e-3}
+    config = make({"services.task_url": "http://127.0.0.1:1", "rollout.env_name": "bank", "warmup": warmup})
+
+    async def main() -> None:
+        player = await build.build_player(config, policy)
+        try:
+            await build.build_warmup(config, player)
+        finally:
+            await player.close()
+
+    with pytest.raises(ConfigError, match=r"warmup: demonstrations are played in this process.*Remove \[warmup\], or"):
+        asyncio.run(main())
+
+
+def test_a_hand_written_policy_does_not_play_in_an_app(make: Make, policy: Policy) -> None:
+    config = make({"services.task_url": "http://127.0.0.1:1"})
+    renderers = build.build_renderers(config, policy.tokenizer)
+    with pytest.raises(ConfigError, match=r"services\.task_url: a task app asks the model that is trained"):
+        asyncio.run(build.build_scripted_evaluate(config, renderers, "reference"))
