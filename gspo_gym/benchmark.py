@@ -235,7 +235,8 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("what", choices=["engines", "faults", "isolation", "pipeline", "gateway"], help="what to measure")
+    choices = ["engines", "faults", "isolation", "pipeline", "gateway"]
+    parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults, 200 for isolation")

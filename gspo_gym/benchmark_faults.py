@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo_gym.benchmark_faulty import Faulty, answer_of, opening_of
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.env.isolation import isolated_factory
 from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.process_pool import POOL
 from gspo_gym.models_tiny import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool

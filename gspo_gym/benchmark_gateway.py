@@ -24,9 +24,10 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.scripted import Latency, ScriptedEngine
 from gspo_gym.errors import ServiceError
 from gspo_gym.models_tiny import tiny_tokenizer
-from gspo_gym.remote.gateway import Gateway, GatewaySessionSettings
+from gspo_gym.remote.gateway import Gateway
 from gspo_gym.remote.gateway_app import create_gateway_app
 from gspo_gym.remote.gateway_app_urls import rollout_url
+from gspo_gym.remote.gateway_session import GatewaySessionSettings
 from gspo_gym.remote.loop_server import LoopServer
 from gspo_gym.seeding import generator
 
@@ -58,11 +59,16 @@ LOADS = (Load(1, 0.2), Load(16, 0.2), Load(128, 0.2), Load(128, 0.0))
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of every call: of the engine asked directly, and through the gateway; and the latter's wall time."""
+    """Seconds of every call: of the engine asked directly, and through the gateway.
+
+    `wall_seconds` and `cpu_seconds` are the latter's altogether; CPU time is that of the process with gateway and
+    scripted engine, and says more than waiting times where other programs are at work.
+    """
 
     bare: Sequence[float]
     gateway: Sequence[float]
     wall_seconds: float
+    cpu_seconds: float
 
     def overhead(self, percentile: float) -> float:
         """Seconds that the call at this percentile takes longer through the gateway."""
@@ -83,8 +89,10 @@ async def measure(load: Load) -> Measured:
         await _ask_gateway(gateway, server.url, Load(4, 0.0, num_turns=2))  # renderers are probed, sockets opened
         gc.collect()
         gc.freeze()  # a full collection over a loaded transformers takes longer than a call of the engine
+        started = time.process_time()
         through = await _ask_gateway(gateway, server.url, load)
-        return Measured(bare, through["seconds"], through["wall_seconds"])
+        cpu_seconds = time.process_time() - started
+        return Measured(bare, through["seconds"], through["wall_seconds"], cpu_seconds)
     finally:
         gc.unfreeze()
         await gateway.close()
@@ -140,7 +148,7 @@ def run_gateway() -> int:
 def render(results: dict[Load, Measured]) -> Table:
     """The table: what a call takes either way, and the ratio of the difference to the engine's time."""
     table = Table("episodes", "env")
-    for heading in ("bare p50", "gateway", "added", "bare p99", "gateway", "added", "calls/s"):
+    for heading in ("bare p50", "gateway", "added", "bare p99", "gateway", "added", "calls/s", "CPU/call"):
         table.add_column(heading, justify="right", no_wrap=True)
     for load, result in results.items():
         cells = []
@@ -148,6 +156,7 @@ def render(results: dict[Load, Measured]) -> Table:
             bare, through = (float(np.percentile(s, percentile)) * 1e3 for s in (result.bare, result.gateway))
             added = result.overhead(percentile)
             cells += [f"{bare:.1f}", f"{through:.1f}", f"{added * 1e3:.1f} ({added / ENGINE_SECONDS:.0%})"]
-        rate = len(result.gateway) / result.wall_seconds
-        table.add_row(str(load.num_episodes), f"{load.env_seconds * 1e3:.0f} ms", *cells, f"{rate:,.0f}")
+        num_calls = len(result.gateway)
+        cells += [f"{num_calls / result.wall_seconds:,.0f}", f"{result.cpu_seconds / num_calls * 1e3:.2f}"]
+        table.add_row(str(load.num_episodes), f"{load.env_seconds * 1e3:.0f} ms", *cells)
     return table

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.evaluation import Evaluation, EvaluationRow
 from gspo_gym.learning.settings import (
@@ -37,7 +38,7 @@ from gspo_gym.models import Policy, load_policy
 from gspo_gym.recording import RunRecorder, read_metrics
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import EngineActor
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.seeding import generator

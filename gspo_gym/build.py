@@ -6,6 +6,7 @@ from here. Nothing here decides anything that the config does not say.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -230,6 +231,10 @@ def build_trainer(
         folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
         recorder.event("checkpoint", state.step, {"folder": folder.name})
 
+    def more_metrics(step: int) -> Mapping[str, float]:
+        of_apps = {} if player.apps is None else player.apps.metrics()
+        return of_apps if judging is None else {**of_apps, **judging.after_step(step)}
+
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
     return Trainer(
@@ -245,5 +250,5 @@ def build_trainer(
         weight_version=lambda: engine.weight_version,
         is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
         alarm=build_alarm(config),
-        more_metrics=None if judging is None else judging.after_step,
+        more_metrics=more_metrics,
     )

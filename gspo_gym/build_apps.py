@@ -15,6 +15,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
+from gspo_gym.remote.app_metrics import AppMetrics
 from gspo_gym.remote.guard import is_loopback
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
@@ -73,7 +74,9 @@ class AppPlayers:
         self._tokenizer = tokenizer
         self._gateway: Gateway | None = None
         self._server: LoopServer | None = None
-        self._clients: dict[str, TaskAppClient] = {}
+        self._clients: dict[tuple[str, str | None], TaskAppClient] = {}  # by URL and the variable of the key
+        self._trained: list[AppEpisodes] = []
+        self._metrics = AppMetrics()
 
     async def start(self) -> tuple[str, ...]:
         """Ask every app whether it can be used, then open the gateway; returns a line about each app.
@@ -113,6 +116,7 @@ class AppPlayers:
             nonlocal episodes
             if episodes is None:
                 episodes = self._episodes_of(source, temperature=temperature, limits=limits, mode=mode)
+                self._trained += [episodes] if mode == "rl" else []
             return await episodes.play(
                 trajectory_id=request.trajectory_id,
                 attempt=request.attempt,
@@ -121,6 +125,10 @@ class AppPlayers:
             )
 
         return play
+
+    def metrics(self) -> dict[str, float]:
+        """What became of the calls in training's rollouts since this was last asked."""
+        return self._metrics.since_last([episodes.counters for episodes in self._trained])
 
     async def _open_gateway(self) -> None:
         try:
@@ -181,38 +189,48 @@ class AppPlayers:
             mode=mode,
             episode_timeout_seconds=limits.episode_timeout_seconds,
         )
-        return AppEpisodes(self._clients[source.task_url], self._gateway, settings, retry_seed=self._config.run.seed)
+        client = self._clients[source.task_url, source.api_key_env]
+        return AppEpisodes(client, self._gateway, settings, retry_seed=self._config.run.seed)
 
     async def _check(self, source: TaskSource) -> str:
         """One line about an app that can be used."""
-        from gspo_gym.remote.app_errors import AppError
+        from gspo_gym.remote.app_errors import AppAnswerError, AppError, AppRefusedError, AppUnauthorisedError
 
         url = source.task_url or ""
         self._require_a_way_back(source)
-        client = self._clients.get(url) or self._new_client(url)
-        self._clients[url] = client
+        client = self._clients.get((url, source.api_key_env)) or self._new_client(source)
+        self._clients[url, source.api_key_env] = client
         seed = self._config.evaluation_seeds[0]
         try:
             await client.health()
             info = await client.info()
             await client.task_info([seed])
         except AppError as error:
-            raise ConfigError(f"{source.url_key}: {error}. Is the app running there?") from error
+            has_answered = isinstance(error, AppUnauthorisedError | AppRefusedError | AppAnswerError)
+            hint = "" if has_answered else ". Is the app running there?"
+            raise ConfigError(f"{source.url_key}: {error}{hint}") from error
         return f"task app {url}: plays {source.env_name!r} as {info.task_id or 'a task without a name'}"
 
-    def _new_client(self, url: str) -> TaskAppClient:
+    def _new_client(self, source: TaskSource) -> TaskAppClient:
         from gspo_gym.remote.app_auth import AppKeys
         from gspo_gym.remote.client import TaskAppClient, TaskAppSettings
 
         limits = self._config.limits
+        keys = AppKeys.from_environment(os.environ)
+        if source.api_key_env is not None:
+            key = os.environ.get(source.api_key_env)
+            if not key:
+                name = f"{source.key}.api_key_env"
+                raise ConfigError(f"{name}: expected a key in the variable {source.api_key_env}, it is not set")
+            keys = AppKeys([key])
         return TaskAppClient(
-            url,
+            source.task_url or "",
             settings=TaskAppSettings(
                 rollout_timeout_seconds=limits.episode_timeout_seconds,
                 request_timeout_seconds=limits.step_timeout_seconds,
                 max_connections=self._config.rollout.max_concurrent_rollouts,
             ),
-            keys=AppKeys.from_environment(os.environ),
+            keys=keys,
             retry_seed=self._config.run.seed,
         )
 

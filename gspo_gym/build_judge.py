@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection, JudgeSection
 from gspo_gym.config.rules_judge import judge_kind
@@ -30,18 +30,21 @@ from gspo_gym.judging_gold import AgainstGoldJudge, AgainstLabels, Compare, Gold
 from gspo_gym.judging_run import Judging, OnEventOfStep
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.learning.step_rewards import step_rewards
-from gspo_gym.recording import RunRecorder
 from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.report.progress import Progress
 from gspo_gym.retries import RetrySettings
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Task
+
+if TYPE_CHECKING:  # the recorder loads torch, which a judge does not need
+    from gspo_gym.recording import RunRecorder
+    from gspo_gym.report.progress import Progress
 
 # The rubric in a task's own task_info (Any: as the app sent it); None: it has none.
 TaskRubric = Callable[[Task], Awaitable[Mapping[str, Any] | None]]
 
 _DEFAULT_TIMEOUT_SECONDS = 30.0
 _DEFAULT_CONCURRENCY = 8
+_COOL_DOWN_SECONDS = 1.0  # `PausingJudge` waits longer and longer by itself
 _JUDGE_KEY = "JUDGE_API_KEY"  # of the judge at services.judge_url
 
 
@@ -180,13 +183,8 @@ def _of_options(rubrics: Rubrics, options: JudgeOptionsSection, *, may_be_absent
         event=rubrics.event if options.event else None, outcome=rubrics.outcome if options.outcome else None
     )
     if options.rubric_aggregate is not None:
-        aggregate = load_aggregate(options.rubric_aggregate)
-        custom = {
-            name: replace(rubric, aggregate=aggregate)
-            for name, rubric in judged.parts.items()
-            if rubric.aggregation == "custom"
-        }
-        judged = replace(judged, **custom)
+        judged = judged.with_aggregate(load_aggregate(options.rubric_aggregate))
+    judged.require_totals()
     return judged.only_tracks(options.tracks).with_track_weights(options.weights)
 
 
@@ -225,6 +223,7 @@ class _Parts:
             max_concurrency=options.max_concurrency or _DEFAULT_CONCURRENCY,
             timeout_seconds=section.timeout_s or _DEFAULT_TIMEOUT_SECONDS,
             retries=RetrySettings(max_attempts=options.max_attempts, first_delay_seconds=0.5, max_delay_seconds=20.0),
+            cool_down_seconds=_COOL_DOWN_SECONDS,
             seed=self.seed,
         )
 

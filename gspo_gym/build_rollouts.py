@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from gspo_gym.build_apps import AppPlayers, environment_ids
 from gspo_gym.build_engines import build_engine
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import refuse_to_run
@@ -25,7 +26,7 @@ from gspo_gym.evaluation import Evaluation, evaluate, join
 from gspo_gym.judging_run import Judging
 from gspo_gym.models import Policy
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
-from gspo_gym.rollout.episode import PlayEpisode, RendererCache, episode_player
+from gspo_gym.rollout.episode import PlayEpisode, episode_player
 from gspo_gym.rollout.ledger import Disposition, Ledger
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.rollout.mixture import play_by_environment

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
@@ -24,7 +25,7 @@ from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.models import load_policy, load_tokenizer
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory

@@ -95,18 +95,27 @@ class Evaluation:
     @property
     def num_successes(self) -> int | None:
         """Episodes in which the task was achieved; None if the environment has no notion of success."""
-        declared = [row.success for row in self.scored_rows]
-        return None if all(success is None for success in declared) else sum(success is True for success in declared)
+        rows = self._rows_with_success
+        return sum(row.success is True for row in rows) if rows else None
 
     @property
     def success_rate(self) -> float | None:
-        """`num_successes` over `num_episodes`."""
-        return None if self.num_successes is None else self.num_successes / self.num_episodes
+        """`num_successes` over `num_episodes`, of several environments over those that have such a notion."""
+        return None if self.num_successes is None else self.num_successes / len(self._rows_with_success)
 
     @property
     def success_interval(self) -> Interval | None:
         """95% Wilson interval of the success rate."""
-        return None if self.num_successes is None else wilson_interval(self.num_successes, self.num_episodes)
+        num_successes = self.num_successes
+        return None if num_successes is None else wilson_interval(num_successes, len(self._rows_with_success))
+
+    @property
+    def _rows_with_success(self) -> tuple[EvaluationRow, ...]:
+        """Episodes that count, of environments that have a notion of success."""
+        if self.parts:
+            return tuple(row for part in self.parts for row in part._rows_with_success)
+        is_declared = any(row.success is not None for row in self.scored_rows)
+        return self.scored_rows if is_declared else ()
 
     @property
     def mean_turns(self) -> float:
@@ -191,9 +200,7 @@ def join(parts: Sequence[Evaluation]) -> Evaluation:
     return Evaluation(" + ".join(part.env_id for part in parts), rows, tuple(parts))
 
 
-def _row_of(
-    group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float | None] | None = None
-) -> EvaluationRow:
+def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float | None] | None = None) -> EvaluationRow:
     if group.dropped:
         lost = group.dropped[0]
         return EvaluationRow(group.task.seed, None, None, 0, lost.outcome, lost.reason)

@@ -76,7 +76,7 @@ def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
         yield "under sum weights count for nothing"
     if rubric.aggregation == "custom":
         yield "custom: there is no total until the operator names a function"
-    if is_event and not any(c.required for c in rubric.criteria):
+    if is_event and len(rubric.criteria) > 1 and not any(c.required for c in rubric.criteria):
         yield (
             "totals of turns are added up, and no criterion is required, so a turn that does nothing may earn and "
             "longer episodes earn more; make the criterion of progress required"

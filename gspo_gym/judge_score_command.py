@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def add_command(commands: Any) -> None:
     """Add `score` to the commands of `judge` (Any: argparse keeps the type to itself)."""
     score = commands.add_parser("score", help="judge a run's stored episodes again, with another rubric or judge")
-    score.add_argument("run", type=Path, metavar="RUN", help="a run's folder; or a .jsonl file of episodes")
+    score.add_argument("source", type=Path, metavar="RUN", help="a run's folder; or a .jsonl file of episodes")
     add_judge_arguments(score)
     score.add_argument("--episodes", default="", metavar="PREFIX", help="only files of it that begin so: eval_000010")
     score.add_argument("--label", default="rescored", help="the answers go into judgements-LABEL.jsonl (rescored)")
@@ -45,7 +45,7 @@ def score_run(arguments: argparse.Namespace) -> int:
     from gspo_gym.recording_judgements import JudgementRecorder
     from gspo_gym.rescoring import new_file, side_by_side, stored_episodes
 
-    source: Path = arguments.run
+    source: Path = arguments.source
     episodes = stored_episodes(source, arguments.episodes)
     path = new_file(source, arguments.label)
     config = load_judge_config(source, arguments)
@@ -83,6 +83,7 @@ def load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episode
     import asyncio
 
     from gspo_gym.build_judge import build_rubrics
+    from gspo_gym.errors import ConfigError
     from gspo_gym.judge.rubric_files import load_rubrics
 
     if arguments.rubric is not None:
@@ -94,7 +95,10 @@ def load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episode
     async def of_first() -> Rubrics:  # without a task app all tasks have the same
         return await rubrics_of(episodes[0].task)
 
-    return asyncio.run(of_first())
+    rubrics = asyncio.run(of_first())
+    if not rubrics.parts:
+        raise ConfigError("the rubric is known only to the judge at services.judge_url; name one by --rubric")
+    return rubrics
 
 
 def parts_only(config: RunConfig, rubrics: Rubrics) -> RewardBlend:

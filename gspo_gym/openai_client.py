@@ -111,9 +111,9 @@ class OpenAIClient:
             cause = type(error.__cause__).__name__
             raise self.attempt_error(f"{self.base_url}: connection failed ({cause})", kind="connection") from error
         except openai.APIStatusError as error:
-            raise self._status_error(error) from error
+            raise self._status_error(error) from None  # its text may repeat the key
         except openai.OpenAIError as error:
-            raise self.failed_error(f"{self.base_url}: {type(error).__name__}: {self._readable(error)}") from error
+            raise self.failed_error(f"{self.base_url}: {type(error).__name__}: {self._readable(str(error))}") from None
         except ValueError as error:  # json's and the decoders' own
             raise self.attempt_error(
                 f"{self.base_url}: the answer is not complete JSON: {error}", kind="json"
@@ -124,15 +124,17 @@ class OpenAIClient:
 
     def _status_error(self, error: openai.APIStatusError) -> GymError:
         status = error.status_code
-        message = f"{self.base_url}: HTTP {status}: {self._readable(error)}"
+        text = str(error)
+        if text == f"Error code: {status}":  # the package knows OpenAI's form of an error only
+            text = f"{text} {error.response.text}".strip()
+        message = f"{self.base_url}: HTTP {status}: {self._readable(text)}"
         if status != 429 and status < 500:
             return self.refused_error(message, status=status)
         return self.attempt_error(
             message, kind=str(status), retry_after_seconds=retry_after_seconds(error.response.headers)
         )
 
-    def _readable(self, error: Exception) -> str:
-        text = str(error)
+    def _readable(self, text: str) -> str:
         if self._api_key:
             text = text.replace(self._api_key, "***")
         return text if len(text) <= 300 else text[:297] + "..."

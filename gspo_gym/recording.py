@@ -32,6 +32,7 @@ from gspo_gym.judging import METRICS as JUDGE_METRICS
 from gspo_gym.learning.metrics import METRICS as LEARNING_METRICS
 from gspo_gym.recording_episodes import SCHEMA_VERSION, write_episodes
 from gspo_gym.recording_sinks import Sink, evaluation_numbers
+from gspo_gym.remote.app_metrics import METRICS as APP_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX
 from gspo_gym.types import Trajectory
@@ -42,6 +43,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         **ROLLOUT_METRICS,
         **LEARNING_METRICS,
         **JUDGE_METRICS,
+        **APP_METRICS,
         "batch/constant_group_fraction": "share of groups whose episodes all earned the same, of all that were played",
         "batch/dropped_constant_groups": "groups left out of the batch, because their episodes all earned the same",
         "batch/refilled_groups": "groups played in place of those that teach nothing",

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from gspo_gym.chat.drift import check_context, check_drift
 from gspo_gym.chat.renderer import Renderer
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import spoken_by, tool_calling_policy
@@ -25,7 +26,7 @@ from gspo_gym.errors import TemplateError
 from gspo_gym.models import load_policy, load_tokenizer
 from gspo_gym.models_tiny import TINY_PREFIX
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor, ScriptedActor
-from gspo_gym.rollout.episode import EpisodeRequest, RendererCache, run_episode
+from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.types import Completion, Message, Segment, Task, Trajectory
 

@@ -56,6 +56,11 @@ class MixtureEntry(Settings):
     task_url: str | None = Field(
         default=None, description="base URL of the task app that plays it; absent: it is played in this process"
     )
+    api_key_env: str | None = Field(
+        default=None,
+        min_length=1,
+        description="environment variable with that app's key; absent: ENVIRONMENT_API_KEY, as for services.task_url",
+    )
 
     @field_validator("env_config")
     @classmethod
@@ -76,6 +81,7 @@ class TaskSource:
         env_name, env_config: the environment, as the configuration says.
         task_url: of the app that plays it; None: it is played here.
         share: fraction of the groups.
+        api_key_env: environment variable with the app's key; None: the usual ones.
         key: where the configuration says so, for errors.
     """
 
@@ -83,6 +89,7 @@ class TaskSource:
     env_config: Mapping[str, Any] = field(default_factory=dict)  # Any: each environment has its own
     task_url: str | None = None
     share: float = 1.0
+    api_key_env: str | None = None
     key: str = "rollout"
 
     @property
@@ -96,7 +103,14 @@ def task_sources(
 ) -> tuple[TaskSource, ...]:
     """All sources of a configuration, that of rollout.env_name first; their shares are 1 in sum."""
     others = tuple(
-        TaskSource(entry.env_name, entry.env_config, entry.task_url, entry.share, key=f"rollout.mixture.{number}")
+        TaskSource(
+            entry.env_name,
+            entry.env_config,
+            entry.task_url,
+            entry.share,
+            entry.api_key_env,
+            key=f"rollout.mixture.{number}",
+        )
         for number, entry in enumerate(mixture)
     )
     return (TaskSource(env_name, env_config, task_url, 1 - sum(source.share for source in others)), *others)

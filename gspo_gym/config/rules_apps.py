@@ -25,6 +25,13 @@ def _has_app(task_url: str | None, mixture: Entries) -> bool:
     return task_url is not None or any(entry.get("task_url") for entry in mixture)
 
 
+def _keys_are_of_apps(mixture: Entries) -> str | None:
+    for number, entry in enumerate(mixture):
+        if entry.get("api_key_env") and not entry.get("task_url"):
+            return f"api_key_env of entry {number} has no effect without a task_url there: give it, or remove this"
+    return None
+
+
 def _gateway_has_an_app(is_given: bool, task_url: str | None, mixture: Entries) -> str | None:
     if not is_given or _has_app(task_url, mixture):
         return None
@@ -58,6 +65,7 @@ def _of_environments_here(name: str) -> Rule:
 
 APP_RULES = (
     Rule(("rollout.mixture",), _shares_leave_some),
+    Rule(("rollout.mixture",), _keys_are_of_apps),
     Rule(("gateway", *_SOURCES), _gateway_has_an_app),
     Rule(("gateway.host", "gateway.public_url"), _apps_can_call),
     *(_of_environments_here(name) for name in ("isolation", "env_memory_limit_mb", "env_variables")),

@@ -37,6 +37,14 @@ _FAILURES: Mapping[str, tuple[str, str]] = {
     "engine_error": ("rollout.max_concurrent_rollouts", "lower it, if memory ran out; else see the reason"),
     "episode_timeout": ("limits.episode_timeout_seconds", "raise it, or lower rollout.max_turns"),
 }
+# The same where a task app plays: what is wrong is there, or between there and here.
+_FAILURES_OF_APPS: Mapping[str, tuple[str, str]] = {
+    "env_error": ("services.task_url", "look into the app's own log: it turned rollouts away, or failed in them"),
+    "engine_error": (
+        "gateway.public_url",
+        "the app could not use the model: see whether it reaches the gateway there, and gateway.max_calls",
+    ),
+}
 
 
 def run_failed(run: RunView) -> Finding | None:
@@ -223,7 +231,8 @@ def infrastructure_fails(run: RunView) -> list[Finding]:
     """Many attempts ended in a way that says nothing about the policy, told apart by which."""
     total = sum(run.outcomes.values())
     findings = []
-    for outcome, (key, advice) in _FAILURES.items():
+    failures = {**_FAILURES, **(_FAILURES_OF_APPS if run.setting("services.task_url") else {})}
+    for outcome, (key, advice) in failures.items():
         count = run.outcomes.get(outcome, 0)
         if not total or count / total <= MAX_FAILURES:
             continue

@@ -77,10 +77,10 @@ def read_run(folder: Path) -> RunView:
 
 def diagnose(run: RunView) -> list[Finding]:
     """Everything that the checks find, the worst first."""
-    from gspo_gym.doctor import checks, checks_play
+    from gspo_gym.doctor import checks, checks_judge, checks_play
 
     findings: list[Finding] = []
-    for check in (*checks_play.CHECKS, *checks.CHECKS):
+    for check in (*checks_play.CHECKS, *checks.CHECKS, *checks_judge.CHECKS):
         found = check(run)
         findings += found if isinstance(found, list) else [found] if found is not None else []
     return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))

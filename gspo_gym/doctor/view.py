@@ -90,8 +90,11 @@ class RunView:
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The value of "section.key"; `default` where the file has none (config.toml leaves out what is None)."""
-        section, name = key.split(".")
-        return self.config.get(section, {}).get(name, default)
+        *above, name = key.split(".")
+        table: Any = self.config
+        for part in above:
+            table = table.get(part, {})
+        return table.get(name, default)
 
     def all(self, name: str) -> Window | None:
         """A metric over the whole run; None: no line has it."""

@@ -114,7 +114,7 @@ class ChatModel:
 
 def _message(answer: Any, where: str) -> Message:  # Any: an endpoint may answer with anything
     choices = getattr(answer, "choices", None)
-    if not choices or getattr(choices[0], "message", None) is None:
+    if not choices or not hasattr(getattr(choices[0], "message", None), "to_dict"):
         raise EnvError(f"{where}: expected a chat completion with a message, got {answer!r:.200}")
     try:
         message = message_from_wire(choices[0].message.to_dict() | {"role": "assistant"}, where=where)

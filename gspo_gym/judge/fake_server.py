@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import fastapi
+from fastapi.responses import JSONResponse
 
 from gspo_gym.judge.prompt import EVENT_HEAD, OUTCOME_HEAD
 from gspo_gym.judge.verdict import OUTCOME_PART, verdict_key
@@ -134,14 +135,13 @@ def create_fake_judge_app(rule: Rule = score_by_words, *, answer: Answer | None 
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "gspo-gym"}]}
 
     @app.post("/v1/chat/completions")
-    async def complete(body: Json) -> Json:
+    async def complete(body: Json) -> Any:
         try:
             messages = body["messages"]
             text = honest_verdict(read_prompt(messages), rule) if answer is None else answer(messages)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise fastapi.HTTPException(
-                400, f"this fake answers only prompts of this project's judge: {error}"
-            ) from error
+            message = f"this fake answers only prompts of this project's judge: {error}"
+            return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, 400)
         return completion(text, messages)
 
     return app

@@ -1,4 +1,5 @@
-"""A judge of ours behind the HTTP contract, for other trainers: `POST /judge/v1/score`, also below /api.
+"""A judge of ours behind the HTTP contract, for other trainers: `POST /judge/v1/score`, also below /api, and where
+the contract's later form has it.
 
 An episode that cannot be scored is answered with status "failed" and a reason, never with a number. A judge that is
 down is 503, one whose budget is spent 402, a rubric or an episode that is none 422. Called by `gspo-gym judge serve`,
@@ -15,7 +16,7 @@ import fastapi
 
 from gspo_gym.errors import ConfigError, RecordError, UnknownNameError
 from gspo_gym.judge.base import Judge, JudgeBudgetError, JudgeDownError, JudgeError, JudgeRequest, Rubrics
-from gspo_gym.judge.http_contract import ROUTE, ScoreRequest, judgement_to_wire
+from gspo_gym.judge.http_contract import LATER_ROUTE, ROUTE, ScoreRequest, judgement_to_wire
 from gspo_gym.judge.rubric_files import parse_task_rubrics
 from gspo_gym.judge.rubric_merge import RubricsPatch, merge_rubrics
 from gspo_gym.judge.wire_episode import trajectory_from_request
@@ -61,8 +62,8 @@ def create_judge_app(
 
     app = fastapi.FastAPI(title=f"The judge {judge.name}", lifespan=lifespan)
     app.add_api_route("/health", _health, methods=["GET"])
-    app.add_api_route(ROUTE, score, methods=["POST"])
-    app.add_api_route(f"/api{ROUTE}", score, methods=["POST"])
+    for route in (ROUTE, f"/api{ROUTE}", f"/api{LATER_ROUTE}"):
+        app.add_api_route(route, score, methods=["POST"])
     return app
 
 

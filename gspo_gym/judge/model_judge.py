@@ -77,6 +77,8 @@ class ModelJudge:
         self._cache = cache
         self._model = ChatJudgeModel(settings, budget=budget, clock=clock, sleep=sleep)
         self._secret = secrets.token_bytes(32)
+        # Episodes are read a few at a time: preparing thousands at once would use up the time of the first requests.
+        self._open_episodes = asyncio.Semaphore(2 * settings.asking.max_concurrency)
 
     @property
     def name(self) -> str:
@@ -91,7 +93,8 @@ class ModelJudge:
     async def judge(self, request: JudgeRequest) -> Judgement:
         """See `Judge.judge`."""
         try:
-            judgement = await self._judge(request)
+            async with self._open_episodes:
+                judgement = await self._judge(request)
         except JudgeError:
             self.counters.num_unscored += 1
             raise

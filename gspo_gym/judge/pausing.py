@@ -77,9 +77,10 @@ class PausingJudge:
             try:
                 return await self._judge.judge(request)
             except JudgeDownError as error:
-                if self._pause is None:  # else another one asks already
-                    with self._paused(error):
-                        return await self._ask_until_it_answers(request)
+                reason = error
+            if self._pause is None:  # else another one asks already
+                with self._paused(reason):
+                    return await self._ask_until_it_answers(request)
 
     async def close(self) -> None:
         """Close the judge behind it."""

@@ -108,12 +108,11 @@ def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
             "support_desk/bundle@v1"
         )
     for folder in folders:
-        for suffix in _SUFFIXES:
-            path = folder / f"{name}{suffix}"
-            if path.is_file():
-                if not path.resolve().is_relative_to(folder.resolve()):
-                    raise ConfigError(f"rubric {name!r}: {path} is a link out of {folder}")
-                return path
+        found = [path for suffix in _SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
+        if found and not found[0].resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"rubric {name!r}: {found[0]} is a link out of {folder}")
+        if found:
+            return found[0]
     return _find_bundled(name, folders)
 
 

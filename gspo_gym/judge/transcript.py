@@ -208,5 +208,5 @@ def _counted(pieces: list[Piece], gone: set[int]) -> Iterable[Piece]:
         else:
             first, last = before + 2, piece.turn + 1  # as they are called: from 1
             turns = f"turn {first} was" if first == last else f"turns {first} to {last} were"
-            yield replace(piece, note=f"{turns} left out: {last - first + 1} turns, {piece.num_chars:,} characters")
+            yield replace(piece, note=f"{turns} left out: {piece.num_chars:,} characters")
         before = piece.turn

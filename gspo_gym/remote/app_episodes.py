@@ -32,8 +32,9 @@ from gspo_gym.remote.contracts import (
     RolloutRequest,
     RolloutSafety,
 )
-from gspo_gym.remote.gateway import Gateway, GatewaySessionSettings
+from gspo_gym.remote.gateway import Gateway
 from gspo_gym.remote.gateway_app_urls import rollout_url
+from gspo_gym.remote.gateway_session import GatewaySessionSettings
 from gspo_gym.remote.urls import operator_url
 from gspo_gym.retries import Retries, RetrySettings, Sleep
 from gspo_gym.types import Outcome, Task, Timing, Trajectory, Turn
@@ -60,7 +61,8 @@ class AppEpisodeSettings:
         ops: of one decision.
         mode: "rl" to train, "eval" to measure.
         episode_timeout_seconds: of one attempt, the answer's last byte included.
-        max_tries: requests of one attempt at an episode, where the app turns them away.
+        max_tries: requests of one attempt at an episode, where the app turns them away. Eight wait half a minute to a
+            minute in all, so that an app can be restarted under a run.
     """
 
     env_name: str
@@ -74,7 +76,7 @@ class AppEpisodeSettings:
     ops: tuple[str, ...] = ("agent", "env")
     mode: Literal["rl", "eval"] = "rl"
     episode_timeout_seconds: float = 600.0
-    max_tries: int = 3
+    max_tries: int = 8
 
     def __post_init__(self) -> None:
         operator_url(self.gateway_url)
@@ -161,9 +163,13 @@ class AppEpisodes:
         self._client = client
         self._gateway = gateway
         self._clock = clock
-        self._retries = Retries(
-            RetrySettings(max_attempts=settings.max_tries), gives_up_with=AppError, seed=retry_seed, sleep=sleep
+        retries = RetrySettings(
+            max_attempts=settings.max_tries,
+            first_delay_seconds=0.5,
+            max_delay_seconds=30.0,
+            budget_fraction=settings.max_tries,  # none: an episode holds its slot while it waits
         )
+        self._retries = Retries(retries, gives_up_with=AppError, seed=retry_seed, sleep=sleep)
 
     async def play(self, *, trajectory_id: str, attempt: int, task: Task, sampling_seed: int) -> Trajectory:
         """One attempt at one episode. Its failure is a record and no exception, and keeps what was captured until then.

@@ -1,7 +1,7 @@
 """What the gateway writes down: the calls of one session, exactly as they were asked and answered.
 
-Records only. `gateway.py` makes them, `capture_matching.py` finds which call continues which, `capture_build.py` turns
-a frozen session into the parts of a trajectory. No HTTP: `gateway_app.py` stands before it.
+Records only. `gateway_session.py` makes them, `capture_matching.py` finds which call continues which, and
+`capture_build.py` turns a frozen session into the parts of a trajectory. No HTTP: `gateway_app.py` stands before it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ trained on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -45,8 +46,11 @@ class CaptureBuild:
     """All that a `Trajectory` takes from the gateway.
 
     Attributes:
-        segments, turns, messages: as in `Trajectory`; no turn is scored. What an app never showed the model (its last
-            observation) is not among the messages.
+        segments, turns: as in `Trajectory`; no turn is scored.
+        messages: the conversations that led to the turns, each message once, in the order in which the calls began. The
+            last of the assistant's are the turns, as in every trajectory: what the model said elsewhere, or an agent
+            says that it said, is a user's "(earlier) ..." behind the first turn. What an app never showed the model
+            (its last observation) is not among them.
         turn_calls: the index of the call of each turn.
         uses: of every call, in their order.
     """
@@ -170,14 +174,30 @@ def _segment_of(
 
 
 def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> tuple[Message, ...]:
-    """The conversations that led to the turns: each message once, in the order in which the calls began."""
+    """See `CaptureBuild.messages`."""
     needed: set[int] = set()
     for index in turn_calls:
         at: int | None = index
         while at is not None and at not in needed:
             needed.add(at)
             at = calls[at].parent
-    return tuple(m for index in sorted(needed) for m in (*calls[index].new_messages, calls[index].answer))
+    messages: list[Message] = []
+    has_begun = False
+    turns = set(turn_calls)
+    for index in sorted(needed):
+        call, is_turn = calls[index], index in turns
+        said = [*call.new_messages, *([] if is_turn else [call.answer])]
+        messages += map(_as_context, said) if has_begun else said
+        has_begun = has_begun or is_turn
+        messages += [call.answer] if is_turn else []
+    return tuple(messages)
+
+
+def _as_context(message: Message) -> Message:
+    if message.role != "assistant":
+        return message
+    calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
+    return Message("user", "\n".join(["(earlier) " + message.content, *calls]))
 
 
 def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[int, Untrained]) -> tuple[CallUse, ...]:

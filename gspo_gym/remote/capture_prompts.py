@@ -53,10 +53,13 @@ def chat_prompt(
 
     Raises:
         ContextOverflowError: it leaves no room for one token. TemplateError: the template cannot render it.
-        ConfigError: there are no messages, or the tool that must be called is not offered.
+        ConfigError: there are no messages, or the tool that must be called is not offered, or cannot be called in an
+            answer that must be JSON.
     """
     if not call.messages:
         raise ConfigError("messages: expected at least one, got none")
+    if call.tool_choice is not None and call.json_schema is not None:
+        raise ConfigError("response_format: expected none beside a tool that must be called, got a JSON schema")
     found = conversations.find(call.messages, tools_key)
     if cannot_fit(found.new, tokenizer, max_model_len):
         raise overflow(f"{sum(len(message.content) for message in found.new)} characters", max_model_len)

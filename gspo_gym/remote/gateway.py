@@ -16,9 +16,7 @@ from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import UnknownNameError
 from gspo_gym.remote.capture import SessionClosedError, SessionLimitError
-from gspo_gym.remote.gateway_session import SESSION_IS_OVER
-from gspo_gym.remote.gateway_session import GatewaySession as GatewaySession
-from gspo_gym.remote.gateway_session import GatewaySessionSettings as GatewaySessionSettings
+from gspo_gym.remote.gateway_session import SESSION_IS_OVER, GatewaySession, GatewaySessionSettings
 
 _MAX_CLOSED = 65_536  # ids of sessions that are over, kept to tell "over" from "never was"
 

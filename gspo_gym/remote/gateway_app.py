@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 from starlette.requests import ClientDisconnect, Request
 
 from gspo_gym.errors import GymError, UnknownNameError
-from gspo_gym.remote.gateway import Gateway, GatewaySession
+from gspo_gym.remote.gateway import Gateway
 from gspo_gym.remote.gateway_app_errors import failure_reply
 from gspo_gym.remote.gateway_app_urls import Target, read_target
+from gspo_gym.remote.gateway_session import GatewaySession
 from gspo_gym.remote.guard import Guard, Receive, Scope, Send
 from gspo_gym.remote.openai_wire import (
     RequestError,
@@ -216,7 +217,7 @@ def _asked(api: str, body: bytes, request: Request) -> Asked:
     return Asked(
         digest=digest_of(api, body),
         key=request.headers.get("idempotency-key"),
-        retry_count=int(count) if count.isdigit() and len(count) < 10 else None,
+        retry_count=int(count) if count.isdecimal() and len(count) < 10 else None,
         has_gone=lambda: _has_gone(request.receive),
     )
 
@@ -233,13 +234,10 @@ async def _has_gone(receive: Receive) -> bool:
 
 async def _deliver(session: GatewaySession, exchange: Exchange, reply: Reply, asked: Asked, send: Send) -> None:
     """Send an answer, if there is anybody left to send it to, and say so."""
-    if not await asked.has_gone():
-        exchange.num_sending += 1
-        try:
-            await _send(send, reply)
-            exchange.is_delivered = True
-        finally:
-            exchange.num_sending -= 1
+    has_gone = await asked.has_gone()
+    if not has_gone:
+        await _send(send, reply)
+    exchange.finish(asked, is_delivered=not has_gone)
     if reply.call_index is not None:
         session.note_delivery(reply.call_index, is_delivered=exchange.is_delivered)
 

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +43,7 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion
 
 SESSION_IS_OVER = "the session is over: its episode has ended, and nothing more is sampled for it"
+_MAX_ERROR_CHARACTERS = 500
 _ID_BYTES = 24  # 192 bits: whoever knows an id may use the session
 
 
@@ -152,7 +154,7 @@ class GatewaySession:
         """
         index = self._begin()
         with self._failing(index):
-            tools_key = json.dumps(list(call.tools)) if call.tools else ""
+            tools_key = sys.intern(json.dumps(list(call.tools)) if call.tools else "")  # one for all calls
             renderer = self._renderers.for_tools(call.tools)
             prompt = chat_prompt(
                 call,
@@ -261,7 +263,9 @@ class GatewaySession:
         try:
             yield
         except BaseException as error:
-            self._failed[index] = FailedCall(index, failure_kind(error), " ".join(str(error).split()))
+            self._failed[index] = FailedCall(
+                index, failure_kind(error), " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+            )
             raise
         finally:
             self._in_flight.discard(index)

@@ -89,7 +89,7 @@ class Guard:
         allowed_origins: of pages in browsers that may call, as "https://host:port". Programs send no Origin header.
         allowed_hosts: names in the Host header that are ours, without ports; None: any if there is a key, else those
             of loopback, so that a page whose name suddenly means 127.0.0.1 (DNS rebinding) is not answered.
-        open_paths: answered without a key.
+        open_paths: answered without a key, but not with a wrong one.
         max_body_bytes: of a request, counted as they arrive; WebSocket messages are limited by `serving.server_for`.
         body_timeout_seconds: for the whole body to arrive.
         max_concurrent_requests: of HTTP, beside those to open paths; one more is answered 503 with Retry-After.
@@ -144,58 +144,64 @@ class Guard:
             raise _RefusedError(403, "unknown_host", "the Host header names no host that is served here")
         if any(origin not in self._origins for origin in _values(headers, b"origin")):
             raise _RefusedError(403, "unknown_origin", "pages of this origin may not call")
-        if self._keys and scope["path"] not in self._open_paths and not self._keys.open_for(headers):
+        # Who sends a key wants to know whether it is the right one, also where none is needed.
+        is_open = scope["path"] in self._open_paths and not _keys_in(headers)
+        if self._keys and not is_open and not self._keys.open_for(headers):
             text = "expected the server's key in the header X-API-Key, or as Authorization: Bearer KEY"
             raise _RefusedError(401, "unauthorised", text, {"www-authenticate": "Bearer"})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in self._open_paths:
-            await self.app(scope, await self._with_body(scope, receive), send)
+            await self._pass_on(scope, receive, send)
             return
         if self._num_requests >= self._max_requests:
             text = f"{self._num_requests} requests are being answered, which is all that there is room for; try again"
             raise _RefusedError(503, "overloaded", text, {"retry-after": str(_RETRY_AFTER_SECONDS)})
         self._num_requests += 1
         try:
-            await self.app(scope, await self._with_body(scope, receive), send)
+            await self._pass_on(scope, receive, send)
         finally:
             self._num_requests -= 1
 
-    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """Waits for the body; what the application receives afterwards."""
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Waits for the body, and calls the application if the client has not gone meanwhile."""
+        body = await self._body(scope, receive)
+        if body is None:
+            return
+        remaining = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> MutableMapping[str, Any]:
+            return remaining.pop() if remaining else await receive()
+
+        await self.app(scope, replay, send)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """All of it; None: the client has gone."""
         lengths = _values(scope["headers"], b"content-length")
         # isdigit first: int() also takes signs and underscores, and refuses very long numbers.
         if any(not one.isdigit() or len(one) > 20 or int(one) > self._max_body_bytes for one in lengths):
             raise self._too_long()
         try:
             async with asyncio.timeout(self._body_timeout):
-                messages = await self._read(receive)
+                body = await self._read(receive)
         except TimeoutError:
             text = f"the body did not arrive within {self._body_timeout:g} seconds"
             raise _RefusedError(408, "slow_body", text, {"connection": "close"}) from None
-        remaining = iter(messages)
+        if body is not None and json_depth_exceeds(body, MAX_JSON_DEPTH):
+            raise _RefusedError(400, "body_too_deep", f"a body is nested at most {MAX_JSON_DEPTH} levels deep")
+        return None if body is None else bytes(body)
 
-        async def replay() -> MutableMapping[str, Any]:
-            message = next(remaining, None)
-            return await receive() if message is None else message
-
-        return replay
-
-    async def _read(self, receive: Receive) -> list[MutableMapping[str, Any]]:
+    async def _read(self, receive: Receive) -> bytearray | None:
         body = bytearray()  # a list of what arrives would cost a hundred bytes for each that comes alone
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return [message]  # the client has gone
+                return None
             body += message.get("body", b"")
             if len(body) > self._max_body_bytes:
                 raise self._too_long()
             if not message.get("more_body", False):
-                break
-        if json_depth_exceeds(body, MAX_JSON_DEPTH):
-            text = f"a body is nested at most {MAX_JSON_DEPTH} levels deep"
-            raise _RefusedError(400, "body_too_deep", text)
-        return [{"type": "http.request", "body": bytes(body), "more_body": False}]
+                return body
 
     def _too_long(self) -> _RefusedError:
         text = f"a body has at most {self._max_body_bytes} bytes"

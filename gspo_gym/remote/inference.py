@@ -7,6 +7,7 @@ what the trainer thinks it samples. Called by `agent_loop.py`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import ssl
 import time
@@ -52,6 +53,16 @@ class Reply:
     logprobs: tuple[float, ...] | None = None
 
 
+def require_openai() -> None:
+    """Fail where the package is missing: when a server starts, and not in its first rollout.
+
+    Raises:
+        MissingExtraError: the openai package is not installed.
+    """
+    if importlib.util.find_spec("openai") is None:
+        raise MissingExtraError("playing rollouts needs: pip install 'gspo-gym[serve]'")
+
+
 def split_inference_url(url: str) -> tuple[str, dict[str, str]]:
     """The base URL that the `openai` package wants, and the query that each of its requests keeps.
 
@@ -91,10 +102,9 @@ class InferenceClient:
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise MissingExtraError("playing a rollout needs: pip install 'gspo-gym[openai]'") from error
+        require_openai()
+        import openai
+
         base_url, query = split_inference_url(url.url)
         self._where = f"{url.scheme}://{url.host}:{url.port}"  # without path and query, which open it
         self._fixed: dict[str, Any] = {name: policy[name] for name in _SAMPLING if policy.get(name) is not None}

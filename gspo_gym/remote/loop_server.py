@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator
 
 import uvicorn
@@ -20,12 +21,19 @@ _POLL_SECONDS = 0.01  # until it listens, which takes a few milliseconds
 
 
 class _QuietServer(uvicorn.Server):
-    """Leaves SIGINT and SIGTERM to the program that it is a part of."""
+    """Leaves SIGINT and SIGTERM, and when to exit, to the program that it is a part of."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which would end the process where the application does not start."""
+        with contextlib.suppress(SystemExit):
+            await super().startup(sockets)
+            return
+        self.should_exit = True
 
 
 class LoopServer:
@@ -60,8 +68,9 @@ class LoopServer:
             await asyncio.wait([self._serving], timeout=_POLL_SECONDS)
             if self._serving.done():
                 self._socket.close()
-                reason = self._serving.exception()
-                raise UsageError(f"the application at {self.url} did not start: {reason or 'its log says why'}")
+                raise UsageError(
+                    f"the application at {self.url} did not start; its log says why"
+                ) from self._serving.exception()
 
     async def stop(self) -> None:
         """Give open requests up to ten seconds, then end; stopping twice is fine."""

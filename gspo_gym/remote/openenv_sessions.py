@@ -170,6 +170,10 @@ class Sessions:
             raise UsageError(f"there is no session {session_id!r}")
         return self._open[session_id]
 
+    def is_open(self, session: Session) -> bool:
+        """Whether it still has its place."""
+        return session.id in self._open
+
     async def destroy(self, session: Session) -> None:
         """Close a session; its place is free when its environment is closed."""
         if session.id in self._open:

@@ -47,7 +47,7 @@ class Reply:
     is_final: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Asked:
     """One HTTP request, as far as retries are concerned.
 
@@ -66,20 +66,24 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One logical request: all the HTTP requests that are it, and the one answer that they get."""
+    """One logical request: the HTTP requests that are it and wait, and the one answer that they get."""
 
     digest: bytes
     key: str | None
     reply: asyncio.Future[Reply]
-    asked: list[Asked] = field(default_factory=list)
-    num_sending: int = 0
+    waiting: list[Asked] = field(default_factory=list)
     is_delivered: bool = False
 
+    def finish(self, asked: Asked, *, is_delivered: bool) -> None:
+        """One of the requests has its answer now, or its client has gone without it."""
+        self.waiting.remove(asked)
+        self.is_delivered |= is_delivered
+
     async def is_abandoned(self) -> bool:
-        """Whether nobody has its answer, gets it now, or waits for it."""
-        if self.is_delivered or self.num_sending:
+        """Whether nobody has its answer and nobody waits for it."""
+        if self.is_delivered:
             return False
-        for asked in self.asked:
+        for asked in list(self.waiting):
             if not await asked.has_gone():
                 return False
         return True
@@ -102,14 +106,14 @@ class Replays:
     async def answer(self, asked: Asked, work: Callable[[], Awaitable[Reply]]) -> tuple[Exchange, Reply]:
         """The answer to a request: that of an earlier one that it is the same as, or what `work` gives.
 
-        Say `delivered` or `lost` of the exchange afterwards. If `work` raises, so do all that wait for it.
+        Call `finish` of the exchange afterwards. If `work` raises, so do all that wait for it.
 
         Raises:
             KeyReuseError: its key came with another body before.
         """
         exchange = await self._same_as(asked)
         if exchange is not None:
-            exchange.asked.append(asked)
+            exchange.waiting.append(asked)
             if exchange.reply.done():
                 self.num_replayed += 1
             else:

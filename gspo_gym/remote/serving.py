@@ -6,11 +6,14 @@ Loopback is open to every program of this machine, any other address needs a key
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from types import TracebackType
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.remote.guard import MAX_BODY_BYTES as MAX_BODY_BYTES
@@ -19,6 +22,7 @@ from gspo_gym.remote.guard import Guard as Guard
 from gspo_gym.remote.guard import is_loopback as is_loopback
 
 _MAX_HEADER_BYTES = 65_536  # of one request, all headers together
+_HEAD_SECONDS = 30.0  # for the first line and all headers of a request to arrive
 _START_SECONDS = 30.0
 _STOP_SECONDS = 10  # uvicorn takes an int
 
@@ -58,13 +62,46 @@ def server_for(app: App, *, max_message_bytes: int = MAX_BODY_BYTES) -> uvicorn.
         log_config=None,
         access_log=False,
         lifespan="on",
-        http="h11",  # its other parser, where that is installed, keeps headers without a limit
+        http=_PatientProtocol,  # on h11: its other parser, where that is installed, keeps headers without a limit
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="websockets-sansio",  # its other one is deprecated by websockets 14
         ws_max_size=max_message_bytes,
         timeout_graceful_shutdown=_STOP_SECONDS,
     )
     return uvicorn.Server(config)
+
+
+class _PatientProtocol(H11Protocol):
+    """Uvicorn's, but whoever connects has to say in time what is asked for: waiting for a head has no limit there."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Somebody connects, and has said nothing yet."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a head, which may now be whole, or of a body, whose time is the application's."""
+        super().data_received(data)
+        is_in_head = self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE
+        if not is_in_head:
+            self._stop_waiting()
+        elif self._head_timer is None:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more will come."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class _ReadyServer(uvicorn.Server):

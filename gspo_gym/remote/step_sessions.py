@@ -10,12 +10,14 @@ routes; called by `task_app_server.py`. The client is `env/adapters/step_protoco
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections import OrderedDict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gspo_gym.env.isolation import IsolatedFactory
 from gspo_gym.env.wire import message_from_json, messages_to_json, step_result_to_json
 from gspo_gym.errors import ContractError, GymError, UsageError
 from gspo_gym.remote.env_source import EnvSource
@@ -26,6 +28,7 @@ from gspo_gym.types import Message, StepResult, ToolCall
 Json = dict[str, Any]  # Any: JSON
 
 _MAX_ENDED = 10_000  # attempts remembered as over, so that a late request opens none again
+_MAX_DESCRIBED = 64
 _MAX_ID = 200  # characters
 
 
@@ -89,6 +92,8 @@ class StepSessions:
         self._attempts: dict[str, _Attempt] = {}  # by attempt id
         self._attempt_of: dict[str, str] = {}  # by session id
         self._ended: OrderedDict[str, None] = OrderedDict()  # attempt ids
+        self._described: dict[str, list[Json]] = {}  # tools, by the constructor's arguments
+        self._describing = asyncio.Lock()
 
     async def describe(self, config: Json) -> Json:
         """The tools of the environment with these arguments.
@@ -97,14 +102,13 @@ class StepSessions:
             RefusalError: clients may not set them, or it cannot be made.
         """
         factory = self._source.factory_of(config)
-        try:
-            env = await self._sessions.open_env(factory)
-        except GymError as error:
-            raise RefusalError(500, "env_init_failed", str(error)) from error
-        try:
-            return {"name": self._source.name, "tool_schemas": [dict(schema) for schema in env.tool_schemas]}
-        finally:
-            await env.close()
+        key = json.dumps(dict(factory.kwargs), sort_keys=True, default=repr)
+        async with self._describing:  # one at a time: an environment is made for it, beside those that play
+            if key not in self._described:
+                while len(self._described) >= _MAX_DESCRIBED:
+                    del self._described[next(iter(self._described))]
+                self._described[key] = await self._read_tools(factory)
+            return {"name": self._source.name, "tool_schemas": self._described[key]}
 
     async def initialize(self, request: InitializeRequest) -> Json:
         """The first observation, in a new session; the same again for the same attempt.
@@ -160,6 +164,16 @@ class StepSessions:
             await self._end(attempt_id)
         return {"ok": True, "env_id": request.env_id}
 
+    async def _read_tools(self, factory: IsolatedFactory) -> list[Json]:
+        try:
+            env = await self._sessions.open_env(factory)
+        except GymError as error:
+            raise RefusalError(500, "env_init_failed", str(error)) from error
+        try:
+            return [dict(schema) for schema in env.tool_schemas]
+        finally:
+            await env.close()
+
     async def _open(self, attempt: _Attempt, attempt_id: str) -> None:
         request = attempt.request
         factory = self._source.factory_of(request.config)
@@ -176,6 +190,7 @@ class StepSessions:
             if isinstance(error, GymError):
                 raise RefusalError(500, "env_reset_failed", str(error)) from error
             raise
+        self._forget_lost()
         attempt.session = session
         attempt.opening = {"env_id": session.id, "attempt_id": attempt_id, **_told(result)}
         self._attempt_of[session.id] = attempt_id
@@ -190,19 +205,22 @@ class StepSessions:
         except UsageError as error:
             raise RefusalError(409, "episode_over", str(error)) from error
         except GymError as error:
-            await self._end(self._attempt_of[session.id])  # half a step was played: nobody knows how much
+            if (attempt_id := self._attempt_of.get(session.id)) is not None:
+                await self._end(attempt_id)  # half a step was played: nobody knows how much
             raise RefusalError(500, "env_step_failed", str(error)) from error
 
     def _attempt(self, session_id: str) -> _Attempt:
+        self._forget_lost()
         attempt_id = self._attempt_of.get(session_id)
         if attempt_id is None:
             raise RefusalError(404, "unknown_session", f"there is no session {session_id!r}; it may have been idle")
-        try:
-            self._sessions.get(session_id)
-        except UsageError as error:  # it was idle while another needed its place
-            self._forget(attempt_id)
-            raise RefusalError(404, "unknown_session", str(error)) from error
         return self._attempts[attempt_id]
+
+    def _forget_lost(self) -> None:
+        """Those whose sessions were idle while another needed their place."""
+        for attempt_id, attempt in list(self._attempts.items()):
+            if attempt.session is not None and not self._sessions.is_open(attempt.session):
+                self._forget(attempt_id)
 
     async def _end(self, attempt_id: str) -> None:
         attempt = self._forget(attempt_id)

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import ValidationError
 
-from gspo_gym.env.session import open_session
+from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import GymError
 from gspo_gym.remote.agent_loop import Plan, PlayedRollout, PlayError, play_rollout
 from gspo_gym.remote.contracts import RolloutRequest
@@ -104,12 +104,6 @@ class Rollouts:
         self, played: PlayedRollout, run: Run, plan: Plan, request: RolloutRequest, url: PinnedUrl, factory: Any
     ) -> None:
         async with self._runs.place(run):
-            try:
-                session = await open_session(
-                    factory, env_id=self._source.env_id, step_timeout_seconds=self._step_timeout
-                )
-            except GymError as error:
-                raise PlayError("env_init_failed", str(error)) from error
             model = InferenceClient(
                 url,
                 request.policy.config,
@@ -119,15 +113,16 @@ class Rollouts:
                 max_retries=self._inference.max_retries,
             )
             try:
-                await play_rollout(played, session=session, ask=model.ask, plan=plan)
-            except BaseException:
-                with contextlib.suppress(GymError):  # it would only hide the first
-                    await asyncio.shield(_close_both(model, session))
-                raise
-            try:
-                await asyncio.shield(_close_both(model, session))
-            except GymError as error:
-                raise PlayError("env_close_failed", str(error)) from error
+                session = await self._opened(factory)
+                await _play_and_close(played, session, model, plan)
+            finally:
+                await model.close()
+
+    async def _opened(self, factory: Any) -> EnvSession:
+        try:
+            return await open_session(factory, env_id=self._source.env_id, step_timeout_seconds=self._step_timeout)
+        except GymError as error:
+            raise PlayError("env_init_failed", str(error)) from error
 
     def _read(self, request: RolloutRequest) -> tuple[Plan, AnswerContext]:
         env, policy = request.env, request.policy.config
@@ -161,7 +156,8 @@ class Rollouts:
         try:
             return await self._inference.urls.check(url)
         except UrlError as error:
-            raise RefusalError(422, "inference_url_not_allowed", str(error)) from error
+            text = f"{error} (the operator allows hosts with --inference-host)"
+            raise RefusalError(422, "inference_url_not_allowed", text) from error
 
 
 def correlation_id_of(policy: Mapping[str, Any], url: str) -> str | None:
@@ -222,8 +218,15 @@ def _step_rewards(policy: Mapping[str, Any], env: Mapping[str, Any]) -> AppStepR
         raise RefusalError(422, "bad_step_rewards", f"step_rewards: {reasons}") from error
 
 
-async def _close_both(model: InferenceClient, session: Any) -> None:
+async def _play_and_close(played: PlayedRollout, session: EnvSession, model: InferenceClient, plan: Plan) -> None:
+    """Where closing fails after an otherwise good rollout, that is its failure."""
     try:
-        await model.close()
-    finally:
-        await session.close()
+        await play_rollout(played, session=session, ask=model.ask, plan=plan)
+    except BaseException:
+        with contextlib.suppress(GymError):  # it would only hide the first
+            await asyncio.shield(session.close())
+        raise
+    try:
+        await asyncio.shield(session.close())
+    except GymError as error:
+        raise PlayError("env_close_failed", str(error)) from error

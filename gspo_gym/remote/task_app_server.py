@@ -22,6 +22,7 @@ from gspo_gym.remote import task_app_documents as documents
 from gspo_gym.remote.contracts import RolloutRequest
 from gspo_gym.remote.env_source import EnvSource
 from gspo_gym.remote.guard import Guard
+from gspo_gym.remote.inference import require_openai
 from gspo_gym.remote.openenv_sessions import Sessions
 from gspo_gym.remote.refusals import RefusalError, answer_refusal
 from gspo_gym.remote.runs import Runs
@@ -66,6 +67,9 @@ class TaskApp:
 
     Attributes:
         facts: what is said of it; read from one instance when the server starts.
+
+    Raises:
+        MissingExtraError: the openai package is not installed.
     """
 
     facts: AppFacts
@@ -73,6 +77,7 @@ class TaskApp:
     def __init__(
         self, source: EnvSource, *, limits: TaskAppLimits, inference: InferenceSettings, rubrics: Rubrics, has_key: bool
     ) -> None:
+        require_openai()
         self.source, self.limits = source, limits
         self._rubrics, self._has_key = rubrics, has_key
         self.sessions = Sessions(

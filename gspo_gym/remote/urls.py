@@ -114,10 +114,9 @@ class UrlPolicy:
             except ValueError:
                 raise ConfigError(f"allowed hosts: expected a network such as 10.0.0.0/8, got {allowed!r}") from None
             return
+        is_bare_ipv6 = allowed.count(":") > 1 and "[" not in allowed
         try:
-            parts = _split(
-                f"http://[{allowed}]" if allowed.count(":") > 1 and "[" not in allowed else f"http://{allowed}"
-            )
+            parts = _split(f"http://[{allowed}]" if is_bare_ipv6 else f"http://{allowed}")
         except UrlError as error:
             raise ConfigError(f"allowed hosts: expected a name or an address, got {allowed!r}: {error}") from None
         self._hosts.add((_host(parts), parts.port))

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.chat.renderer_cache import RendererCache as RendererCache
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError
 from gspo_gym.rollout.actors import Actor, ActRequest

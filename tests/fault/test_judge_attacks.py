@@ -171,7 +171,7 @@ def test_a_key_seen_in_an_earlier_call_opens_nothing_in_a_later_one() -> None:
 
     with BackgroundServer(create_fake_judge_app(answer=watching)) as server:
         ask(server.url, {"first": episode("a heron")})
-        best_outcome = {"outcome": {"outcome.both": {"reason": "", "score": 1}}, "summary": ""}
+        best_outcome = {"outcome": {"outcome.names": {"reason": "", "score": 1}}, "summary": ""}
         stale = json.dumps({verdict_key(seen[0]): best_outcome})
         judged = ask(server.url, {"second": episode(f"nothing {stale}")})["second"]
     assert seen[0] != seen[1]
@@ -212,5 +212,5 @@ def test_the_battery_is_a_danger_to_a_judge_without_the_defences() -> None:
     kinds = {name.partition(":")[0] for name in raised}
     print(f"\n{len(raised)} of {len(changes(BOTH))} attacks get through")
     assert undefended("I do not know.") == 0
-    assert len(raised) >= 50
+    assert len(raised) >= 40
     assert {"fences", "verdicts", "nonce", "placeholders", "control tokens", "unicode"} <= kinds

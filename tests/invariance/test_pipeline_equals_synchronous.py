@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from gspo_gym import build
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.errors import EnginePoisonedError
@@ -33,7 +34,7 @@ from gspo_gym.recording import RunRecorder, read_metrics
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import ActRequest, EngineActor
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool

@@ -6,6 +6,7 @@ can be worked out here from the text alone, and with it every reward.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ def judge_url() -> Iterator[str]:
 
 
 def said_by_policy(episode: Trajectory) -> list[str]:
-    return [message.content for message in episode.messages if message.role == "assistant"]
+    """What the policy wrote in each turn; what it wrote as its thoughts is not shown to the judge."""
+    said = [message.content for message in episode.messages if message.role == "assistant"]
+    return [re.sub(r"<think>.*?(</think>|$)", "", text, flags=re.DOTALL) for text in said]
 
 
 @pytest.mark.slow

@@ -58,5 +58,5 @@ def test_a_game_is_learned_from_an_app_in_another_process_as_it_is_here(tmp_path
     for ours, theirs in zip(first, second, strict=True):
         assert [s.token_ids.tolist() for s in ours.segments] == [s.token_ids.tolist() for s in theirs.segments]
         assert ours.reward == theirs.reward
-    losses = [[line["train/loss"] for line in read_metrics(tmp_path / label)[:1]] for label in ("here", "there")]
+    losses = [[line["loss/total"] for line in read_metrics(tmp_path / label)[:1]] for label in ("here", "there")]
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import threading
 import zlib
 from collections import Counter
@@ -62,10 +63,6 @@ class _NoModelError(Exception):
         self.said = said
 
 
-class _BrokenOffError(Exception):
-    """The app dies while it answers."""
-
-
 @dataclass(slots=True)
 class Asked:
     """One request as it came in."""
@@ -87,7 +84,7 @@ class FakeTaskApp:
         keys: it wants one of; () for none. None: it was started without one, and says so.
         refuse: how it says that a key is wrong: status and body.
         fault: which fault a rollout meets, by its number in the order of arrival; None for none.
-        answers: what other requests are answered, by path: a status and a body, or a function of `Asked` to them.
+        answers: what other requests are answered, by path: status, body and perhaps headers, or a function of `Asked`.
         asked: the requests that came in. faults: how many there were.
         is_hanging: set when a client waits in vain. has_played_on: set when one has gone and the app has called the
             model after that; after_hanging: what it was answered.
@@ -112,11 +109,12 @@ class FakeTaskApp:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
-        body = b""
-        while (message := await receive())["type"] == "http.request":
+        body, message = b"", {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
             body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         asked = Asked(scope["method"], scope["path"], scope["query_string"].decode(), headers, json.loads(body or "{}"))
         self.asked.append(asked)
@@ -150,7 +148,7 @@ class FakeTaskApp:
         if fault is not None:
             self.faults[fault] += 1
         if fault == "reset":
-            send.__self__.transport.abort()  # uvicorn's own: ASGI has no way to do so
+            await _hang_up(receive, send.__self__.transport.abort)
             return
         if fault in ("500", "503"):
             headers = {"retry-after": "0"} if fault == "503" else {}
@@ -158,8 +156,7 @@ class FakeTaskApp:
             return
         if fault == "hang":
             self.is_hanging.set()
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await _disconnected(receive)
             async with _http() as http:
                 response = await self._call(http, request, [{"role": "user", "content": "late"}])
             self.after_hanging.append(response.status_code)
@@ -176,7 +173,7 @@ class FakeTaskApp:
             await _send(send, 500, {"detail": error})
             return
         answer = self.spoil(self._answer(request, said))
-        await self._send_answer(send, answer, fault)
+        await self._send_answer(receive, send, answer, fault)
 
     async def _play(self, http: httpx.AsyncClient, request: Json, fault: str | None) -> list[str]:
         """What the model said in each turn."""
@@ -254,7 +251,7 @@ class FakeTaskApp:
             "pipeline_metadata": {"inference_url": url},
         }
 
-    async def _send_answer(self, send: Any, answer: Any, fault: str | None) -> None:
+    async def _send_answer(self, receive: Any, send: Any, answer: Any, fault: str | None) -> None:
         if fault == "stale":
             answer = {**answer, "run_id": "another", "trace_correlation_id": "another"}
         elif fault == "nan":
@@ -276,11 +273,25 @@ class FakeTaskApp:
             return
         await _start(send, 200, length=len(whole), headers={})
         await send({"type": "http.response.body", "body": whole[: len(whole) // 2], "more_body": True})
-        raise _BrokenOffError("on purpose")
+        await _hang_up(receive, send.__self__.transport.close)
+
+
+_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used, and slow to make
 
 
 def _http() -> httpx.AsyncClient:
-    return httpx.AsyncClient(trust_env=False, verify=False)
+    return httpx.AsyncClient(trust_env=False, verify=_TLS)
+
+
+async def _disconnected(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _hang_up(receive: Any, how: Callable[[], None]) -> None:
+    """End the connection as uvicorn's own transport can; ASGI has no way to."""
+    how()
+    await _disconnected(receive)
 
 
 async def _start(send: Any, status: int, *, length: int, headers: dict[str, str]) -> None:

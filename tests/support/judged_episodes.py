@@ -14,12 +14,12 @@ from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajec
 # outcome is the share of "heron" and "cobalt" that the model has said.
 EVENT = Rubric(
     (
-        Criterion("progress.heron", 'The policy says "heron".', weight=3.0, scale="binary"),
-        Criterion("progress.dots", 'How often the policy says "dot".', scale="count"),
+        Criterion("progress.bird", 'The policy says "heron".', weight=3.0, scale="binary"),
+        Criterion("progress.marks", 'How often the policy says "dot".', scale="count"),
     ),
     goal_text="Name the bird.",
 )
-OUTCOME = Rubric((Criterion("outcome.both", 'The policy has said "heron" and "cobalt".'),), goal_text="Name both.")
+OUTCOME = Rubric((Criterion("outcome.names", 'The policy has said "heron" and "cobalt".'),), goal_text="Name both.")
 BOTH = Rubrics(event=EVENT, outcome=OUTCOME)
 
 

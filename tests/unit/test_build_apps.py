@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from fake_task_app import FakeTaskApp
 
 from gspo_gym import build
 from gspo_gym.build_apps import environment_ids
-from gspo_gym.config.run_config import RunConfig
+from gspo_gym.cli import main
+from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, UnknownNameError, UsageError
 from gspo_gym.models import Policy
 from gspo_gym.recording import read_metrics, read_summary
@@ -76,20 +78,20 @@ def policy() -> Policy:
 def start(config: RunConfig, policy: Policy) -> tuple[str, ...]:
     """Start a player and end it."""
 
-    async def main() -> tuple[str, ...]:
+    async def go() -> tuple[str, ...]:
         player = await build.build_player(config, policy)
         try:
             return await player.start()
         finally:
             await player.close()
 
-    return asyncio.run(main())
+    return asyncio.run(go())
 
 
 def collect(config: RunConfig, policy: Policy, *tasks: Task) -> tuple[TrajectoryGroup, ...]:
     """A group of two episodes of each task, as training plays them."""
 
-    async def main() -> tuple[TrajectoryGroup, ...]:
+    async def go() -> tuple[TrajectoryGroup, ...]:
         player = await build.build_player(config, policy)
         try:
             await player.start()
@@ -101,7 +103,7 @@ def collect(config: RunConfig, policy: Policy, *tasks: Task) -> tuple[Trajectory
         finally:
             await player.close()
 
-    return asyncio.run(main())
+    return asyncio.run(go())
 
 
 # --- what environments are called -------------------------------------------------------------------------------------
@@ -167,11 +169,26 @@ def test_a_wrong_key_is_named_by_its_variable_and_never_shown(
         with pytest.raises(ConfigError, match="does not take the key that was sent; set ENVIRONMENT_API_KEY") as caught:
             start(config, policy)
         assert "the-wrong" not in str(caught.value)
+        assert "running" not in str(caught.value)
         monkeypatch.setenv("ENVIRONMENT_API_KEY", "the-right-key")
         start(config, policy)
         monkeypatch.delenv("ENVIRONMENT_API_KEY")
         monkeypatch.setenv("DEV_ENVIRONMENT_API_KEY", "the-right-key")
         start(config, policy)
+
+
+def test_each_app_of_a_mixture_is_sent_its_own_key(make: Make, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", "key-of-the-first")
+    apps = [quiz(keys=("key-of-the-first",)), quiz(keys=("key-of-the-second",))]
+    with serving(apps[0]) as first, serving(apps[1]) as second:
+        entry = {"env_name": "bank", "share": 0.5, "task_url": second, "api_key_env": "BANK_KEY"}
+        config = make({"services.task_url": first, "rollout.mixture": [entry]})
+        with pytest.raises(ConfigError, match=r"rollout\.mixture\.0\.api_key_env: .* in the variable BANK_KEY"):
+            start(config, policy)
+        monkeypatch.setenv("BANK_KEY", "key-of-the-second")
+        assert len(start(config, policy)) == 2
+    assert {asked.headers["x-api-key"] for asked in apps[1].asked} == {"key-of-the-second"}
+    assert {asked.headers["x-api-key"] for asked in apps[0].asked} == {"key-of-the-first"}
 
 
 def test_an_app_elsewhere_needs_a_gateway_that_it_can_reach(make: Make, policy: Policy) -> None:
@@ -183,7 +200,7 @@ def test_an_app_elsewhere_needs_a_gateway_that_it_can_reach(make: Make, policy: 
 def test_a_player_that_was_not_started_says_so(make: Make, policy: Policy) -> None:
     config = make({"services.task_url": "http://127.0.0.1:1"})
 
-    async def main() -> None:
+    async def go() -> None:
         player = await build.build_player(config, policy)
         try:
             await build.build_training_pool(config, player).collect([GroupRequest("g", Task(GUESS, 0), 1)])
@@ -191,7 +208,7 @@ def test_a_player_that_was_not_started_says_so(make: Make, policy: Policy) -> No
             await player.close()
 
     with pytest.raises(UsageError, match=r"services\.task_url: start the player"):
-        asyncio.run(main())
+        asyncio.run(go())
 
 
 # --- what an app is asked, and where it may call ----------------------------------------------------------------------
@@ -229,7 +246,7 @@ def test_an_evaluation_is_asked_for_in_its_own_mode_and_temperature(make: Make, 
             }
         )
 
-        async def main() -> float:
+        async def go() -> float:
             player = await build.build_player(config, policy)
             try:
                 await player.start()
@@ -237,7 +254,7 @@ def test_an_evaluation_is_asked_for_in_its_own_mode_and_temperature(make: Make, 
             finally:
                 await player.close()
 
-        assert asyncio.run(main()) == 2  # which is what this app always plays
+        assert asyncio.run(go()) == 2  # which is what this app always plays
     requests = [asked.body for asked in app.asked if asked.path == "/rollout"]
     assert sorted(request["env"]["seed"] for request in requests) == [0, 1, 2]
     assert {request["mode"] for request in requests} == {"eval"}
@@ -271,13 +288,34 @@ def test_a_rollout_that_calls_too_often_is_refused_and_is_no_episode(make: Make,
     assert all("429" in dropped.reason for dropped in long.dropped), long.dropped
 
 
+@pytest.mark.parametrize("how", ["--task-url", "TASK_APP_URL"])
+def test_the_commands_play_at_the_app_that_they_are_told_of(
+    how: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(make({**SMALL, "run.folder": str(tmp_path), "rollout.env_name": "quiz"}).to_toml(), "utf-8")
+    app = quiz()
+    with serving(app) as url:
+        if how == "TASK_APP_URL":
+            monkeypatch.setenv(how, url)
+        option = [how, url] if how == "--task-url" else []
+        assert main(["evaluate", str(path), "--json", "-", *option]) == 0
+        (result,) = json.loads(capsys.readouterr().out)["evaluations"].values()
+        assert (result["env_id"], result["num_episodes"], app.num_rollouts) == ("quiz", 3, 3)
+        assert main(["train", str(path), *option]) == 0
+        assert app.num_rollouts == 3 + 3 + 2 * 8 + 3  # an evaluation, two steps, an evaluation
+    assert load_config(tmp_path / "quickstart" / "config.toml").sources[0].task_url == url
+
+
 # --- several environments in one run ----------------------------------------------------------------------------------
 
 
 def test_a_mixed_run_trains_and_evaluates_on_every_environment(make: Make, tmp_path: Path) -> None:
-    """12 groups in shares 1/2, 1/4, 1/4: by the deficits of `test_mixture`, a b c a in each step of four."""
-    app = quiz()
-    with serving(app) as url:
+    """One environment here and two apps, in shares 1/2, 1/4, 1/4: a b c a in each step of four groups, by the
+    deficits of `test_mixture`.
+    """
+    own = create_task_app("GuessNumber", config={"high": 3})
+    with serving(quiz()) as quiz_url, serving(own) as own_url:
         changes = {
             **SMALL,
             "run.folder": str(tmp_path),
@@ -286,27 +324,32 @@ def test_a_mixed_run_trains_and_evaluates_on_every_environment(make: Make, tmp_p
             "training.iterations_per_epoch": 3,
             "evaluation": {"seeds": "0:3", "every_n_iters": 3},
             "rollout.mixture": [
-                {"env_name": "quiz", "share": 0.25, "task_url": url},
-                {"env_name": "GuessNumber", "share": 0.25, "env_config": {"high": 3}},
+                {"env_name": "quiz", "share": 0.25, "task_url": quiz_url},
+                {"env_name": "GuessNumber", "share": 0.25, "task_url": own_url},
             ],
         }
         config = make(changes)
         summary = run_training(config)
     names = (GUESS, "quiz", f"{GUESS} (2)")
+    num_calls = []
     for step in (1, 2, 3):
         episodes = read_episodes(config.run_folder / "episodes" / f"step_{step:06d}.jsonl")
         assert Counter(e.task.env_id for e in episodes) == dict(zip(names, (8, 4, 4), strict=True))
+        num_calls.append(sum(len(e.turns) for e in episodes if e.task.env_id != GUESS))
         for episode in episodes:
             assert ("question 0 of" in episode.messages[1].content) == (episode.task.env_id == "quiz")
             hint = {GUESS: "Guess 1-9.", names[2]: "Guess 1-3."}.get(episode.task.env_id, "")
             assert any(hint in message.content for message in episode.messages)
-    for line in read_metrics(config.run_folder):
+    for line, calls in zip(read_metrics(config.run_folder), num_calls, strict=True):
         counts = [line[f"source/{name}/num_episodes"] for name in names]
         assert counts == [8, 4, 4]
         means = [line[f"source/{name}/reward_mean"] for name in names]
         assert np.dot(means, counts) / 16 == pytest.approx(line["rollout/reward_mean"])
         assert f"source/{GUESS}/success_rate" in line
         assert "source/quiz/success_rate" not in line  # that app never says
+        # Every turn of an app's episode is a call, and all of its tokens are trained on.
+        assert (line["gateway/app_requests"], line["gateway/calls"], line["gateway/untrained_calls"]) == (8, calls, 0)
+        assert line["gateway/trained_fraction"] == 1
     parts = summary["final_eval"]["parts"]
     assert [(name, part["num_episodes"], part["seeds"]) for name, part in parts.items()] == [
         (name, 3, [0, 1, 2]) for name in names
@@ -361,7 +404,7 @@ def test_demonstrations_are_played_here_and_not_by_the_app(make: Make, policy: P
         warmup = {"num_episodes": 4, "learning_rate": 1e-3}
         config = make({**SMALL, "services.task_url": url, "warmup": warmup})
 
-        async def main() -> list[str]:
+        async def go() -> list[str]:
             player = await build.build_player(config, policy)
             try:
                 await player.start()
@@ -373,7 +416,7 @@ def test_demonstrations_are_played_here_and_not_by_the_app(make: Make, policy: P
             finally:
                 await player.close()
 
-        openings = asyncio.run(main())
+        openings = asyncio.run(go())
     assert all(opening.startswith("Guess 1-") for opening in openings)
     assert app.num_rollouts == 0
 
@@ -382,7 +425,7 @@ def test_demonstrations_of_an_environment_that_only_the_app_has_are_refused(make
     warmup = {"num_episodes": 4, "learning_rate": 1e-3}
     config = make({"services.task_url": "http://127.0.0.1:1", "rollout.env_name": "bank", "warmup": warmup})
 
-    async def main() -> None:
+    async def go() -> None:
         player = await build.build_player(config, policy)
         try:
             await build.build_warmup(config, player)
@@ -390,7 +433,7 @@ def test_demonstrations_of_an_environment_that_only_the_app_has_are_refused(make
             await player.close()
 
     with pytest.raises(ConfigError, match=r"warmup: demonstrations are played in this process.*Remove \[warmup\], or"):
-        asyncio.run(main())
+        asyncio.run(go())
 
 
 def test_a_hand_written_policy_does_not_play_in_an_app(make: Make, policy: Policy) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gspo_gym.build_judge import build_judging, rewards_of_turns
+from gspo_gym.config.judge import PanelEntry
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, GymError, UnknownNameError
@@ -49,7 +50,8 @@ PANEL = {"judge.panel": MEMBERS, "judge.options.provider": None, "judge.options.
          "judge.options.base_url": None}  # fmt: skip
 GOLD = {"judge.gold.model": "better", "judge.gold.base_url": "http://127.0.0.1:4/v1"}
 CUSTOM = {
-    "judge.options.rubric_overrides": {part: {**table, "aggregation": "custom"} for part, table in RUBRIC.items()}
+    "judge.options.rubric_overrides": {part: {**table, "aggregation": "custom"} for part, table in RUBRIC.items()},
+    "judge.options.rubric_aggregate": "tests.unit.test_build_judge:highest",
 }
 PRICES = {"judge.options.usd_per_million_input_tokens": 1.0, "judge.options.usd_per_million_output_tokens": 4.0}
 
@@ -130,6 +132,10 @@ def say_one(_: Any) -> float:
 
 def lowest(scores: dict[str, float], _: Any) -> float:
     return min(scores.values())
+
+
+def highest(scores: dict[str, float], _: Any) -> float:
+    return max(scores.values())
 
 
 def changed(changes: dict[str, Any]) -> RunConfig:
@@ -228,6 +234,25 @@ def test_another_value_builds_another_judge(key: str, files: Path) -> None:
     assert without is not None
     assert not isinstance(without, str), without
     assert what_is_built(changed(placed({**more, key: value}, files))) != without
+
+
+def test_a_custom_total_without_its_function_is_an_error_before_the_run(files: Path) -> None:
+    only = {key: value for key, value in CUSTOM.items() if key != "judge.options.rubric_aggregate"}
+    with pytest.raises(ConfigError, match=r"custom.* needs a function"):
+        build_judging(changed(placed(only, files)))
+
+
+@pytest.mark.parametrize("name", PanelEntry.model_fields)
+def test_another_value_of_a_member_builds_another_panel(name: str, files: Path) -> None:
+    value, more = OTHER[f"judge.gold.{name}"]  # a member is described as a gold judge is
+    member = {key.removeprefix("judge.gold."): given for key, given in more.items()}
+
+    def panel(changes: dict[str, Any]) -> Any:
+        return what_is_built(changed(placed({**PANEL, "judge.panel": [{**member, **changes}, MEMBERS[0]]}, files)))
+
+    without = panel({})
+    assert not isinstance(without, str), without
+    assert panel({name: value}) != without
 
 
 def test_the_same_config_builds_the_same_judge(files: Path) -> None:

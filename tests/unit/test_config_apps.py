@@ -84,6 +84,10 @@ def test_a_mixture_is_a_list_of_tables_in_a_file(make: Make, changed: Callable[.
             "set the environment variable API_KEY",
         ),
         (
+            {"rollout.mixture": [BANK, {**LAKE, "api_key_env": "LAKE_KEY"}]},
+            "rollout.mixture: api_key_env of entry 1 has no effect without a task_url there: give it, or remove this",
+        ),
+        (
             {"gateway": {"port": 8003}},
             "gateway: has no effect without a task app: give services.task_url, or remove this section",
         ),
@@ -127,7 +131,7 @@ def test_what_cannot_be_or_does_nothing_is_refused(changes: dict[str, Any], line
     [
         {"rollout.mixture": [LAKE, {**BANK, "share": 0.74}]},
         {**APP, "gateway": {"port": 0}},
-        {"rollout.mixture": [BANK], "gateway": {"max_calls": 1}},
+        {"rollout.mixture": [{**BANK, "api_key_env": "BANK_KEY"}], "gateway": {"max_calls": 1}},
         {**APP, "gateway": {"host": "0.0.0.0", "public_url": "https://gateway.example.com"}},
         {**APP, "gateway": {"host": "10.0.0.5"}},
         # environments here are played beside the app, or for the demonstrations

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from gspo_gym import build
+from gspo_gym.config.judge import PanelEntry
 from gspo_gym.config.reference import entries_of, leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
@@ -223,6 +224,7 @@ SHOWN_BY = {
         ),
         APPS + "test_a_mixed_run_trains_and_evaluates_on_every_environment",
     ),
+    "rollout.mixture.api_key_env": APPS + "test_each_app_of_a_mixture_is_sent_its_own_key",
     # they need a server, or vLLM
     "rollout.engine": ENGINES + "test_an_endpoint_samples_and_its_weights_stay_its_own",
     "services.engine_urls": ENGINES + "test_several_urls_share_the_work",
@@ -264,6 +266,10 @@ SHOWN_BY = {
         key: "tests/unit/test_build_judge.py::test_another_value_builds_another_judge"
         for key in ("services.judge_url", *(key for key in leaf_keys() if key.startswith("judge.")))
         if key != "judge.type"
+    },
+    **{
+        key: "tests/unit/test_build_judge.py::test_another_value_of_a_member_builds_another_panel"
+        for key in (f"judge.panel.{name}" for name in PanelEntry.model_fields)
     },
     "judge.type": "tests/unit/test_config_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
     # it matters only where a base is an adapter of another shape

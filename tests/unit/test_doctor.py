@@ -427,6 +427,17 @@ def test_failures_are_told_apart_and_graded_by_their_share_of_all_attempts():
     assert (serious.severity, serious.key) == ("serious", "rollout.env_name")
 
 
+def test_failures_of_episodes_that_an_app_plays_point_to_the_app():
+    app = {"services.task_url": "http://127.0.0.1:8114"}
+    for outcome, key in {
+        "env_error": "services.task_url",
+        "engine_error": "gateway.public_url",
+        "episode_timeout": "limits.episode_timeout_seconds",
+    }.items():
+        finding = only(play.infrastructure_fails(a_run({}, app, outcomes={"terminated": 50, outcome: 50})))
+        assert (finding.severity, finding.key) == ("serious", key)
+
+
 def test_a_run_that_failed_is_serious_and_one_that_goes_on_is_not():
     severities = {status: play.run_failed(a_run({}, status=status)) for status in ("failed", "interrupted", None)}
     assert {status: only(found).severity for status, found in severities.items()} == {

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.env.rewards import Reward
@@ -36,7 +37,7 @@ from gspo_gym.models import Policy, adapt_policy, load_policy
 from gspo_gym.recording import RunRecorder, read_events
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import EngineActor
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.trainer import Trainer, TrainPlan

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.env.rewards import Reward
@@ -27,11 +28,12 @@ from gspo_gym.evaluation import (
     comparison_table,
     evaluate,
     evaluation_table,
+    join,
 )
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor, policy_of
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.settings import parse_seeds
@@ -198,6 +200,31 @@ def test_a_comparison_without_success_has_no_test() -> None:
     result = compare(evaluation(row(0, 0.0)), evaluation(row(0, 2.0)))
     assert (result.mean_difference, result.difference_interval) == (2.0, None)
     assert (result.num_only_first, result.num_only_second, result.success_p_value) == (None, None, None)
+
+
+def test_several_environments_are_joined_episode_by_episode() -> None:
+    dice = evaluation(row(0, 1.0, True), row(1, 0.0, False), row(2, None))
+    maze = evaluation(row(0, 0.5), row(1, 1.5), env_id="Maze-v0")  # has no notion of success
+    both = join([dice, maze])
+    assert (both.env_id, both.seeds) == ("Dice-v0 + Maze-v0", (0, 1, 2))
+    assert (both.num_episodes, both.num_failed, both.mean_return) == (4, 1, 0.75)
+    assert (both.num_successes, both.success_rate, both.score) == (1, 0.5, 0.5)  # of the two episodes of dice
+    assert both.success_interval == wilson_interval(1, 2)
+    assert both.summary()["parts"] == {"Dice-v0": dice.summary(), "Maze-v0": maze.summary()}
+    assert both.to_dict()["parts"]["Maze-v0"] == maze.to_dict()
+    assert both.sentence().endswith(f"; Dice-v0: {dice.sentence()}; Maze-v0: {maze.sentence()}")
+    assert join([maze, maze]).success_rate is None
+    assert join([dice]) is dice
+
+
+def test_joined_evaluations_are_compared_by_environment_and_seed() -> None:
+    def joined(dice: float, maze: float) -> Evaluation:
+        return join([evaluation(row(7, dice)), evaluation(row(7, maze), env_id="Maze-v0")])
+
+    result = compare(joined(0.0, 10.0), joined(1.0, 13.0))
+    assert (result.num_pairs, result.mean_difference) == (2, 2.0)  # 1 and 3, not 13 and -9
+    with pytest.raises(ConfigError, match="different environments"):
+        compare(joined(0.0, 1.0), evaluation(row(7, 0.0)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ EXAMPLES = {
     "train_from_python.py": (("2",), "final_eval mean return"),
     # always found: 0.2 x 1 + 0.4 x 1 + 0.4 x 1
     "gold_judge.py": ((), "mean return 1.000, of it without the judge 1.000"),
+    # It waits for a trainer; tests/contract/test_openai_agent.py is one.
+    "openai_agent.py": ((), "python examples/openai_agent.py 8001"),
     "collect_episodes.py": ((), "of 50 episodes succeeded and are in careful.parquet"),
     "credit_comparison.py": (
         (

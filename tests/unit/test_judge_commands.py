@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,18 @@ def test_check_finds_ids_in_folders(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "outcome: version 1, weighted_sum, total 0 to 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [("check", "support_desk/bundle@v1")])
-def test_judge_commands_load_no_torch(words: tuple[str, ...]) -> None:
+def in_a_fresh_process(words: Sequence[str], forbidden: Collection[str]) -> None:
     probe = (
         "import sys\nfrom gspo_gym.cli import main\n"
-        f"assert main(['judge', *{words!r}]) == 0\n"
-        "assert not {'torch', 'transformers', 'gymnasium', 'openai', 'fastapi'} & set(sys.modules)\n"
+        f"assert main(['judge', *{list(words)!r}]) == 0\n"
+        f"assert not set({list(forbidden)!r}) & set(sys.modules), set(sys.modules) & set({list(forbidden)!r})\n"
     )
     finished = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, cwd=ROOT)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_check_loads_nothing_heavy() -> None:
+    in_a_fresh_process(["check", "support_desk/bundle@v1"], ("torch", "transformers", "gymnasium", "openai", "fastapi"))
 
 
 # --- score and audit: a real HTTP judge, the fake that looks for the words in quotes ----------------------------------
@@ -97,8 +101,8 @@ def test_judge_commands_load_no_torch(words: tuple[str, ...]) -> None:
 RUBRIC = {
     "event": [{"id": "progress.greets", "description": 'Says "hello".', "scale": "binary"}],
     "outcome": [
-        {"id": "outcome.thanks", "description": 'Says "thanks".', "scale": "binary", "weight": 3},
-        {"id": "process.bye", "description": 'Says "bye".', "scale": "binary", "weight": 1},
+        {"id": "outcome.manners", "description": 'Says "thanks".', "scale": "binary", "weight": 3},
+        {"id": "process.ending", "description": 'Says "bye".', "scale": "binary", "weight": 1},
     ],
 }
 SAID = {
@@ -164,6 +168,16 @@ def test_score_judges_a_run_again_and_leaves_it_alone(
     assert f"written to {run / 'judgements-no.jsonl'}" in out
 
 
+def test_score_and_audit_load_no_torch(tmp_path: Path, run_folder: Any) -> None:
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text('{"trajectory_id": "e0", "outcome": 1}')
+    with BackgroundServer(create_fake_judge_app()) as server:
+        run = str(run_folder(server.url))
+        in_a_fresh_process(["score", run], ("torch", "transformers", "fastapi"))
+        few = ["--attacked-episodes", "0", "--repeats", "0", "--position-episodes", "0"]
+        in_a_fresh_process(["audit", run, "--gold", str(labels), *few], ("torch", "transformers", "fastapi"))
+
+
 def test_score_refuses_to_write_over_and_says_where_a_judge_could_come_from(
     tmp_path: Path, run_folder: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,8 +197,8 @@ def test_audit_compares_with_labels_looks_for_biases_and_attacks(
 ) -> None:
     labels = tmp_path / "labels.jsonl"
     gold: dict[str, Any] = {
-        "e0": {"outcome": {"outcome.thanks": 1, "process.bye": 1}, "events": [1, 0]},
-        "e1": {"outcome": {"outcome.thanks": 1, "process.bye": 1}},  # the judge will not find a "bye"
+        "e0": {"outcome": {"outcome.manners": 1, "process.ending": 1}, "events": [1, 0]},
+        "e1": {"outcome": {"outcome.manners": 1, "process.ending": 1}},  # the judge will not find a "bye"
         "e2": {"outcome": 0},
     }
     labels.write_text("".join(json.dumps({"trajectory_id": name, **label}) + "\n" for name, label in gold.items()))
@@ -197,7 +211,7 @@ def test_audit_compares_with_labels_looks_for_biases_and_attacks(
     # judged 1, 3/4, 0; labelled 1, 1, 0
     assert found["outcome"]["mean_absolute_error"] == pytest.approx(0.25 / 3)
     assert found["events"]["equal_fraction"] == 1.0
-    assert found["criteria"]["outcome: process.bye"]["equal_fraction"] == 0.5
+    assert found["criteria"]["outcome: process.ending"]["equal_fraction"] == 0.5
     assert found["flip_rate"] == 0.0
     assert found["position"]["spread"] == 0.0
     assert found["attacks"]["num_raised"] == 0
@@ -205,12 +219,14 @@ def test_audit_compares_with_labels_looks_for_biases_and_attacks(
     assert capsys.readouterr().out.startswith("audit of local:fake-judge: 3 of 3 labelled episodes scored\n")
 
 
-def test_audit_of_a_judge_that_is_away_is_an_error(
+def test_audit_of_a_judge_that_is_away_scores_nothing_and_says_why(
     tmp_path: Path, run_folder: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = tmp_path / "labels.jsonl"
     labels.write_text('{"trajectory_id": "e0", "outcome": 1}')
-    run = run_folder("http://127.0.0.1:9")
-    assert main(["judge", "audit", str(run), "--gold", str(labels), "judge.options.max_attempts=1"]) in (1, 2)
-    captured = capsys.readouterr()
-    assert "127.0.0.1:9" in captured.out + captured.err or "connection" in (captured.out + captured.err).lower()
+    with BackgroundServer(create_fake_judge_app()) as server:
+        run = run_folder(server.url)  # which is gone after this block
+    assert main(["judge", "audit", str(run), "--gold", str(labels), "judge.options.max_attempts=1"]) == 1
+    first, reason, *_ = capsys.readouterr().out.splitlines()
+    assert first == "audit of local:fake-judge: 0 of 1 labelled episodes scored"
+    assert reason.startswith("  unscored 1: ")

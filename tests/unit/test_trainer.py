@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError
 from gspo_gym.evaluation import Evaluation, EvaluationRow
@@ -32,7 +33,7 @@ from gspo_gym.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.report.progress import QuietProgress
 from gspo_gym.rollout.actors import ActRequest
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.seeding import generator, training_seed

@@ -51,7 +51,7 @@ class StepServer:
         try:
             import httpx  # noqa: F401  # it is missed here, and not in the first episode
         except ImportError as error:
-            raise MissingExtraError("StepProtocol needs: pip install 'gspo-gym[envs-openenv]'") from error
+            raise MissingExtraError("StepProtocol needs: pip install 'gspo-gym[envs-step-protocol]'") from error
         self.base_url = f"{url.rstrip('/')}/env/{name}"
         self.timeout_seconds = timeout_seconds
         self._headers = _authorization(api_key_env)

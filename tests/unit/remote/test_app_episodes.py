@@ -247,7 +247,7 @@ def test_an_app_that_plays_on_after_its_time_is_up_samples_nothing() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("fault", ["500", "503"])
+@pytest.mark.parametrize("fault", ["500", "503", "reset"])
 def test_an_app_that_turns_a_rollout_away_is_asked_again_with_a_fresh_session(fault: Any) -> None:
     app = FakeTaskApp(fault=lambda number: fault if number < 2 else None)
 
@@ -269,6 +269,21 @@ def test_an_app_that_turns_every_rollout_away_is_a_failure_after_max_tries() -> 
     assert trajectory.outcome is Outcome.ENV_ERROR
     assert "(4 attempts)" in (trajectory.error or "")
     assert app.num_rollouts == 4
+
+
+def test_an_app_may_be_away_for_half_a_minute() -> None:
+    app = FakeTaskApp(fault=lambda number: "reset" if number < 7 else None)
+
+    async def test() -> None:
+        async with staged(app) as stage:
+            assert (await stage.play()).is_scored
+            # The k-th wait is drawn from [d / 2, d] with d = 0.5 * 2**k, at most 30.
+            for k, wait in enumerate(stage.waits):
+                longest = min(0.5 * 2**k, 30.0)
+                assert longest / 2 <= wait <= longest
+            assert sum(stage.waits) > 30.0  # 61.5 / 2
+
+    run(test)
 
 
 def test_an_app_that_takes_no_key_of_ours_is_a_failure_that_says_what_to_set() -> None:

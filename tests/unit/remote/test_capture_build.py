@@ -7,7 +7,6 @@ tests from what the engine was given and what it sampled.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,7 +19,8 @@ from seeded_engine import SeededEngine, any_of
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.remote.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
 from gspo_gym.remote.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway import Gateway, GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway import Gateway
+from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
 from gspo_gym.types import Message
 
 TOKENIZER = tiny_tokenizer()
@@ -42,9 +42,13 @@ def session_settings(**changes: Any) -> GatewaySessionSettings:
     return GatewaySessionSettings(**(base | changes))
 
 
-def captured(talk: Talk, **changes: Any) -> Capture:
+def engine_of_words() -> SeededEngine:
+    return SeededEngine(TOKENIZER, any_of(*WORDS))
+
+
+def captured(talk: Talk, engine: SeededEngine | None = None, **changes: Any) -> Capture:
     async def run() -> Capture:
-        gateway = Gateway(SeededEngine(TOKENIZER, any_of(*WORDS)), TOKENIZER)
+        gateway = Gateway(engine or engine_of_words(), TOKENIZER)
         session = gateway.open_session(session_settings(**changes))
         await talk(session)
         return await session.freeze()
@@ -52,8 +56,8 @@ def captured(talk: Talk, **changes: Any) -> Capture:
     return asyncio.run(run())
 
 
-def built(talk: Talk, **changes: Any) -> CaptureBuild:
-    return build_trajectory_parts(captured(talk, **changes))
+def built(talk: Talk, engine: SeededEngine | None = None, **changes: Any) -> CaptureBuild:
+    return build_trajectory_parts(captured(talk, engine, **changes))
 
 
 async def ask(session: GatewaySession, *messages: Message, **fields: Any) -> CapturedCall:
@@ -261,10 +265,11 @@ def test_sampling_of_its_own_is_not_trained_on_and_reaches_the_engine(override: 
     async def talk(session: GatewaySession) -> None:
         await ask(session, user("one"), **override)
         await ask(session, user("two"), temperature=1.0, top_p=1.0)
-        [(name, value)] = override.items()
-        assert getattr(session._engine.calls[0].sampling, name) == value  # type: ignore[attr-defined]
 
-    assert reasons(built(talk)) == ["other sampling", "trained"]
+    engine = engine_of_words()
+    assert reasons(built(talk, engine)) == ["other sampling", "trained"]
+    [(name, value)] = override.items()
+    assert [getattr(call.sampling, name) for call in engine.calls] == [value, 1.0]
 
 
 def test_raw_completions_extend_each_other_by_exact_tokens_only() -> None:
@@ -281,6 +286,26 @@ def test_raw_completions_extend_each_other_by_exact_tokens_only() -> None:
     assert trained_in(build)[0] == [0, 1]
     assert actions(build) == sampled(capture, 0, 1, 2, 3)
     assert capture.calls[2].context_ids.tolist() == list(b"Hi" + capture.calls[0].answer.content.encode())
+
+
+def test_what_the_model_said_elsewhere_is_told_as_context() -> None:
+    example = Message("assistant", "like this")
+
+    async def talk(session: GatewaySession) -> None:
+        first = await ask(session, SYSTEM, user("so?"), example, user("one"))
+        second = await ask(session, SYSTEM, user("one"), example, user("two"), is_trained=False)
+        await ask(session, SYSTEM, user("one"), example, user("two"), second.answer, user("three"))
+        await ask(session, SYSTEM, user("so?"), example, user("one"), first.answer, user("two"), example, user("three"))
+
+    capture = captured(talk)
+    build = build_trajectory_parts(capture)
+    first, second, third, last = (call.answer.content for call in capture.calls)
+    assert [(m.role, m.content) for m in build.messages] == [
+        ("system", "You play."), ("user", "so?"), ("assistant", "like this"), ("user", "one"), ("assistant", first),
+        ("system", "You play."), ("user", "one"), ("user", "(earlier) like this"), ("user", "two"),
+        ("user", f"(earlier) {second}"), ("user", "three"), ("assistant", third),
+        ("user", "two"), ("user", "(earlier) like this"), ("user", "three"), ("assistant", last),
+    ]  # fmt: skip
 
 
 def test_an_empty_session_has_no_parts() -> None:
@@ -345,15 +370,16 @@ def test_whatever_an_agent_does_each_trained_completion_counts_exactly_once(step
     for use, (_, _, _, wanted, _) in zip(build.uses, steps, strict=True):
         assert (use.untrained is Untrained.UNTRAINED_BY_REQUEST) == (wanted is False)
         assert not (wanted is True and use.untrained is not None)
-    # A message is told once.
-    assert Counter(m.content for m in build.messages if m.role == "assistant").total() >= len(build.turns)
+    # Whoever reads the messages finds the turns in them.
+    said = [message.content for message in build.messages if message.role == "assistant"]
+    answers = [calls[use.index].answer.content for use in trained]
+    assert said[len(said) - len(answers) :] == answers
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=10))
 def test_what_the_engine_reads_is_the_segment_up_to_there(choices: list[int]) -> None:
     """Against the engine's own list of calls, for trees in which all is trained on."""
-    read: list[tuple[int, ...]] = []
 
     async def talk(session: GatewaySession) -> None:
         conversations: list[tuple[Message, ...]] = [(SYSTEM,)]
@@ -361,11 +387,11 @@ def test_what_the_engine_reads_is_the_segment_up_to_there(choices: list[int]) ->
             before = conversations[choice % len(conversations)]
             call = await ask(session, *before, user(f"step {number}"), is_trained=True)
             conversations.append((*before, user(f"step {number}"), call.answer))
-        read.extend(call.prompt_token_ids for call in session._engine.calls)  # type: ignore[attr-defined]
 
-    build = built(talk, max_model_len=2000)
+    engine = engine_of_words()
+    build = built(talk, engine, max_model_len=2000)
     assert build.trained_fraction == 1.0
-    for turn, prompt in zip(build.turns, read, strict=True):
+    for turn, read in zip(build.turns, engine.calls, strict=True):
         tokens = build.segments[turn.segment].token_ids[: turn.action_span[0]]
-        assert tuple(tokens.tolist()) == prompt
+        assert tuple(tokens.tolist()) == read.prompt_token_ids
     assert np.concatenate([s.action_mask for s in build.segments]).sum() == build.num_sampled_tokens

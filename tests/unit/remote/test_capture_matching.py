@@ -14,24 +14,26 @@ from gspo_gym.chat_api import message_from_wire, message_to_wire
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.remote.capture import CapturedCall, ChatCall
-from gspo_gym.remote.gateway import Gateway, GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway import Gateway
+from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
 from gspo_gym.types import Message, ToolCall
 
 TOKENIZER = tiny_tokenizer()
 ASKED = (Message("system", "You play."), Message("user", "Go."))
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}},)
-CALLS = (
-    '<think>\nhm\n</think>\n\nI look. \n<tool_call>\n{"name": "look", "arguments": {"far": 2.0, "at": "x"}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-)
+CALL = '<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>'
+CALLS = "<think>\nhm\n</think>\n\nI look. \n" + CALL % '{"far": 2.0, "at": "x"}' + "\n" + CALL % "{}"
 RESULTS = (Message("tool", "A", tool_call_id="call_0"), Message("tool", "B", tool_call_id="call_1"))
 
 Change = Callable[[Message], Message]
 
 
-def talk(answers: tuple[str, ...], run: Callable[[GatewaySession], Awaitable[Any]]) -> Any:
+def saying(*answers: str) -> ScriptedEngine:
+    return ScriptedEngine([[*TOKENIZER(text)["input_ids"], 258] for text in answers])
+
+
+def talk(engine: ScriptedEngine, run: Callable[[GatewaySession], Awaitable[Any]]) -> Any:
     async def play() -> Any:
-        engine = ScriptedEngine([[*TOKENIZER(text)["input_ids"], 258] for text in answers])
         settings = GatewaySessionSettings("g/0", 5, max_output_tokens=200, max_model_len=2000)
         return await run(Gateway(engine, TOKENIZER).open_session(settings))
 
@@ -51,7 +53,7 @@ def parent_after(change: Change, *, asked: Change = lambda message: message) -> 
         second = await ask(session, *map(asked, ASKED), change(first.answer), *RESULTS)
         return second.parent
 
-    found: int | None = talk((CALLS, "done"), run)
+    found: int | None = talk(saying(CALLS, "done"), run)
     return found
 
 
@@ -110,7 +112,7 @@ def test_other_tools_are_another_conversation() -> None:
         second = await session.chat(ChatCall((*ASKED, first.answer, Message("user", "And?"))))
         return second.parent
 
-    assert talk(("one", "two"), run) is None
+    assert talk(saying("one", "two"), run) is None
 
 
 def test_the_longest_known_conversation_is_continued() -> None:
@@ -123,7 +125,7 @@ def test_the_longest_known_conversation_is_continued() -> None:
         same = await ask(session, *ASKED, first.answer)  # nothing follows on the answer: the model is asked to speak on
         return [call.parent for call in (second, third, branch, same)]
 
-    assert talk(("one", "two", "three", "four", "five"), run) == [0, 1, 0, None]
+    assert talk(saying("one", "two", "three", "four", "five"), run) == [0, 1, 0, None]
 
 
 def test_results_of_tools_are_shown_under_the_ids_that_the_model_knows() -> None:
@@ -139,7 +141,7 @@ def test_results_of_tools_are_shown_under_the_ids_that_the_model_knows() -> None
         third = await ask(session, *ASKED, renamed, *results, second.answer, Message("user", "And?"))
         return second.new_messages, third.parent
 
-    new, parent = talk((CALLS, "done", "well"), run)
+    new, parent = talk(saying(CALLS, "done", "well"), run)
     assert [message.tool_call_id for message in new] == ["call_1", "call_0"]
     assert parent == 1
 
@@ -154,7 +156,7 @@ def test_results_that_are_swapped_are_another_conversation() -> None:
         third = await ask(session, *ASKED, first.answer, *swapped, second.answer, Message("user", "And?"))
         return third.parent
 
-    assert talk((CALLS, "done", "well"), run) == 0
+    assert talk(saying(CALLS, "done", "well"), run) == 0
 
 
 def test_of_equal_answers_the_one_with_the_repeated_reasoning_is_continued_else_the_last() -> None:
@@ -168,7 +170,7 @@ def test_of_equal_answers_the_one_with_the_repeated_reasoning_is_continued_else_
         last = await ask(session, *ASKED, silent, Message("user", "And then?"))
         return [thought.parent, last.parent]
 
-    assert talk((*answers, "one", "two"), run) == [1, 2]
+    assert talk(saying(*answers, "one", "two"), run) == [1, 2]
 
 
 def test_an_answer_that_could_not_be_read_is_recognised_by_its_text() -> None:
@@ -179,21 +181,21 @@ def test_an_answer_that_could_not_be_read_is_recognised_by_its_text() -> None:
         second = await ask(session, *ASKED, echoed, Message("user", "That was no call."))
         return second.parent, second.appends
 
-    assert talk(("<tool_call>\n{oops", "sorry"), run) == (0, True)
+    assert talk(saying("<tool_call>\n{oops", "sorry"), run) == (0, True)
 
 
 def test_what_the_model_said_stays_as_sampled_whatever_the_client_repeats() -> None:
     """White space, a number's spelling and reasoning that a client changed do not reach the next prompt."""
 
-    async def run(session: GatewaySession) -> tuple[list[int], list[int]]:
+    async def run(session: GatewaySession) -> list[int]:
         first = await ask(session, *ASKED)
         calls = tuple(
             ToolCall(call.id, call.name, json.loads(json.dumps(call.arguments))) for call in first.answer.tool_calls
         )
         changed = Message("assistant", first.answer.content.strip(), tool_calls=calls)
         await ask(session, *ASKED, changed, *RESULTS)
-        read = session._engine.calls[1].prompt_token_ids  # type: ignore[attr-defined]
-        return [*first.context_ids.tolist(), *first.completion.token_ids.tolist()], list(read)
+        return [*first.context_ids.tolist(), *first.completion.token_ids.tolist()]
 
-    before, read = talk((CALLS, "done"), run)
-    assert read[: len(before)] == before
+    engine = saying(CALLS, "done")
+    before = talk(engine, run)
+    assert list(engine.calls[1].prompt_token_ids[: len(before)]) == before

@@ -41,7 +41,7 @@ class ScriptedApp(FakeTaskApp):
 
     async def _rollout(self, request: dict[str, Any], receive: Any, send: Any) -> None:
         self.num_rollouts += 1
-        await self._send_answer(send, self.spoil(request), self.fault(self.num_rollouts - 1))
+        await self._send_answer(receive, send, self.spoil(request), self.fault(self.num_rollouts - 1))
 
 
 class Stage:
@@ -219,7 +219,6 @@ def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(key: str) -
         (404, ANSWERS["unknown_env"], AppRefusedError, "unknown environment 'crafty'"),
         (422, ANSWERS["invalid"], AppRefusedError, "body.mode: Field required"),
         (400, {"error": "bad"}, AppRefusedError, "bad"),
-        (307, {}, AppRefusedError, "redirects are not followed"),
         (200, ["ok"], AppAnswerError, "expected a JSON object"),
         (200, {"healthy": False}, AppError, "not healthy"),
     ],
@@ -230,6 +229,14 @@ def test_what_will_not_get_better_is_asked_once(status: int, body: Any, kind: ty
     assert type(error) is kind
     assert says in str(error)
     assert len(app.asked) == 1
+
+
+def test_a_redirect_is_not_followed() -> None:
+    app = answering(health=lambda asked: (307, {}, {"location": f"{STAGE.url}/info"}), info=(200, {}))
+    error = failing(app, lambda client: client.health(), keys=[KEY])
+    assert isinstance(error, AppRefusedError)
+    assert "redirects are not followed" in str(error)
+    assert [asked.path for asked in app.asked] == ["/health"]  # the key went nowhere else
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])

@@ -128,7 +128,8 @@ def test_openais_client_reads_the_stream() -> None:
     async def check() -> None:
         async with gw.served(gw.saying(LOOK_AT_DOOR)) as served:
             client = served.client(served.open())
-            async with client.chat.completions.stream(model="any", messages=gw.user("Hi."), tools=[gw.LOOK]) as stream:
+            strict: Any = gw.LOOK | {"function": gw.LOOK["function"] | {"strict": True}}  # openai 2 streams no other
+            async with client.chat.completions.stream(model="any", messages=gw.user("Hi."), tools=[strict]) as stream:
                 final = await stream.get_final_completion()
             assert final.choices[0].finish_reason == "tool_calls"
             assert final.choices[0].message.tool_calls is not None

@@ -13,7 +13,7 @@ import served_gateway as gw
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.remote.capture import Untrained
 from gspo_gym.remote.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway import GatewaySession
+from gspo_gym.remote.gateway_session import GatewaySession
 from gspo_gym.remote.replay import MAX_REMEMBERED, Asked, KeyReuseError, Replays, Reply, digest_of
 
 HELLO = {"messages": gw.user("Hello.")}

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from seeded_engine import Pick, SeededEngine, any_of
 
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.env.registry import make
@@ -24,9 +25,10 @@ from gspo_gym.errors import ContextOverflowError
 from gspo_gym.models import load_policy, tiny_tokenizer
 from gspo_gym.remote.capture import CapturedCall, ChatCall
 from gspo_gym.remote.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway import Gateway, GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway import Gateway
+from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
 from gspo_gym.rollout.actors import EngineActor
-from gspo_gym.rollout.episode import EpisodeRequest, RendererCache, run_episode
+from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.types import Message, ParseStatus, Segment, StepResult, Task, Trajectory, Turn
 

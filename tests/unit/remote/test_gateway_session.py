@@ -34,7 +34,8 @@ from gspo_gym.remote.capture import (
     SessionLimitError,
 )
 from gspo_gym.remote.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway import Gateway, GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway import Gateway
+from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, Message, ParseStatus, ToolCall
 
@@ -232,6 +233,7 @@ def test_a_required_call_may_be_any_that_is_offered() -> None:
         ({"tool_choice": "jump"}, "got none"),
         ({"tool_choice": "required"}, "got none"),
         ({"json_schema": "{}"}, "schema"),
+        ({"tools": TOOLS, "tool_choice": "jump", "json_schema": "{}"}, "beside a tool"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),

@@ -84,8 +84,8 @@ REFUSED: dict[str, tuple[Headers, bytes]] = {
 def routes() -> list[tuple[str, str]]:
     """Methods and paths of all HTTP routes of both protocols, their parameters filled in."""
     found = []
-    for protocol in ("task_app", "openenv"):
-        guard = served_app(ServedEnv("GuessNumber", protocol=protocol))  # type: ignore[arg-type]  # it is one of them
+    for served in (ServedEnv("GuessNumber", protocol="task_app"), ServedEnv("GuessNumber", protocol="openenv")):
+        guard = served_app(served)
         assert isinstance(guard.app, FastAPI)
         for path, methods in guard.app.openapi()["paths"].items():
             found += [(method.upper(), re.sub(r"\{[^}]*\}", "x", path)) for method in methods]
@@ -179,6 +179,8 @@ def test_health_says_only_whether_there_is_a_key(guarded: tuple[Guard, str]) -> 
     _, url = guarded
     answer = httpx.get(f"{url}/health", trust_env=False)
     assert answer.json() == {"healthy": True, "status": "healthy", "auth": {"required": True}}
+    for key, status in ((KEY, 200), (KEY[:-1], 401)):  # who sends one is told whether it fits
+        assert httpx.get(f"{url}/health", headers={"X-API-Key": key}, trust_env=False).status_code == status
 
 
 def test_a_key_that_no_header_could_carry_is_refused_without_repeating_it() -> None:
@@ -218,8 +220,10 @@ def test_a_name_that_suddenly_means_this_machine_is_not_answered() -> None:
 
 
 def test_the_operator_names_hosts_and_origins() -> None:
-    names = {"allowed_hosts": ["app.example"], "allowed_origins": ["https://ours.example"]}
-    with BackgroundServer(create_task_app("GuessNumber", isolation="thread", **names)) as server:
+    app = create_task_app(
+        "GuessNumber", isolation="thread", allowed_hosts=["app.example"], allowed_origins=["https://ours.example"]
+    )
+    with BackgroundServer(app) as server:
         assert with_host(server.url, "app.example:8000", Origin="https://ours.example") == 200
         assert with_host(server.url, "127.0.0.1") == 403
     with BackgroundServer(create_task_app("GuessNumber", isolation="thread", api_key=KEY)) as server:
@@ -342,6 +346,61 @@ def test_a_body_that_trickles_in_is_given_up_and_holds_up_nobody() -> None:
             assert httpx.post(f"{server.url}/quick", json={}, trust_env=False, timeout=60).status_code == 200
             assert slow.recv(1_000).startswith(b"HTTP/1.1 408 ")
     assert arrived == ["/quick"]
+
+
+def test_an_application_is_not_called_for_a_client_that_has_gone() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("it was called")
+
+    received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(received)
+
+    async def send(message: Any) -> None:
+        raise AssertionError("something was sent")
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Guard(app)(scope, receive, send))
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
+def test_a_head_that_trickles_in_is_given_up(head: bytes, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a second request on one connection."""
+    if not head and not is_first:
+        head = b"G"  # where nothing is begun, uvicorn closes after five seconds
+    monkeypatch.setattr("gspo_gym.remote.serving._HEAD_SECONDS", 0.3)
+    with BackgroundServer(create_task_app("GuessNumber", isolation="thread")) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
+            if not is_first:
+                slow.sendall(b"HEAD / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")  # whose answer is one piece
+                assert slow.recv(1_000).startswith(b"HTTP/1.1 200 ")
+            slow.sendall(head)
+            assert slow.recv(1_000) == b""  # closed
+
+
+def test_an_answer_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo_gym.remote.serving._HEAD_SECONDS", 0.05)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while True:
+                kind = (await receive())["type"]
+                await send({"type": f"{kind}.complete"})
+                if kind == "lifespan.shutdown":
+                    return
+        await asyncio.wait({asyncio.ensure_future(receive())}, timeout=0.01)
+        gone = asyncio.ensure_future(receive())
+        await asyncio.wait({gone}, timeout=0.3)  # six times as long
+        assert not gone.done()
+        gone.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    with BackgroundServer(app) as server:
+        assert httpx.post(server.url, json={}, trust_env=False, timeout=60).status_code == 200
 
 
 def test_depth_is_that_of_brackets_outside_of_texts() -> None:

@@ -18,6 +18,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.adapters.step_protocol import StepProtocolEnv
+from gspo_gym.env.checker import check_env
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import make
 from gspo_gym.env.rewards import Reward
@@ -256,6 +257,13 @@ def test_a_reset_waits_for_a_place_as_long_as_it_is_told(url: str) -> None:
     leaves.start()
     assert len(play(url, "go", capacity_timeout_seconds=30)) == 2
     leaves.join()
+
+
+def test_it_keeps_the_contract_of_environments() -> None:
+    with BackgroundServer(create_task_app("GuessNumber", limits=TaskAppLimits(max_sessions=32))) as server:
+        config = {"url": server.url, "name": "GuessNumber"}
+        report = check_env("StepProtocol", env_config=config, seeds=range(5), num_leak_episodes=5)
+    assert report.passed, str(report)
 
 
 def test_it_refuses_what_cannot_be(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

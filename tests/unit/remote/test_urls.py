@@ -165,6 +165,20 @@ def test_only_what_is_allowed_is_called(url: str, allowed: str) -> None:
         check(url, allowed)
 
 
+def test_where_only_named_hosts_may_be_called_others_are_not_even_looked_up() -> None:
+    looked_up: list[str] = []
+
+    async def noting(host: str, port: int) -> list[str]:
+        looked_up.append(host)
+        return await resolve(host, port)
+
+    policy = UrlPolicy(["private.test"], is_public_allowed=False, resolve=noting)
+    assert asyncio.run(policy.check("http://private.test/")).address == PRIVATE
+    with pytest.raises(UrlError, match="is not among the allowed hosts"):
+        asyncio.run(policy.check("http://public.test/"))
+    assert looked_up == ["private.test"]
+
+
 @pytest.mark.parametrize("allowed", ["", "http://gw", "gw/", "10.0.0.0/99", "2130706433", "a b", "gw:port"])
 def test_an_allowed_host_that_is_none_is_an_error(allowed: str) -> None:
     with pytest.raises(ConfigError, match="allowed hosts"):

@@ -22,11 +22,12 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
-from gspo_gym.rollout.episode import RendererCache, episode_player
+from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, rollout_metrics
+from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, rollout_metrics, source_metrics
 from gspo_gym.types import DroppedEpisode, Outcome, TrajectoryGroup
 
 
@@ -68,3 +68,19 @@ def test_an_environment_that_never_declares_success_has_no_rate_of_it(groups):
         for group in groups
     ]
     assert "rollout/success_rate" not in rollout_metrics(silent, seconds=1.0)
+
+
+def test_each_environment_of_a_mixture_has_its_own_numbers(groups):
+    alone = rollout_metrics(groups, seconds=1.0)
+    env_id = groups[0].task.env_id
+    other = dataclasses.replace(groups[0].task, env_id="other")
+    lost = [DroppedEpisode(f"g9/{k}", Outcome.ENV_ERROR, "gone") for k in range(2)]
+    metrics = source_metrics([*groups, TrajectoryGroup(other, (), 2, tuple(lost))])
+    for name in ("reward_mean", "success_rate", "turns_mean", "num_episodes", "num_dropped", "num_dropped_groups"):
+        assert metrics.pop(f"source/{env_id}/{name}") == alone[f"rollout/{name}"]
+    # All episodes of the other one were lost, so that there is no mean of anything.
+    assert metrics == {
+        "source/other/num_episodes": 0,
+        "source/other/num_dropped": 2,
+        "source/other/num_dropped_groups": 1,
+    }

@@ -1,0 +1,95 @@
+"""A judging model behind HTTP that favours the criterion it reads first: found out; shuffling takes the bias away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+from rule_judge import spoken_episode
+
+from gspo_gym.judge.audit import AuditSettings, JudgeAudit
+from gspo_gym.judge.base import JudgeRequest, Rubrics
+from gspo_gym.judge.fake_server import create_fake_judge_app, read_prompt
+from gspo_gym.judge.labels import Label
+from gspo_gym.judge.model_judge import ModelJudge
+from gspo_gym.judge.model_settings import ModelJudgeSettings
+from gspo_gym.judge.rubric import Criterion, Rubric
+from gspo_gym.judge.verdict import verdict_key
+from gspo_gym.remote.serving import BackgroundServer
+
+BIAS = 0.2
+RUBRIC = Rubric(tuple(Criterion(letter, f"about {letter}") for letter in "abcd"))
+NUM_EPISODES = 120
+
+
+def favours_the_first(messages: Sequence[Mapping[str, str]]) -> str:
+    """Everything is worth 0.3, and what stands first 0.2 more."""
+    prompt = read_prompt(messages)
+    parts = {
+        part: {c.id: {"reason": "", "score": 0.3 + BIAS * (place == 0)} for place, c in enumerate(criteria)}
+        for part, criteria in prompt.parts.items()
+    }
+    return json.dumps({verdict_key(prompt.nonce): {**parts, "summary": ""}})
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with BackgroundServer(create_fake_judge_app(answer=favours_the_first)) as server:
+        yield f"{server.url}/v1"
+
+
+def means_by_criterion(url: str, *, shuffles: bool) -> dict[str, float]:
+    """Over different episodes, of equal worth."""
+
+    async def ask() -> list[Mapping[str, float]]:
+        judge = ModelJudge(ModelJudgeSettings("fake", base_url=url, shuffles_criteria=shuffles))
+        requests = [
+            JudgeRequest(spoken_episode(str(n), [f"I say {n}"]), Rubrics(outcome=RUBRIC)) for n in range(NUM_EPISODES)
+        ]
+        try:
+            judgements = await asyncio.gather(*(judge.judge(request) for request in requests))
+        finally:
+            await judge.close()
+        reviews = [judgement.outcome_review for judgement in judgements]
+        return [{id_: score.score for id_, score in review.criteria.items()} for review in reviews if review]
+
+    scores = asyncio.run(ask())
+    assert len(scores) == NUM_EPISODES
+    return {id_: sum(each[id_] for each in scores) / NUM_EPISODES for id_ in RUBRIC.ids}
+
+
+def spread(means: Mapping[str, float]) -> float:
+    return max(means.values()) - min(means.values())
+
+
+def test_shuffled_criteria_shrink_the_bias_fivefold(url: str) -> None:
+    fixed = means_by_criterion(url, shuffles=False)
+    assert fixed == pytest.approx({"a": 0.5, "b": 0.3, "c": 0.3, "d": 0.3})
+    # Shuffled, each stands first in a quarter of the episodes, give or take sqrt(3/16 / 120) = 0.04 of them.
+    shuffled = means_by_criterion(url, shuffles=True)
+    assert shuffled == pytest.approx(dict.fromkeys("abcd", 0.3 + BIAS / 4), abs=4 * 0.04 * BIAS)
+    assert spread(shuffled) <= spread(fixed) / 5
+
+
+def test_the_audit_estimates_the_bias_of_the_model_itself_although_the_judge_shuffles(url: str) -> None:
+    labelled = [(spoken_episode(str(n), [f"I say {n}"]), Label(str(n), None, 0.35)) for n in range(4)]
+    settings = AuditSettings(num_repeats=0, num_position_episodes=4, num_attacked_episodes=0)
+
+    async def run() -> tuple[float, ...]:
+        usual = ModelJudge(ModelJudgeSettings("fake", base_url=url))
+        in_given_order = ModelJudge(ModelJudgeSettings("fake", base_url=url, shuffles_criteria=False))
+        audit = JudgeAudit(usual, Rubrics(outcome=RUBRIC), settings=settings, in_given_order=in_given_order)
+        try:
+            report = await audit.run(labelled)
+        finally:
+            await usual.close()
+            await in_given_order.close()
+        assert report.position is not None
+        assert report.outcome is not None
+        assert report.outcome.equal_fraction == 1.0  # 0.3 + 0.2 / 4, whoever stands first
+        return report.position.effects
+
+    # The first place has 0.2 more than the others, so 3/4 of it above the mean.
+    assert asyncio.run(run()) == pytest.approx((0.15, -0.05, -0.05, -0.05))

@@ -1,0 +1,295 @@
+"""The HTTP judge's client: what it sends, which answers it believes, and what failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import fastapi
+import pytest
+from fastapi.responses import JSONResponse, RedirectResponse
+from judged_episodes import BOTH, EVENT, episode, request
+
+from gspo_gym.errors import ConfigError
+from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.base import (
+    JudgeBudgetError,
+    JudgeCost,
+    JudgeDownError,
+    JudgeError,
+    Judgement,
+    JudgeRequest,
+    Rubrics,
+)
+from gspo_gym.judge.budget import BudgetLimits, JudgeBudget
+from gspo_gym.judge.cache import JudgementCache
+from gspo_gym.judge.http_contract import score_url
+from gspo_gym.judge.http_judge import HttpJudge, HttpJudgeSettings
+from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.retries import RetrySettings
+from gspo_gym.types import Message, ToolCall
+
+Json = dict[str, Any]
+
+# As the hosted trainer's service answers, for two turns.
+ANSWER: Json = {
+    "status": "ok",
+    "event_reviews": [
+        {"criteria": {"a": {"score": 1.0, "reason": "new", "weight": 0.9, "description": "d"}}, "total": 0.9},
+        {"criteria": {}, "total": 0.25},
+    ],
+    "outcome_review": {"criteria": {"o": {"score": 0.5, "reason": ""}}, "total": 0.75, "summary": None},
+    "event_totals": [0.9, 0.25],
+    "details": {"provider_latency_ms": 3},
+    "metadata": {},
+}  # fmt: skip
+
+
+class Service:
+    """A judge that answers what it is told to and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Any = copy.deepcopy(ANSWER)
+        self.status = 200
+        self.seen: list[tuple[str, Mapping[str, str], Json]] = []
+        self.app = fastapi.FastAPI()
+
+        @self.app.post("/{path:path}")
+        async def score(path: str, http: fastapi.Request) -> Any:
+            self.seen.append((f"/{path}", dict(http.headers), await http.json()))
+            if self.status == 307:
+                return RedirectResponse("/elsewhere")
+            return JSONResponse(self.answer, self.status)
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def url(service: Service) -> Iterator[str]:
+    with BackgroundServer(service.app) as server:
+        yield server.url
+
+
+def judge(
+    url: str,
+    asked: JudgeRequest | None = None,
+    *,
+    budget: JudgeBudget | None = None,
+    cache: JudgementCache | None = None,
+    **changes: Any,
+) -> Judgement:
+    retries = RetrySettings(max_attempts=2, first_delay_seconds=0.0, max_delay_seconds=0.0)
+    asking = AskingSettings(retries=retries, timeout_seconds=30.0, failures_to_open=2)
+
+    async def play() -> Judgement:
+        client = HttpJudge(HttpJudgeSettings(url, asking=asking, **changes), budget=budget, cache=cache)
+        try:
+            return await client.judge(asked or request("a heron", "dot"))
+        finally:
+            await client.close()
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("http://h:1", "http://h:1/api/judge/v1/score"),
+        ("http://h:1/", "http://h:1/api/judge/v1/score"),
+        ("https://h/api", "https://h/api/judge/v1/score"),
+        ("https://h/api/", "https://h/api/judge/v1/score"),
+        ("https://h/deep/base", "https://h/deep/base/judge/v1/score"),
+        ("https://h/judge/v1/score", "https://h/judge/v1/score"),
+        ("https://h/api/graphs/verifiers/completions", "https://h/api/graphs/verifiers/completions"),
+    ],
+)
+def test_urls_are_joined_by_one_rule(given: str, asked: str) -> None:
+    assert score_url(given) == asked
+
+
+def test_the_request_is_the_contracts_without_rewards_and_reasoning(
+    url: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k-1")
+    call = Message("assistant", "I look.", (ToolCall("c1", "look", {"at": 1}),), reasoning_content="secret plan")
+    asked = JudgeRequest(episode(call, "heron"), BOTH, task_app="shop", metadata={"run": "r1"})
+    judge(url, asked, api_key_env="JUDGE_KEY", provider="groq", model="big")
+    ((path, headers, body),) = service.seen
+    assert path == "/api/judge/v1/score"
+    assert headers["authorization"] == "Bearer k-1"
+    assert (body["policy_name"], body["task_app"]) == ("policy", {"id": "shop"})
+    first, last = body["trace"]["event_history"]
+    wire_call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    assert first == {
+        "observation": {
+            "messages": [{"role": "system", "content": "You name things."}, {"role": "user", "content": "Name them."}]
+        },
+        "tool_calls": [wire_call],
+        "reward": None,
+        "done": False,
+        "truncated": False,
+        "info": {"turn": 0, "message": {"role": "assistant", "content": "I look.", "tool_calls": [wire_call]}},
+    }
+    assert last["observation"] == {"messages": [{"role": "user", "content": "go on"}]}
+    assert (last["done"], last["truncated"]) == (True, False)
+    assert last["info"]["answer"] == [{"role": "user", "content": "go on"}]
+    assert body["trace"]["metadata"] == {"env_id": "Naming-v0", "policy_id": "policy", "length": 2}
+    options = body["options"]
+    assert (options["provider"], options["model"], options["timeout_s"], options["metadata"]) == (
+        "groq",
+        "big",
+        30,
+        {"run": "r1"},
+    )
+    assert (options["event"], options["outcome"]) == (True, True)
+    assert body["rubric"]["event"][0] == {
+        "id": "progress.bird",
+        "description": 'The policy says "heron".',
+        "weight": 3.0,
+        "scale": "binary",
+    }
+    assert options["rubric_overrides"]["event"]["goal_text"] == EVENT.goal_text
+    text = json.dumps(body)
+    assert "secret plan" not in text
+    assert "0.125" not in text
+
+
+def test_a_rubric_that_the_service_knows_is_named_and_not_sent(url: str, service: Service) -> None:
+    asked = JudgeRequest(episode("heron", "dot"), Rubrics())
+    judged = judge(url, asked, rubric_id="crafter/bundle@v1", event=True, outcome=False)
+    body = service.seen[0][2]
+    assert body["options"]["rubric_id"] == "crafter/bundle@v1"
+    assert (body["options"]["event"], body["options"]["outcome"]) == (True, False)
+    assert "rubric" not in body
+    assert (judged.event_total, judged.outcome_review) == (0.9 + 0.25, None)
+
+
+def test_reviews_are_read_with_the_services_own_totals(url: str) -> None:
+    judged = judge(url)
+    assert judged.judge == f"{url}/api/judge/v1/score"
+    assert judged.event_totals == (0.9, 0.25)
+    assert judged.outcome_total == 0.75
+    assert judged.event_reviews[0].criteria["a"].score == 1.0
+    assert judged.event_reviews[0].criteria["a"].reason == "new"
+    assert judged.cost == JudgeCost(num_calls=1)
+
+
+def changed(**fields: Any) -> Json:
+    answer = {**copy.deepcopy(ANSWER), **fields}
+    return {key: value for key, value in answer.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("answer", "event_totals", "outcome"),
+    [
+        (changed(outcome_review=None, aggregate_score=0.625), (0.9, 0.25), 0.625),
+        (changed(aggregate_score=0.1), (0.9, 0.25), 0.75),  # the outcome's own review says it
+        (changed(event_totals=..., outcome_review=..., outcome_reward=0.5), (0.9, 0.25), 0.5),
+        (changed(event_reviews=..., event_totals=..., event_rewards=[1, 2]), (1.0, 2.0), 0.75),
+        (changed(outcome_review=None, reward_info={"outcome_reward": 0.375}), (0.9, 0.25), 0.375),
+        (changed(event_totals=[0.5, 0.5]), (0.5, 0.5), 0.75),  # the contract sums event_totals
+    ],
+)
+def test_later_forms_of_the_answer_are_read(
+    url: str, service: Service, answer: Json, event_totals: tuple[float, ...], outcome: float
+) -> None:
+    service.answer = answer
+    judged = judge(url)
+    assert (judged.event_totals, judged.outcome_total) == (event_totals, outcome)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (changed(status="failed", details={"error": "model overloaded"}), "could not judge this episode"),
+        (changed(event_totals=[0.9]), "for each of 2 turns, got 2 reviews and 1 totals"),
+        (changed(event_reviews=[], event_totals=[]), "for each of 2 turns, got 0"),
+        (changed(outcome_review=None), "expected a finite total, got None"),
+        (changed(outcome_review={"criteria": {"o": {"score": 0.5}}}), "expected a finite total, got None"),
+        (
+            changed(outcome_review={"criteria": {"o": {"score": "0.5"}}, "total": 1}),
+            "not of the contract: outcome_review",
+        ),
+        (changed(outcome_review={"total": "1"}), "not of the contract"),
+        (changed(status="done"), "not of the contract: status"),
+        ({}, "for each of 2 turns"),
+    ],
+)
+def test_an_answer_that_is_not_complete_is_an_error_and_no_number(
+    url: str, service: Service, answer: Json, message: str
+) -> None:
+    service.answer = answer
+    with pytest.raises(JudgeError, match=message) as raised:
+        judge(url)
+    assert type(raised.value) is JudgeError
+    assert len(service.seen) == 2  # it was asked again
+
+
+def test_numbers_that_json_has_no_name_for_are_no_scores() -> None:
+    from gspo_gym.judge.http_contract import judgement_from_wire
+
+    for wrong in (math.nan, math.inf):
+        for answer in (changed(event_totals=[wrong, 0.0]), changed(outcome_review={"total": wrong})):
+            with pytest.raises(JudgeError):
+                judgement_from_wire(answer, judge="j", num_turns=2, event=True, outcome=True)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "num_asked"),
+    [
+        (400, JudgeError, 1), (401, JudgeError, 1), (403, JudgeError, 1), (404, JudgeError, 1), (422, JudgeError, 1),
+        (307, JudgeError, 1), (402, JudgeBudgetError, 1), (429, JudgeError, 2), (500, JudgeDownError, 2),
+        (503, JudgeDownError, 2),
+    ],
+)  # fmt: skip
+def test_what_will_not_get_better_is_not_asked_again_and_what_is_down_says_so(
+    url: str, service: Service, status: int, kind: type, num_asked: int
+) -> None:
+    service.status = status
+    with pytest.raises(JudgeError) as raised:
+        judge(url)
+    assert type(raised.value) is kind
+    assert len(service.seen) == num_asked
+
+
+def test_nobody_there_is_down() -> None:
+    with pytest.raises(JudgeDownError, match="connection failed"):
+        judge("http://127.0.0.1:9")
+
+
+def test_failed_episodes_are_not_sent(url: str, service: Service) -> None:
+    with pytest.raises(JudgeError, match="did not fail"):
+        judge(url, JudgeRequest(episode(), BOTH))
+    assert service.seen == []
+
+
+def test_answers_are_kept_requests_are_limited_and_flags_are_added(tmp_path: Path, url: str, service: Service) -> None:
+    service.answer["metadata"] = {
+        "judge": "openai:x",
+        "flags": ["turn 1: padding"],
+        "cost": {"input_tokens": 7, "usd": 0.5},
+    }
+    budget = JudgeBudget(BudgetLimits(max_calls=1))
+    asked = request("heron <|im_end|>", "dot")
+    first = judge(url, asked, cache=JudgementCache(tmp_path), budget=budget)
+    again = judge(url, asked, cache=JudgementCache(tmp_path), budget=budget)
+    assert first.flags == again.flags == ("turn 1: padding", "turn 1: a control token")
+    assert (first.cost, again.cost) == (JudgeCost(1, 7, 0, 0.5), JudgeCost())
+    assert len(service.seen) == 1
+    with pytest.raises(JudgeBudgetError):
+        judge(url, cache=JudgementCache(tmp_path), budget=budget)
+
+
+def test_a_password_in_the_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no user or password"):
+        HttpJudgeSettings("http://user:secret@host/api")
+    with pytest.raises(ConfigError, match=r"expected http\(s\)"):
+        HttpJudgeSettings("judge.example")
