@@ -7,6 +7,7 @@ without its apps.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ from gspo_gym.remote.app_metrics import AppMetrics
 from gspo_gym.remote.guard import is_loopback
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.types import Trajectory
+from gspo_gym.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from gspo_gym.remote.app_episodes import AppEpisodes
@@ -76,6 +77,7 @@ class AppPlayers:
         self._server: LoopServer | None = None
         self._clients: dict[tuple[str, str | None], TaskAppClient] = {}  # by URL and the variable of the key
         self._trained: list[AppEpisodes] = []
+        self._rubrics: dict[tuple[str, int], Mapping[str, Any] | None] = {}
         self._metrics = AppMetrics()
 
     async def start(self) -> tuple[str, ...]:
@@ -125,6 +127,22 @@ class AppPlayers:
             )
 
         return play
+
+    async def rubric_of(self, task: Task) -> Mapping[str, Any] | None:
+        """What a task's task_info has as its rubric, asked for once (Any: JSON); None: nothing, or no app plays it.
+
+        Raises:
+            AppError: the app does not say.
+        """
+        source = dict(zip(environment_ids(self._config), self._config.sources, strict=True))[task.env_id]
+        client = self._clients.get((source.task_url or "", source.api_key_env))
+        if client is None:
+            return None
+        key = (task.env_id, task.seed)
+        if key not in self._rubrics:
+            (info,) = await client.task_info([task.seed])
+            self._rubrics[key] = info.rubric
+        return self._rubrics[key]
 
     def metrics(self) -> dict[str, float]:
         """What became of the calls in training's rollouts since this was last asked."""

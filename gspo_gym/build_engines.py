@@ -74,6 +74,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         seed=config.run.seed,
         max_lora_rank=next((known for known in _LORA_RANKS if known >= rank), rank) if rank else 0,
         max_loras=config.training.max_staleness + 2,
+        structured_output=vllm.structured_output,
     )
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection, JudgeSection
 from gspo_gym.config.rules_judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.judge.asking import AskingSettings
-from gspo_gym.judge.base import Judge, Rubrics
+from gspo_gym.judge.base import Judge, JudgeError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, env_rewards
 from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
@@ -158,8 +158,11 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     known = load(None)
 
     async def rubrics_of(task: Task) -> Rubrics:
-        own = None if task_rubric is None else await task_rubric(task)
-        return known if own is None else load(own)
+        try:
+            own = None if task_rubric is None else await task_rubric(task)
+            return known if own is None else load(own)
+        except (ServiceError, ConfigError) as error:
+            raise JudgeError(f"the rubric of task {task.task_id} itself: {error}") from error
 
     return rubrics_of
 

@@ -103,11 +103,11 @@ async def _play_with_engine(config: RunConfig, name: str) -> Evaluation:
         quantization=config.model.quantization if is_untrained_qlora else "as_saved",
     )
     async with contextlib.AsyncExitStack() as stack:
-        judging = build_judging(config)
-        if judging is not None:
-            stack.push_async_callback(judging.close)
         player = await build.build_player(config, policy)
         stack.push_async_callback(player.close)
+        judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
+        if judging is not None:
+            stack.push_async_callback(judging.close)
         await player.start()
         return await build.build_evaluate(config, player, judging=judging)(name)
 

@@ -17,7 +17,7 @@ from gspo_gym.judge.blend import EnvRewards, RewardBlend, blend, env_rewards
 from gspo_gym.recording_judgements import JudgedEpisode
 from gspo_gym.types import Task, Trajectory
 
-# The rubrics of a task; a task app may have its own for every one.
+# The rubrics of a task; a task app may have its own for every one. Raises JudgeError if they cannot be had.
 RubricsOf = Callable[[Task], Awaitable[Rubrics]]
 # Called with every episode that got a score, as it was before, and its record.
 OnJudged = Callable[[Trajectory, JudgedEpisode], None]
@@ -95,8 +95,7 @@ class EpisodeScorer:
         self._may_score()
         task = trajectory.task
         try:
-            request = JudgeRequest(trajectory, await self._rubrics_of(task), task_app=task.env_id)
-            scored, judgement = await self._ask(request)
+            scored, judgement = await self._ask(trajectory)
         except UnscoredError:
             self._tally.num_unscored += 1
             raise
@@ -134,14 +133,15 @@ class EpisodeScorer:
             "judge/flags": float(sum(bool(judgement.flags) for judgement in judgements)),
         }
 
-    async def _ask(self, request: JudgeRequest) -> tuple[Trajectory, Judgement]:
+    async def _ask(self, trajectory: Trajectory) -> tuple[Trajectory, Judgement]:
         """The first complete judgement, and the episode blended with it."""
-        attempts_left = self._max_attempts
+        task, attempts_left = trajectory.task, self._max_attempts
         while True:
             attempts_left -= 1
             try:
-                judgement = await self._judge.judge(request)
-                return blend(request.trajectory, judgement, self._weights, self._rewards), judgement
+                rubrics = await self._rubrics_of(task)
+                judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))
+                return blend(trajectory, judgement, self._weights, self._rewards), judgement
             except JudgeBudgetError as error:
                 raise JudgeBudgetError(
                     f"{error}: raise judge.options.max_calls or max_cost_usd, and go on with --resume"

@@ -15,7 +15,8 @@ from gspo_gym.errors import UnscoredError
 from gspo_gym.judge.base import Judge, JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.drift import DriftAlarm, DriftCheck, JudgeDriftError, compare_with_gold
-from gspo_gym.judge.labels import Label, total_of
+from gspo_gym.judge.labels import Label, Marks, total_of
+from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judging import RubricsOf
 from gspo_gym.recording_judgements import JudgedEpisode
 from gspo_gym.seeding import generator
@@ -175,23 +176,32 @@ def scores_to_compare(
     is_weighed = weights.event > 0 or weights.outcome > 0
     event_weight, outcome_weight = (weights.event, weights.outcome) if is_weighed else (1.0, 1.0)
     found: list[tuple[float, float]] = []
-    if rubrics.event is not None and event_weight > 0:
+    if event_weight > 0:
         marked = zip(judgement.event_totals, label.events, strict=False)
-        pairs = [(total, total_of(marks, rubrics.event)) for total, marks in marked if marks is not None]
-        found += [(event_weight * total, event_weight * gold) for total, gold in pairs]
-    if rubrics.outcome is not None and outcome_weight > 0 and label.outcome is not None:
-        gold = total_of(label.outcome, rubrics.outcome)
-        found.append((outcome_weight * judgement.outcome_total, outcome_weight * gold))
+        pairs = [(total, _gold_total(marks, rubrics.event)) for total, marks in marked]
+        found += [(event_weight * total, event_weight * gold) for total, gold in pairs if gold is not None]
+    if outcome_weight > 0 and judgement.outcome_review is not None:
+        gold = _gold_total(label.outcome, rubrics.outcome)
+        found += [] if gold is None else [(outcome_weight * judgement.outcome_total, outcome_weight * gold)]
     if not found:
         return None
     return sum(judge for judge, _ in found), sum(gold for _, gold in found)
 
 
+def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:
+    """None: not labelled; or by criteria, and an HTTP judge keeps the rubric that would make them a total."""
+    if marks is None:
+        return None
+    if rubric is not None:
+        return total_of(marks, rubric)
+    return None if isinstance(marks, Mapping) else float(marks)
+
+
 async def _judgement(judge: Judge, rubrics_of: RubricsOf, trajectory: Trajectory) -> tuple[Judgement, Rubrics] | None:
     """What it says, and by which rubrics; None: it has no score for this one."""
     task = trajectory.task
-    rubrics = await rubrics_of(task)
     try:
+        rubrics = await rubrics_of(task)
         return await judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id)), rubrics
     except JudgeError:
         return None

@@ -114,6 +114,7 @@ class Judging:
     def after_step(self, step: int) -> dict[str, float]:
         """The metrics since the step before; begins a comparison with gold if it is time."""
         self._step = step
+        self._evaluation.drain()  # an evaluation's numbers are its own
         spent, told = self._budget.spent, self._told
         pause_seconds = self.judge.pause_seconds
         metrics = {

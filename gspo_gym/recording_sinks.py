@@ -163,8 +163,17 @@ def open_sinks(
 
 
 def evaluation_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an "evaluation" event's data that make a curve, under the names that sinks show."""
-    return {f"evaluation/{name}": float(data[name]) for name in EVALUATION_NUMBERS if data.get(name) is not None}
+    """The numbers of an "evaluation" event's data that make a curve, under the names that sinks show.
+
+    Where there are several environments, those of each stand under its name, too.
+    """
+    tables = {"evaluation": data} | {f"evaluation/{env_id}": part for env_id, part in data.get("parts", {}).items()}
+    return {
+        f"{place}/{name}": float(table[name])
+        for place, table in tables.items()
+        for name in EVALUATION_NUMBERS
+        if table.get(name) is not None
+    }
 
 
 def _require(module: str, *, extra: str) -> Any:  # Any: a module

@@ -87,7 +87,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         player = await build.build_player(config, policy)
         stack.push_async_callback(player.close)
-        judging = await _enter_judging(config, stack)
+        judging = await _enter_judging(config, player, stack)
         # Before the folder exists: a wrong name, or an app that is not there, leaves nothing behind.
         warmup = await build.build_warmup(config, player)
         notes = await player.start()
@@ -118,7 +118,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         player = await build.build_player(config, policy)
         stack.push_async_callback(player.close)
-        judging = await _enter_judging(config, stack)
+        judging = await _enter_judging(config, player, stack)
         for line in await player.start():
             progress.note(line)
         sinks = build.build_sinks(config, resume_step=state.step)
@@ -172,9 +172,9 @@ async def _train(
     return summary
 
 
-async def _enter_judging(config: RunConfig, stack: contextlib.AsyncExitStack) -> Judging | None:
+async def _enter_judging(config: RunConfig, player: build.Player, stack: contextlib.AsyncExitStack) -> Judging | None:
     """The run's judge, closed with the stack; None if there is none."""
-    judging = build_judging(config)
+    judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
     if judging is not None:
         stack.push_async_callback(judging.close)
     return judging

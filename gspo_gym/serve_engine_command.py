@@ -48,6 +48,11 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kv-cache-gib", type=float, help="for keys and values; to be set on a CPU")
     group.add_argument("--enforce-eager", action="store_true", help="no compilation; what a CPU needs")
     group.add_argument("--no-prefix-caching", action="store_true", help="compute a turn's earlier tokens again")
+    group.add_argument(
+        "--structured-output",
+        action="store_true",
+        help="with the model's tokenizer: chat routes and JSON schemas, for a judge or task apps",
+    )
     group.add_argument("--max-lora-rank", type=int, default=0, help="> 0: weights arrive as LoRA adapters (default 0)")
     group.add_argument("--max-loras", type=int, default=2, help="adapters in work at once (default 2)")
 
@@ -92,6 +97,7 @@ def settings_of(arguments: argparse.Namespace) -> VllmSettings:
         max_lora_rank=arguments.max_lora_rank,
         max_loras=arguments.max_loras,
         enable_prefix_caching=not arguments.no_prefix_caching,
+        structured_output=arguments.structured_output,
     )
 
 

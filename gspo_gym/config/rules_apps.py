@@ -38,6 +38,18 @@ def _gateway_has_an_app(is_given: bool, task_url: str | None, mixture: Entries) 
     return "has no effect without a task app: give services.task_url, or remove this section"
 
 
+def _schemas_come_from_an_app(
+    is_obeyed: bool | None, min_tokens: int, task_url: str | None, mixture: Entries
+) -> str | None:
+    if not is_obeyed:
+        return None
+    if not _has_app(task_url, mixture):
+        return "has no effect without a task app, which alone asks for schemas: give services.task_url, or remove this"
+    if min_tokens:
+        return f"knows the model's own end tokens, which rollout.min_output_tokens = {min_tokens} would withhold: set 0"
+    return None
+
+
 def _apps_can_call(host: str | None, public_url: str | None) -> str | None:
     if host is None or public_url is not None or not _is_any_address(host):
         return None
@@ -67,6 +79,7 @@ APP_RULES = (
     Rule(("rollout.mixture",), _shares_leave_some),
     Rule(("rollout.mixture",), _keys_are_of_apps),
     Rule(("gateway", *_SOURCES), _gateway_has_an_app),
+    Rule(("vllm.structured_output", "rollout.min_output_tokens", *_SOURCES), _schemas_come_from_an_app),
     Rule(("gateway.host", "gateway.public_url"), _apps_can_call),
     *(_of_environments_here(name) for name in ("isolation", "env_memory_limit_mb", "env_variables")),
 )

@@ -220,6 +220,20 @@ def _gold_is_complete(
     return None
 
 
+def _gold_has_a_rubric(
+    has_gold: bool,
+    enabled: bool | None,
+    episodes: str | None,
+    rubric_file: str | None,
+    overrides: Mapping[str, Any] | None,
+    *kind: Any,
+) -> str | None:
+    """`kind` are the values of _KIND_KEYS (Any: of their types)."""
+    if not has_gold or not enabled or episodes or rubric_file or overrides or judge_kind(*kind) != "synth":
+        return None
+    return "a gold judge needs the rubric, which only services.judge_url has: give judge.options.rubric_file"
+
+
 def _local_has_url(provider: str | None, base_url: str | None, kind: str | None, judge_url: str | None) -> str | None:
     if provider != "local" or base_url is not None or kind == "synth" or judge_url is not None:
         return None
@@ -313,6 +327,17 @@ JUDGE_RULES = (
             *(f"judge.gold.{name}" for name in _GOLD_JUDGE),
         ),
         _gold_is_complete,
+    ),
+    Rule(
+        (
+            "judge.gold",
+            "judge.enabled",
+            "judge.gold.episodes",
+            "judge.options.rubric_file",
+            "judge.options.rubric_overrides",
+            *_KIND_KEYS,
+        ),
+        _gold_has_a_rubric,
     ),
     no_effect(
         "judge.gold.num_episodes",

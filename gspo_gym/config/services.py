@@ -96,6 +96,9 @@ class VllmSection(Settings):
     enforce_eager: bool | None = Field(
         default=None, description="neither compile nor capture CUDA graphs; absent: only on a processor"
     )
+    structured_output: bool = Field(
+        default=False, description="obey the JSON schemas that task apps ask for; such calls are never trained on"
+    )
 
 
 class TrackingSection(Settings):

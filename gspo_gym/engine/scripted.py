@@ -154,7 +154,7 @@ class ScriptedEngine:
             ContextOverflowError: the prompt leaves no room for a single token.
         """
         refuse_schema(sampling, "ScriptedEngine")
-        prompt = tuple(int(token) for token in prompt_token_ids)
+        prompt = tuple(map(int, prompt_token_ids))
         max_new = num_tokens_to_sample(len(prompt), sampling, self._max_model_len)
         async with self._gate.admit(session_id, deadline_seconds):
             index = len(self.calls)

@@ -109,7 +109,8 @@ class Asking:
 
         Args:
             url: a path below the client's base URL, or complete.
-            body_of: the request (Any: JSON) of an attempt, numbered from 0.
+            body_of: the request (Any: JSON), given how many answers there were that could not be read: until there is
+                one, the same request is sent again under the same `Idempotency-Key`.
             read: raises an AttemptError for an answer that is none, after which it is asked again.
             cost_of: what an answer has cost; None if it does not say.
             most: what one attempt can cost at most.
@@ -120,13 +121,17 @@ class Asking:
         """
         call_id = uuid.uuid4().hex  # an identity, not randomness
         attempts: list[Reservation] = []
+        num_answers = 0
 
         async def attempt(number: int) -> Result:
-            self._require_up()
+            nonlocal num_answers
+            self._require_up(None)
             async with self._places, self.budget.call(most) as reservation:
-                self._require_up()  # it may have gone down while this waited
+                self._require_up(reservation)  # it may have gone down while this waited
                 attempts.append(reservation)
-                answer = await self._post(url, body_of(number), call_id, number, reservation)
+                body, key = body_of(num_answers), f"{call_id}-{num_answers}"
+                answer = await self._post(url, body, key, number, reservation)
+                num_answers += 1
                 if (cost := cost_of(answer)) is not None:
                     reservation.settle(cost)
             return read(answer)
@@ -145,18 +150,18 @@ class Asking:
         """Give the connections back."""
         await self._client.close()
 
-    def _require_up(self) -> None:
+    def _require_up(self, reservation: Reservation | None) -> None:
         if not self._breaker.allows(self._clock(), self._num_in_flight):
+            if reservation is not None:
+                reservation.settle(JudgeCost())  # nothing was asked
             raise JudgeDownError(
                 f"the judge at {self._client.base_url} answers nobody; it is tried again when its cool-down is over"
             )
 
-    async def _post(
-        self, url: str, body: Mapping[str, Any], call_id: str, number: int, reservation: Reservation
-    ) -> Any:
+    async def _post(self, url: str, body: Mapping[str, Any], key: str, number: int, reservation: Reservation) -> Any:
         self._num_in_flight += 1
         try:
-            answer = await self._client.post(url, body, call_id=call_id, attempt=number)
+            answer = await self._client.post(url, body, call_id=key, attempt=number)
         except AttemptError as error:
             self._note(error)
             if error.kind not in _ANSWERED_KINDS:

@@ -79,6 +79,7 @@ class JudgeBudget:
         self.spent = spent or JudgeCost()
         self._under_way = JudgeCost()
         self._ended = asyncio.Event()
+        self._ended.set()
 
     @contextlib.asynccontextmanager
     async def call(self, most: JudgeCost) -> AsyncIterator[Reservation]:
@@ -90,7 +91,8 @@ class JudgeBudget:
         while (reached := self._reached(self.spent + self._under_way)) is not None:
             if self._reached(self.spent) is not None or self._under_way.num_calls == 0:
                 raise JudgeBudgetError(f"judging has reached its limit: {reached}; raise it to go on")
-            self._ended.clear()
+            if self._ended.is_set():
+                self._ended = asyncio.Event()  # a fresh one belongs to the loop that waits
             await self._ended.wait()
         self._under_way = self._under_way + most
         reservation = Reservation(most)

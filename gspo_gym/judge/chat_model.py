@@ -54,7 +54,7 @@ class ChatJudgeModel:
         return self._asking.counters
 
     async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
-        """The verdict, and what all attempts at it have cost. Every attempt has a nonce and a seed of its own.
+        """The verdict, and what all attempts at it have cost. Every answer has a nonce and a seed of its own.
 
         Raises:
             JudgeDownError, JudgeBudgetError: see `Asking.ask`. JudgeError: it refused, or gave no verdict.
@@ -83,10 +83,10 @@ class ChatJudgeModel:
     ) -> tuple[Verdict, JudgeCost]:
         nonce = ""
 
-        def body(attempt: int) -> Mapping[str, Any]:
+        def body(num_answers: int) -> Mapping[str, Any]:
             nonlocal nonce
-            nonce = nonce_of(attempt)
-            return self._request(question, nonce, child_seed(seed, "attempt", attempt), with_schema=with_schema)
+            nonce = nonce_of(num_answers)
+            return self._request(question, nonce, child_seed(seed, "answer", num_answers), with_schema=with_schema)
 
         def read(answer: Any) -> Verdict:
             return parse_verdict(_text_of(answer), nonce=nonce, parts=question.parts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
@@ -28,6 +28,10 @@ ROUTE = "/judge/v1/score"
 LATER_ROUTE = "/graphs/verifiers/completions"
 
 Json = dict[str, Any]
+
+
+# A JSON number: no text, no boolean, and neither NaN nor infinity.
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class WireTaskApp(BaseModel):
@@ -70,7 +74,7 @@ class ScoreRequest(BaseModel):
 class WireScore(BaseModel):
     """One criterion's score."""
 
-    score: float = Field(allow_inf_nan=False, strict=True)
+    score: Number
     reason: str | None = ""
 
 
@@ -78,7 +82,7 @@ class WireReview(BaseModel):
     """One event's review, or the outcome's."""
 
     criteria: dict[str, WireScore] = Field(default={})
-    total: float | None = Field(default=None, allow_inf_nan=False, strict=True)
+    total: Number | None = None
     summary: str | None = None
 
 
@@ -88,12 +92,12 @@ class ScoreResponse(BaseModel):
     status: Literal["ok", "failed"] = "ok"
     event_reviews: list[WireReview] = Field(default=[])
     outcome_review: WireReview | None = None
-    event_totals: list[float] | None = None
+    event_totals: list[Number] | None = None
     details: Json | None = Field(default={})
     metadata: Json | None = Field(default={})
-    aggregate_score: float | None = None
-    event_rewards: list[float] | None = None
-    outcome_reward: float | None = None
+    aggregate_score: Number | None = None
+    event_rewards: list[Number] | None = None
+    outcome_reward: Number | None = None
     reward_info: Json | None = None
 
 
@@ -197,6 +201,14 @@ def judgement_to_wire(judgement: Judgement, request: JudgeRequest) -> Json:
     }
 
 
+def shown_message(message: Message, *, show_reasoning: bool) -> Json:
+    """A message of the policy on the wire, with what it thought or without."""
+    wire = message_to_wire(message)
+    if not show_reasoning:
+        return {**wire, "content": without_thoughts(message.content)}
+    return wire if message.reasoning_content is None else {**wire, "reasoning_content": message.reasoning_content}
+
+
 def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
     said = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
     num_turns = len(trajectory.turns)
@@ -209,7 +221,7 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
     events: list[Json] = []
     before = 0
     for turn, index in enumerate(starts):
-        message = _shown(trajectory.messages[index], show_reasoning=show_reasoning)
+        message = shown_message(trajectory.messages[index], show_reasoning=show_reasoning)
         is_last = turn == num_turns - 1
         info: Json = {"turn": turn, "message": message}
         if is_last:
@@ -226,13 +238,6 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
         )
         before = index + 1
     return events
-
-
-def _shown(message: Message, *, show_reasoning: bool) -> Json:
-    wire = message_to_wire(message)
-    if not show_reasoning:
-        return {**wire, "content": without_thoughts(message.content)}
-    return wire if message.reasoning_content is None else {**wire, "reasoning_content": message.reasoning_content}
 
 
 def _rest(rubric: Rubric) -> Json:

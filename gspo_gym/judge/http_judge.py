@@ -117,7 +117,9 @@ class HttpJudge:
             costs.append(cost)
             return answer
 
-        answer = await (ask() if self._cache is None else self._cache.get_or_ask(digest_of([self._url, body]), ask))
+        about = {name: value for name, value in body["options"].items() if name != "metadata"}  # which says whose it is
+        key = digest_of([self._url, {**body, "options": about}])
+        answer = await (ask() if self._cache is None else self._cache.get_or_ask(key, ask))
         judgement = self._read(answer, request)
         flags = tuple(dict.fromkeys([*judgement.flags, *suspicions(request.trajectory)]))
         return replace(judgement, flags=flags, cost=sum(costs, JudgeCost()))

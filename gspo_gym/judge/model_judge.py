@@ -138,8 +138,8 @@ class ModelJudge:
         asked = _shuffled(question, seed) if self.settings.shuffles_criteria else question
         costs: list[JudgeCost] = []
 
-        def nonce_of(attempt: int) -> str:
-            return hmac.new(self._secret, f"{key}/{attempt}".encode(), hashlib.sha256).hexdigest()[:NONCE_DIGITS]
+        def nonce_of(num_answers: int) -> str:
+            return hmac.new(self._secret, f"{key}/{num_answers}".encode(), hashlib.sha256).hexdigest()[:NONCE_DIGITS]
 
         async def ask() -> Json:
             verdict, cost = await self._model.ask(asked, nonce_of=nonce_of, seed=seed)

@@ -20,10 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gspo_gym.chat_api import message_to_wire
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeCost, JudgeError, Judgement, JudgeRequest, Review
-from gspo_gym.judge.http_contract import Json, judgement_from_wire, request_to_wire
+from gspo_gym.judge.http_contract import Json, judgement_from_wire, request_to_wire, shown_message
 from gspo_gym.judge.model_judge import BY_RULE, review_of
 from gspo_gym.judge.suspicion import suspicions
 from gspo_gym.judge.transcript import read_transcript, without_thoughts
@@ -109,7 +108,7 @@ class PythonJudge:
             "seed": request.trajectory.task.seed,
             "prompt": "\n\n".join(message.content for message in messages[:first]),
             "completion": text if self._show_reasoning else without_thoughts(text),
-            "messages": [message_to_wire(message) for message in messages],
+            "messages": [shown_message(message, show_reasoning=self._show_reasoning) for message in messages],
         }
 
     def _read(self, answer: Any, request: JudgeRequest) -> Judgement:

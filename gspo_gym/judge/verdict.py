@@ -85,7 +85,7 @@ def _find(text: str, key: str) -> dict[str, Any]:
     """The object under the key, from the one object that holds it alone."""
     text = _REASONED.sub("", text, count=1) if text.lstrip().startswith("<think>") else text
     num_found = text.count(key)
-    if num_found < 1:
+    if num_found != 1:
         raise VerdictError(f"expected exactly one verdict with the key of this call, got {num_found} in {_shown(text)}")
     start = text.rfind("{", 0, text.index(key))
     if start < 0:

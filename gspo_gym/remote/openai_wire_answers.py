@@ -22,6 +22,7 @@ Json = Any  # a JSON value
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _UNREADABLE = "\ufffd"  # what a token is decoded to that is only a part of a character
 
 
@@ -156,7 +157,7 @@ def error_object(message: str, *, kind: str, code: str, param: str | None = None
 
 def json_bytes(value: Json) -> bytes:
     """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def event_stream(chunks: Iterator[dict[str, Json]]) -> bytes:

@@ -59,7 +59,8 @@ class RolloutPool:
 
     An attempt that ends in an infrastructure failure is repeated in a fresh environment with a fresh sampling seed, up
     to `max_attempts`; then it is dropped. Dropped without another attempt, which would end the same way: an episode
-    whose first prompt does not fit, and one that its environment did not score.
+    whose first prompt does not fit, and one that its environment did not score. One that `scoring` could not score is
+    repeated or dropped as its limits say.
 
     Args:
         play: plays one attempt, in whatever it needs, afresh.

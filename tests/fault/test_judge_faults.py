@@ -193,7 +193,8 @@ def test_a_judge_that_is_gone_is_down_at_once_for_everybody_and_scores_again_whe
         async def no_sleep(seconds: float) -> None:
             await asyncio.sleep(0)
 
-        judge = ModelJudge(settings, sleep=no_sleep, clock=lambda: now[0])
+        budget = JudgeBudget()
+        judge = ModelJudge(settings, budget=budget, sleep=no_sleep, clock=lambda: now[0])
 
         async def outcomes(first: int, count: int) -> Counter[str]:
             requests = [JudgeRequest(episode(said(n)), BOTH) for n in range(first, first + count)]
@@ -215,6 +216,7 @@ def test_a_judge_that_is_gone_is_down_at_once_for_everybody_and_scores_again_whe
         now[0] = 30.0
         assert (await outcomes(50, 1))["Judgement"] == 1
         assert await outcomes(51, 20) == {"Judgement": 20}
+        assert budget.spent.num_calls == server._num_completions  # and who was not asked costs nothing
         await judge.close()
 
     with FaultyJudge(FaultPlan()) as server:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gspo_gym.judge.base import CriterionScore, JudgeCost, Judgement, JudgeRequest, Review
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
@@ -81,3 +81,23 @@ class ScriptedJudge:
     async def close(self) -> None:
         """Count it."""
         self.num_closed += 1
+
+
+def say_half(_: object) -> float:
+    """A judge as a function, for configurations."""
+    return 0.5
+
+
+def say_one(_: object) -> float:
+    """Another one."""
+    return 1.0
+
+
+def lowest(scores: Mapping[str, float], _: object) -> float:
+    """A function that aggregates."""
+    return min(scores.values())
+
+
+def highest(scores: Mapping[str, float], _: object) -> float:
+    """Another one."""
+    return max(scores.values())

@@ -70,10 +70,12 @@ def test_vllm_on_a_processor_runs_as_the_learner_does_in_a_gibibyte(make: Make) 
         ("gpu_memory_utilization", 0.7, "gpu_memory_utilization"),
         ("kv_cache_gib", 0.5, "kv_cache_gib"),
         ("enforce_eager", False, "enforce_eager"),
+        ("structured_output", True, "structured_output"),
     ],
 )
 def test_each_key_of_vllm_reaches_its_settings(key: str, value: Any, field: str, make: Make) -> None:
-    without, given = settings_of(make({"vllm": {}})), settings_of(make({"vllm": {key: value}}))
+    app = {"services.task_url": "http://127.0.0.1:1"}  # which alone asks for structured output
+    without, given = settings_of(make({"vllm": {}, **app})), settings_of(make({"vllm": {key: value}, **app}))
     assert getattr(given, field) == value != getattr(without, field)
 
 

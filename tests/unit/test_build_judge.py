@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_judge import episode
 
 from gspo_gym.build_judge import build_judging, rewards_of_turns
 from gspo_gym.config.judge import PanelEntry
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import ConfigError, GymError, UnknownNameError
+from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameError, UnscoredError
 from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judging_run import Judging
 from gspo_gym.recording_episodes import write_episodes
 from gspo_gym.types import Task, Turn
-from tests.support.scripted_judge import episode
 
 ROOT = Path(__file__).parents[2]
 RUBRIC = {
@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
     },
 }  # fmt: skip
 SYNTH = {"services.judge_url": "http://127.0.0.1:2", "judge.options.base_url": None, "judge.options.provider": None}
-PYTHON = {"judge.options.python": "tests.unit.test_build_judge:say_half", "judge.options.provider": None,
+PYTHON = {"judge.options.python": "scripted_judge:say_half", "judge.options.provider": None,
           "judge.options.model": None, "judge.options.base_url": None}  # fmt: skip
 MEMBERS = [{"model": "a", "base_url": "http://127.0.0.1:3/v1"}, {"model": "b", "base_url": "http://127.0.0.1:3/v1"}]
 PANEL = {"judge.panel": MEMBERS, "judge.options.provider": None, "judge.options.model": None,
@@ -51,7 +51,7 @@ PANEL = {"judge.panel": MEMBERS, "judge.options.provider": None, "judge.options.
 GOLD = {"judge.gold.model": "better", "judge.gold.base_url": "http://127.0.0.1:4/v1"}
 CUSTOM = {
     "judge.options.rubric_overrides": {part: {**table, "aggregation": "custom"} for part, table in RUBRIC.items()},
-    "judge.options.rubric_aggregate": "tests.unit.test_build_judge:highest",
+    "judge.options.rubric_aggregate": "scripted_judge:highest",
 }
 PRICES = {"judge.options.usd_per_million_input_tokens": 1.0, "judge.options.usd_per_million_output_tokens": 4.0}
 
@@ -70,7 +70,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.options.model": ("n", {}),
     "judge.options.base_url": ("http://127.0.0.1:9/v1", {}),
     "judge.options.api_key_env": ("ANOTHER_KEY", {"judge.options.api_key_env": "A_KEY"}),
-    "judge.options.python": ("tests.unit.test_build_judge:say_one", PYTHON),
+    "judge.options.python": ("scripted_judge:say_one", PYTHON),
     "judge.options.temperature": (0.7, {}),
     "judge.options.send_temperature": (False, {}),
     "judge.options.max_output_tokens": (99, {}),
@@ -88,7 +88,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.options.rubric_folder": ("FOLDER", {"judge.options.rubric_overrides": None,
                                                "judge.options.rubric_id": "countdown/bundle@v1"}),
     "judge.options.rubric_overrides": ({**RUBRIC, "outcome": RUBRIC["event"]}, {}),
-    "judge.options.rubric_aggregate": ("tests.unit.test_build_judge:lowest", CUSTOM),
+    "judge.options.rubric_aggregate": ("scripted_judge:lowest", CUSTOM),
     "judge.options.tracks": (["progress"], {}),
     "judge.options.weights": ({"progress": 0.5}, {}),
     "judge.options.mode": ("turn", {}),
@@ -105,8 +105,8 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.gold.model": ("best", GOLD),
     "judge.gold.base_url": ("http://127.0.0.1:9/v1", GOLD),
     "judge.gold.api_key_env": ("ANOTHER_KEY", {**GOLD, "judge.gold.api_key_env": "A_KEY"}),
-    "judge.gold.python": ("tests.unit.test_build_judge:say_one",
-                          {"judge.gold.python": "tests.unit.test_build_judge:say_half"}),
+    "judge.gold.python": ("scripted_judge:say_one",
+                          {"judge.gold.python": "scripted_judge:say_half"}),
     "judge.gold.temperature": (0.3, GOLD),
     "judge.gold.send_temperature": (False, GOLD),
     "judge.gold.max_output_tokens": (77, GOLD),
@@ -120,22 +120,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.gold.max_gap_change": (0.5, GOLD),
     "judge.gold.on_drift": ("stop", GOLD),
 }  # fmt: skip
-
-
-def say_half(_: Any) -> float:
-    return 0.5
-
-
-def say_one(_: Any) -> float:
-    return 1.0
-
-
-def lowest(scores: dict[str, float], _: Any) -> float:
-    return min(scores.values())
-
-
-def highest(scores: dict[str, float], _: Any) -> float:
-    return max(scores.values())
 
 
 def changed(changes: dict[str, Any]) -> RunConfig:
@@ -318,6 +302,28 @@ def test_a_tasks_own_rubric_goes_over_the_configurations() -> None:
     assert other.outcome is not None
     assert [c.description for c in plain.outcome.criteria] == ["Solved.", "Quick."]
     assert [c.description for c in other.outcome.criteria] == ["Solved in French.", "Quick."]
+
+
+@pytest.mark.parametrize(
+    "wrong", [ServiceError("no answer"), {"outcome": {"criteria": [{"id": "x", "weight": "much"}]}}]
+)
+def test_a_task_whose_own_rubric_cannot_be_had_is_unscored_and_ends_no_run(wrong: Any) -> None:
+    async def own(_: Task) -> dict[str, Any]:
+        if isinstance(wrong, Exception):
+            raise wrong
+        rubric: dict[str, Any] = wrong
+        return rubric
+
+    async def score() -> None:
+        judging = build_judging(changed({}), own)
+        assert judging is not None
+        try:
+            await judging.for_training._score(episode([1.0]))
+        finally:
+            await judging.close()
+
+    with pytest.raises(UnscoredError, match="the rubric of task Test-v0#7 itself"):
+        asyncio.run(score())
 
 
 def test_step_rewards_that_replace_the_environments_are_in_the_blend_and_not_made_twice() -> None:

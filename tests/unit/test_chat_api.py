@@ -47,8 +47,8 @@ def test_content_is_a_text_or_parts_of_text(content: object, text: str) -> None:
     assert text_from_wire(content, where="m") == text
 
 
-@pytest.mark.parametrize(("said", "ours"), [("developer", "system"), ("system", "system"), ("user", "user")])
-def test_a_developer_is_the_system(said: str, ours: str) -> None:
+@pytest.mark.parametrize(("said", "ours"), [("developer", "system"), ("system", "system"), ("function", "tool")])
+def test_older_and_newer_names_of_roles_are_known(said: str, ours: str) -> None:
     assert message_from_wire({"role": said, "content": "x"}, where="m").role == ours
 
 

@@ -95,6 +95,16 @@ def test_a_mixture_is_a_list_of_tables_in_a_file(make: Make, changed: Callable[.
             {"gateway": {}, "rollout.mixture": [LAKE]},
             "gateway: has no effect without a task app: give services.task_url, or remove this section",
         ),
+        (
+            {"rollout.engine": "vllm", "vllm": {"structured_output": True}},
+            "vllm.structured_output: has no effect without a task app, which alone asks for schemas: give "
+            "services.task_url, or remove this",
+        ),
+        (
+            {**APP, "rollout.engine": "vllm", "vllm": {"structured_output": True}, "rollout.min_output_tokens": 2},
+            "vllm.structured_output: knows the model's own end tokens, which rollout.min_output_tokens = 2 would "
+            "withhold: set 0",
+        ),
         ({**APP, "gateway": {"port": 65536}}, "gateway.port: expected an integer >= 0 and < 65536, got 65536"),
         ({**APP, "gateway": {"max_calls": 0}}, "gateway.max_calls: expected an integer > 0, got 0"),
         (

@@ -238,6 +238,7 @@ SHOWN_BY = {
             "gpu_memory_utilization",
             "kv_cache_gib",
             "enforce_eager",
+            "structured_output",
         )
     },
     # they need a device, an earlier run, or a whole run
@@ -267,10 +268,10 @@ SHOWN_BY = {
         for key in ("services.judge_url", *(key for key in leaf_keys() if key.startswith("judge.")))
         if key != "judge.type"
     },
-    **{
-        key: "tests/unit/test_build_judge.py::test_another_value_of_a_member_builds_another_panel"
-        for key in (f"judge.panel.{name}" for name in PanelEntry.model_fields)
-    },
+    **dict.fromkeys(
+        (f"judge.panel.{name}" for name in PanelEntry.model_fields),
+        "tests/unit/test_build_judge.py::test_another_value_of_a_member_builds_another_panel",
+    ),
     "judge.type": "tests/unit/test_config_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
     # it matters only where a base is an adapter of another shape
     "training.lora.on_mismatch": "tests/unit/test_models_adapters.py::"

@@ -191,6 +191,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"judge.gold": {"labels": "labels.jsonl"}},
         "judge.gold: expected both episodes and labels, or neither and a gold judge",
     ),
+    "gold without the rubric": (
+        {**SYNTH, "judge.gold": {"provider": "openai", "model": "better"}},
+        "judge.gold: a gold judge needs the rubric, which only services.judge_url has: give judge.options.rubric_file",
+    ),
     "labels and a judge": (
         {"judge.gold": {"labels": "l", "episodes": "e", "model": "m"}},
         "judge.gold: episodes with labels are gold already, so model has no effect: remove one",

@@ -108,6 +108,22 @@ def test_a_budget_that_does_not_last_for_the_first_evaluation_can_be_raised_too(
     assert run_training(config_of(tmp_path, url), resume=True)["steps"] == 2
 
 
+def test_episodes_that_are_played_ahead_are_judged_while_the_learner_works(url: str, tmp_path: Path) -> None:
+    values = config_of(tmp_path, url).model_dump(exclude_none=True)
+    values["training"]["max_staleness"] = 1
+    values["correction"]["old_logprobs"] = "rollout"
+    config = RunConfig.from_dict(values)
+    assert run_training(config)["status"] == "completed"
+    judged = {each.trajectory_id: each for each in read_judgements(config.run_folder / "judgements.jsonl")}
+    episodes = [
+        episode
+        for step in (1, 2)
+        for episode in read_episodes(config.run_folder / "episodes" / f"step_00000{step}.jsonl")
+    ]
+    assert len(episodes) == 16
+    assert [episode.reward for episode in episodes] == [judged[e.trajectory_id].episode_return for e in episodes]
+
+
 def test_a_resumed_run_keeps_its_judge(url: str, tmp_path: Path) -> None:
     with pytest.raises(JudgeBudgetError):
         run_training(config_of(tmp_path, url, max_calls=1))

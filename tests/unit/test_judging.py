@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.errors import UnscoredError
 from gspo_gym.judge.base import JudgeBudgetError, JudgeDownError, JudgeError, Judgement, JudgeRequest, Rubrics
@@ -27,7 +28,6 @@ from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.scoring import Score, Scoring, ScoringLimits
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
-from tests.support.scripted_judge import ScriptedJudge, episode, judgement
 
 BLEND = RewardBlend(env=0.5, event=0.25, outcome=1.0)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.blend import RewardBlend
@@ -17,7 +18,6 @@ from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judging_gold import AgainstGoldJudge, AgainstLabels, GoldWatch, Judged, scores_to_compare
 from gspo_gym.recording_judgements import JudgedEpisode
 from gspo_gym.types import Task
-from tests.support.scripted_judge import ScriptedJudge, episode, judgement
 
 PART = Rubric((Criterion("a", "A.", weight=3.0), Criterion("b", "B.")))
 RUBRICS = Rubrics(event=PART, outcome=PART)
@@ -192,3 +192,11 @@ def test_what_is_not_judged_is_not_compared() -> None:
     only_outcome = dataclasses.replace(RUBRICS, event=None)
     label = Label("x", outcome=1.0, events=(1.0, 0.0))
     assert scores_to_compare(judgement([], outcome=0.5), label, only_outcome, BLEND) == (1.0, 2.0)
+    assert scores_to_compare(judgement([1.0, 1.0]), Label("x", outcome=1.0), RUBRICS, BLEND) is None
+
+
+def test_totals_of_an_http_judge_are_compared_although_the_rubric_is_not_here() -> None:
+    label = Label("x", outcome=1.0, events=({"a": 1.0, "b": 0.0}, 0.5))
+    # 0.5 * 0.4 + 2 * 0.6 against 0.5 * 0.5 + 2 * 1; the turn that is labelled by criteria is left out
+    found = scores_to_compare(judgement([0.2, 0.4], outcome=0.6), label, Rubrics(), BLEND)
+    assert found == pytest.approx((1.4, 2.25))

@@ -16,7 +16,7 @@ import pytest
 
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.recording import RunRecorder, read_events, read_metrics
-from gspo_gym.recording_sinks import Sink, open_sinks
+from gspo_gym.recording_sinks import Sink, evaluation_numbers, open_sinks
 
 CONFIG = {"run": {"seed": 3}, "training": {"learning_rate": 1e-3}}
 
@@ -261,3 +261,15 @@ def test_wandb_itself_keeps_an_offline_run_in_the_folder(tmp_path: Path, monkeyp
     files = list((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert {file.stem for file in files} == {f"run-{run_id}"}
     assert all(file.stat().st_size > 0 for file in files)
+
+
+def test_the_evaluations_of_several_environments_have_curves_of_their_own() -> None:
+    parts = {"a": {"success_rate": 1.0, "mean_return": 3.0}, "b": {"success_rate": None, "mean_return": 1.0}}
+    numbers = evaluation_numbers({"success_rate": 1.0, "mean_return": 2.0, "parts": parts})
+    assert numbers == {
+        "evaluation/success_rate": 1.0,
+        "evaluation/mean_return": 2.0,
+        "evaluation/a/success_rate": 1.0,
+        "evaluation/a/mean_return": 3.0,
+        "evaluation/b/mean_return": 1.0,
+    }

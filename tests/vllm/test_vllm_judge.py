@@ -39,6 +39,7 @@ def server(model_folder: Path) -> Iterator[VllmServer]:
         max_num_seqs=4,
         kv_cache_gib=0.5,
         enforce_eager=True,
+        structured_output=True,
     )
     with VllmServer(settings, start_seconds=300.0) as server:
         yield server

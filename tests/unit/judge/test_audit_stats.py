@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_gym.errors import ConfigError
@@ -27,6 +27,7 @@ BITS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(BITS)
 def test_kappa_of_bits_is_cohens(pairs: list[tuple[int, int]]) -> None:
     judge, gold = zip(*pairs, strict=True)
@@ -39,6 +40,7 @@ def test_kappa_of_bits_is_cohens(pairs: list[tuple[int, int]]) -> None:
         assert kappa(judge, gold) == pytest.approx((observed - by_chance) / (1 - by_chance), abs=1e-12)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=30))
 def test_kappa_of_grades_is_cohens_with_quadratic_weights(pairs: list[tuple[int, int]]) -> None:
     judge, gold = zip(*pairs, strict=True)
@@ -143,6 +145,7 @@ def test_what_length_does_cannot_be_told_where_it_does_not_vary() -> None:
 # --- position ---------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(1, 7), st.integers(0, 100))
 def test_in_balanced_orders_everything_stands_once_everywhere(number: int, seed: int) -> None:
     ids = [f"c{index}" for index in range(number)]

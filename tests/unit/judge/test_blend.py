@@ -6,8 +6,9 @@ All expected numbers are written out: return = env * return + event * (sum of ev
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_judge import episode, judgement
 
 from gspo_gym.errors import RecordError, UnscoredError
 from gspo_gym.judge.base import JudgeError
@@ -15,7 +16,6 @@ from gspo_gym.judge.blend import RewardBlend, blend, judged_score
 from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.types import Outcome
-from tests.support.scripted_judge import episode, judgement
 
 HALF = RewardBlend(env=0.2, event=0.4, outcome=0.4)
 
@@ -118,6 +118,7 @@ numbers = st.floats(-10, 10, allow_nan=False)
 weights = st.floats(0, 5, allow_nan=False)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.none() | numbers, numbers), min_size=1, max_size=6), numbers, weights, weights, weights)
 def test_the_return_is_the_formula_for_any_numbers(turns, outcome, env, event, last) -> None:  # type: ignore[no-untyped-def]
     rewards = [reward for reward, _ in turns]

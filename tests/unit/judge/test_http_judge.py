@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,8 @@ def test_later_forms_of_the_answer_are_read(
             "not of the contract: outcome_review",
         ),
         (changed(outcome_review={"total": "1"}), "not of the contract"),
+        (changed(event_totals=["0.9", 0.25]), "not of the contract: event_totals.0"),
+        (changed(event_totals=[True, 0.25]), "not of the contract: event_totals.0"),
         (changed(status="done"), "not of the contract: status"),
         ({}, "for each of 2 turns"),
     ],
@@ -279,7 +282,7 @@ def test_answers_are_kept_requests_are_limited_and_flags_are_added(tmp_path: Pat
     }
     budget = JudgeBudget(BudgetLimits(max_calls=1))
     asked = request("heron <|im_end|>", "dot")
-    first = judge(url, asked, cache=JudgementCache(tmp_path), budget=budget)
+    first = judge(url, replace(asked, metadata={"run": "1"}), cache=JudgementCache(tmp_path), budget=budget)
     again = judge(url, asked, cache=JudgementCache(tmp_path), budget=budget)
     assert first.flags == again.flags == ("turn 1: padding", "turn 1: a control token")
     assert (first.cost, again.cost) == (JudgeCost(1, 7, 0, 0.5), JudgeCost())

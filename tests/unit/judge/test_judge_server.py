@@ -250,6 +250,20 @@ def five(payload: Json) -> float:
     return 5.0
 
 
+def test_a_function_is_shown_reasoning_only_where_it_is_asked_for_and_rewards_never() -> None:
+    seen: list[str] = []
+
+    def look(payload: Json) -> float:
+        seen.append(repr(payload))
+        return 1.0
+
+    said = Message("assistant", "<think>plan B</think>heron", reasoning_content="plan A")
+    for show_reasoning in (False, True):
+        ask(PythonJudge(look, show_reasoning=show_reasoning), request(said, rubrics=ONLY_OUTCOME))
+    assert [("plan A" in text, "plan B" in text) for text in seen] == [(False, False), (True, True)]
+    assert not any("0.125" in text for text in seen)
+
+
 def by_turn(payload: Json, bonus: float = 0.0) -> Json:
     totals = [
         float("heron" in event["info"]["message"]["content"]) + bonus for event in payload["trace"]["event_history"]

@@ -44,6 +44,7 @@ class Model:
         self.headers: list[dict[str, str]] = []
         self.change: Callable[[Json, int], Json] = lambda answer, number: answer
         self.refuses: Callable[[Json], bool] = lambda body: False
+        self.fails: Callable[[int], bool] = lambda number: False
         app = fastapi.FastAPI()
 
         @app.post("/v1/chat/completions")
@@ -53,6 +54,8 @@ class Model:
             self.headers.append(dict(http.headers))
             if self.refuses(body):
                 return JSONResponse({"error": {"message": f"no; {http.headers['authorization']}"}}, 400)
+            if self.fails(len(self.bodies)):
+                return JSONResponse({"error": {"message": "busy"}}, 503)
             answer = completion(honest_verdict(read_prompt(body["messages"])), body["messages"])
             return self.change(answer, len(self.bodies))
 
@@ -296,6 +299,21 @@ def test_an_answer_without_a_verdict_is_asked_for_again_with_another_nonce_and_s
     assert message in str(error)
     assert budget.spent.num_calls == 3
     assert budget.spent.usd > 0  # usage counts although nothing could be read
+
+
+def test_a_request_without_an_answer_is_sent_again_as_it_was_and_one_with_a_useless_answer_is_not(
+    url: str, model: Model
+) -> None:
+    # The first request is answered with 503, the second with half a verdict, the third well.
+    model.fails = lambda number: number == 1
+    model.change = lambda answer, number: half(answer, number) if number == 2 else answer
+    (judged,) = judge_all(url, request("heron"))
+    assert judged.outcome_total == 0.5
+    first, second, third = model.bodies
+    assert first == second
+    assert first["messages"] != third["messages"]
+    keys = [headers["idempotency-key"] for headers in model.headers]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_flags_and_counts_of_an_episode_that_talks_to_its_judge(url: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.judge.base import JudgeBudgetError, JudgeDownError, JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.pausing import PausingJudge
-from tests.support.scripted_judge import ScriptedJudge, episode, judgement
 
 REQUEST = JudgeRequest(episode([1.0]), Rubrics())
 
@@ -36,7 +36,7 @@ class Outage:
 
     async def until(self, seconds: float) -> None:
         """Let others go on until the clock says so."""
-        while self.now < seconds:  # noqa: ASYNC110: nothing else moves the clock
+        while self.now < seconds:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     async def _sleep(self, seconds: float) -> None:

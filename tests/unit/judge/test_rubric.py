@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_gym.errors import ConfigError, UnscoredError
@@ -200,6 +200,7 @@ def test_the_lowest_scores_are_what_an_episode_without_content_gets() -> None:
     assert TRACKS.lowest_scores == {"progress.a": 0.0, "progress.b": 0.0, "process.c": 1.0, "d": 0.0}
 
 
+@settings(deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
     data=st.data(),

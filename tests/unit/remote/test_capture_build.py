@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeded_engine import SeededEngine, any_of
 
+from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.remote.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
 from gspo_gym.remote.capture_build import CaptureBuild, build_trajectory_parts
@@ -24,6 +26,7 @@ from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettin
 from gspo_gym.types import Message
 
 TOKENIZER = tiny_tokenizer()
+QWEN3 = (Path(__file__).parents[1] / "chat/templates/qwen3.jinja").read_text()
 SYSTEM = Message("system", "You play.")
 HELPER = Message("system", "You help.")
 TITLE = Message("system", "You write titles.")
@@ -306,6 +309,35 @@ def test_what_the_model_said_elsewhere_is_told_as_context() -> None:
         ("user", f"(earlier) {second}"), ("user", "three"), ("assistant", third),
         ("user", "two"), ("user", "(earlier) like this"), ("user", "three"), ("assistant", last),
     ]  # fmt: skip
+
+
+def test_a_rewritten_prompt_begins_a_segment_that_grows_by_itself() -> None:
+    """Qwen3's template drops what was thought before a user speaks."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = QWEN3
+    texts = ("<think>\nhm\n</think>\n\nred", "green", "blue")
+    engine = ScriptedEngine([[*tokenizer(text)["input_ids"], 258] for text in texts])
+
+    async def run() -> Capture:
+        session = Gateway(engine, tokenizer).open_session(session_settings(max_output_tokens=40))
+        asked = [user("one")]
+        for text in ("two", "three", "four"):
+            call = await ask(session, *asked)
+            asked += [call.answer, user(text)]
+        return await session.freeze()
+
+    build = build_trajectory_parts(asyncio.run(run()))
+    assert kinds(build) == ["root", "rewrites", "extends"]
+    assert trained_in(build) == [[0], [1, 2]]
+    for turn, read in zip(build.turns, engine.calls, strict=True):
+        tokens = build.segments[turn.segment].token_ids[: turn.action_span[0]]
+        assert tuple(tokens.tolist()) == read.prompt_token_ids
+    assert "hm" not in tokenizer.decode(build.segments[1].token_ids)
+    assert [message.reasoning_content for message in build.messages if message.role == "assistant"] == [
+        "hm",
+        None,
+        None,
+    ]
 
 
 def test_an_empty_session_has_no_parts() -> None:
