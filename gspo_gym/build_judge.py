@@ -70,8 +70,7 @@ def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> J
         rewards=_env_rewards(config),
         budget=parts.budget,
     )
-    if parts.cache is not None:
-        judging.close_too(parts.cache)
+    judging.close_too(parts.cache)
     if section.gold is not None:
         _watch(judging, parts, section.gold, rubrics_of)
     return judging
@@ -221,7 +220,7 @@ class _Parts:
         self.judge_url = None if config.services is None else config.services.judge_url
         self.policy_name = config.rollout.policy_name
         self.budget = JudgeBudget(BudgetLimits(max_calls=options.max_calls, max_usd=options.max_cost_usd))
-        self.cache = None if options.cache is None else JudgementCache(Path(options.cache))
+        self.cache = JudgementCache(None if options.cache is None else Path(options.cache))
         self.asking = AskingSettings(
             max_concurrency=options.max_concurrency or _DEFAULT_CONCURRENCY,
             timeout_seconds=section.timeout_s or _DEFAULT_TIMEOUT_SECONDS,

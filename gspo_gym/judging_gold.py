@@ -30,12 +30,12 @@ OnEvent = Callable[[str, Mapping[str, Any]], None]
 
 
 class GoldWatch:
-    """Begins a comparison every k steps and sounds the alarm. Nothing waits for it, except for the end of the run.
+    """Compares after the first step and after every k-th, and sounds the alarm. Only the end of the run waits for it.
 
     Args:
         compare: how.
         alarm: whether a difference counts.
-        every: steps between comparisons.
+        every: steps between comparisons; the first one, which says what the gap is to begin with, is not waited for.
         stops: whether an alarm ends the run.
         on_event: is told of every comparison ("judge_gold"), of an alarm ("judge_drift"), and of one that failed
             ("judge_gold_failed"); the data are JSON values (hence Any).
@@ -51,6 +51,12 @@ class GoldWatch:
         self._running: asyncio.Task[None] | None = None
         self._latest: DriftCheck | None = None
         self._drift: str | None = None
+        self._has_begun = alarm.first is not None
+
+    def go_on_from(self, first: DriftCheck) -> None:
+        """Compare with this, the first comparison of an earlier part of the run."""
+        self._alarm = DriftAlarm(self._alarm.max_gap_change, first)
+        self._has_begun = True
 
     def collect(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
         """One more episode of the step under way."""
@@ -59,7 +65,8 @@ class GoldWatch:
     def after_step(self, step: int) -> dict[str, float]:
         """Begins a comparison if it is time; the metrics of the last one that ended, once."""
         recent, self._recent = self._recent, []
-        if step % self._every == 0 and self._running is None:
+        if (step % self._every == 0 or not self._has_begun) and self._running is None:
+            self._has_begun = True
             self._running = asyncio.get_running_loop().create_task(self._check(step, recent))
         latest, self._latest = self._latest, None
         if latest is None:

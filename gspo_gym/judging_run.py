@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from gspo_gym.judge.base import Judge, JudgeCost
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
 from gspo_gym.judge.budget import JudgeBudget
+from gspo_gym.judge.drift import DriftCheck
 from gspo_gym.judge.pausing import PausingJudge
 from gspo_gym.judging import EpisodeScorer, OnJudged, RubricsOf
 from gspo_gym.judging_gold import GoldWatch
+from gspo_gym.recording import read_events
 from gspo_gym.recording_judgements import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, read_judgements
 from gspo_gym.rollout.scoring import Scoring, ScoringLimits
 from gspo_gym.types import Trajectory
@@ -99,14 +101,18 @@ class Judging:
     def record_into(self, folder: Path, on_event: OnEventOfStep, *, step: int = 0) -> None:
         """Write judgements into a run's folder, which is at `step`, and say what happens.
 
-        What earlier processes of the run have spent there counts from now on.
+        What earlier processes of the run have spent there counts from now on, and so does how far judge and gold were
+        apart to begin with.
 
         Raises:
-            RecordError: its judgements cannot be read.
+            RecordError: its judgements or events cannot be read.
         """
         path = folder / JUDGEMENTS_FILE
         self._write = JudgementRecorder(path)
         self._on_event, self._step = on_event, step
+        first = next((event["data"] for event in read_events(folder) if event["kind"] == "judge_gold"), None)
+        if self._gold is not None and first is not None:
+            self._gold.go_on_from(DriftCheck(**{name: value for name, value in first.items() if name != "of_step"}))
         spent = max((judged.spent for judged in read_judgements(path)), key=lambda c: c.num_calls, default=JudgeCost())
         self._budget.spent = self._budget.spent + spent
         self._told = self._budget.spent

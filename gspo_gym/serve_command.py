@@ -64,9 +64,9 @@ def _add_task_app(task_app: Any) -> None:
     task_app.add_argument(
         "--client-option",
         action="append",
-        default=[],
         metavar="KEY",
-        help='an argument of the environment that clients may set in env.config; "*": all of them',
+        help='an argument of the environment that clients may set in env.config; "*": all of them (default: all for '
+        "clients of this machine, none elsewhere)",
     )
     task_app.add_argument(
         "--rubric", metavar="ID|FILE", help="by which episodes may be judged (default: a bundled one's own)"
@@ -129,15 +129,19 @@ def served_of(arguments: argparse.Namespace) -> ServedEnv:
     Raises:
         ConfigError: a limit, or a key is not set.
     """
+    from gspo_gym.remote.env_source import ANY_OPTION
     from gspo_gym.remote.served_env import ServedEnv
+    from gspo_gym.remote.serving import is_loopback
     from gspo_gym.remote.task_app_server import TaskAppLimits
 
     inference_key = arguments.inference_key_env
+    # An argument may be a file or a URL: a client elsewhere would make this machine read it.
+    own_clients = [ANY_OPTION] if is_loopback(arguments.host) else []
     return ServedEnv(
         arguments.name,
         config=env_config_of(arguments.option),
         protocol=arguments.protocol,
-        client_options=arguments.client_option,
+        client_options=own_clients if arguments.client_option is None else arguments.client_option,
         isolation=arguments.isolation,
         limits=TaskAppLimits(
             max_concurrent_rollouts=arguments.max_concurrent_rollouts,

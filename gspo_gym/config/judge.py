@@ -113,7 +113,9 @@ class JudgeOptionsSection(JudgeModelSettings):
         default=None, gt=0, description="US dollars of the whole run, then it stops; needs prices; absent: any"
     )
     cache: str | None = Field(
-        default=None, min_length=1, description="folder in which judgements are kept and found again; absent: none"
+        default=None,
+        min_length=1,
+        description="folder in which judgements are kept for later runs; absent: they are kept in memory",
     )
 
     @field_validator("rubric_overrides")
@@ -149,7 +151,9 @@ class GoldSection(JudgeModelSettings):
         default=None, min_length=1, description="instead of a judge: a file of stored episodes, with labels"
     )
     labels: str | None = Field(default=None, min_length=1, description="their gold scores, as `judge audit` reads them")
-    every_n_iters: int = Field(default=10, gt=0, description="iterations between comparisons")
+    every_n_iters: int = Field(
+        default=10, gt=0, description="iterations between comparisons, the first being after one"
+    )
     num_episodes: int = Field(default=32, ge=2, description="episodes of the iteration that the gold judge scores")
     max_gap_change: float = Field(
         default=0.1, gt=0, description="how far the judge's mean score may move away from gold's, in units of the score"

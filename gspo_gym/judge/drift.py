@@ -78,16 +78,20 @@ class DriftAlarm:
 
     Args:
         max_gap_change: in units of the score; a smaller change is nobody's business, however certain.
+        first: the check that others are compared with, from an earlier part of the run; None: the next one is it.
+
+    Attributes:
+        max_gap_change: see above.
 
     The alarm asks for both: a change of more than `max_gap_change`, and one of more than twice its standard error
     sqrt(se_first^2 + se_now^2), so that few episodes do not cry wolf.
     """
 
-    def __init__(self, max_gap_change: float) -> None:
+    def __init__(self, max_gap_change: float, first: DriftCheck | None = None) -> None:
         if not max_gap_change > 0:
             raise ConfigError(f"max_gap_change: expected > 0, got {max_gap_change}")
-        self._max_gap_change = max_gap_change
-        self._first: DriftCheck | None = None
+        self.max_gap_change = max_gap_change
+        self._first = first
 
     @property
     def first(self) -> DriftCheck | None:
@@ -99,11 +103,11 @@ class DriftAlarm:
         first = self._first = self._first or now
         change = now.gap - first.gap
         error = math.hypot(first.gap_standard_error, now.gap_standard_error)
-        if abs(change) <= self._max_gap_change or abs(change) <= _STANDARD_ERRORS * error:
+        if abs(change) <= self.max_gap_change or abs(change) <= _STANDARD_ERRORS * error:
             return None
         moved = f"the judge's mean score went from {first.judge_mean:.3f} to {now.judge_mean:.3f}, gold's from "
         moved += f"{first.gold_mean:.3f} to {now.gold_mean:.3f}"
-        certainty = f"their gap changed by {change:+.3f} (standard error {error:.3f}, allowed {self._max_gap_change:g})"
+        certainty = f"their gap changed by {change:+.3f} (standard error {error:.3f}, allowed {self.max_gap_change:g})"
         meaning = (
             "the policy may be exploiting the judge: read its best-scored episodes, and tighten the rubric"
             if change > 0

@@ -127,7 +127,7 @@ def require_same(here: Trajectory, there: Trajectory, *, logprob_error: float) -
 @pytest.fixture(scope="module", params=[GUESSING, QUERYING], ids=lambda game: game.env_name)
 def game_and_url(request: pytest.FixtureRequest) -> Iterator[tuple[Game, str]]:
     game = request.param
-    arguments = (game.env_name, "--client-option", "*", "--api-key-env", *KEY)
+    arguments = (game.env_name, "--api-key-env", *KEY)
     with serving_process(*arguments, environment=KEY) as url:
         yield game, url
 

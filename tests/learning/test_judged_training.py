@@ -92,7 +92,7 @@ def test_training_raises_the_judged_score_and_every_reward_is_the_blend(judge_ur
 
     # the policy has learned to please the judge, and gold (was the number found?) says so
     events = [event for event in read_events(folder) if event["kind"].startswith("judge_")]
-    assert [event["data"]["of_step"] for event in events if event["kind"] == "judge_gold"] == [4, 8, 12]
+    assert [event["data"]["of_step"] for event in events if event["kind"] == "judge_gold"] == [1, 4, 8, 12]
     assert any(
         "the policy may be exploiting the judge" in e["data"]["reason"] for e in events if e["kind"] == "judge_drift"
     )

@@ -40,7 +40,7 @@ def trained(folder: Path, label: str, *overrides: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_game_is_learned_from_an_app_in_another_process_as_it_is_here(tmp_path: Path) -> None:
     here = trained(tmp_path, "here")
-    with serving_process("GuessNumber", "--client-option", "*") as url:
+    with serving_process("GuessNumber") as url:
         there = trained(tmp_path, "there", f"services.task_url={url}")
     before, after = (there[name]["success_rate"] for name in ("initial_eval", "final_eval"))
     print(f"through the gateway: success {before:.2f} -> {after:.2f}; here: {here['final_eval']['success_rate']:.2f}")

@@ -18,7 +18,9 @@ from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameError, UnscoredError
 from gspo_gym.judge.base import JudgeRequest, Rubrics
+from gspo_gym.judge.drift import DriftCheck
 from gspo_gym.judging_run import Judging
+from gspo_gym.recording import RunRecorder
 from gspo_gym.recording_episodes import write_episodes
 from gspo_gym.types import Task, Turn
 
@@ -177,7 +179,7 @@ def described(thing: Any) -> Any:
         parts.pop("rubrics_of")
         return (name, labelled, {key: described(part) for key, part in parts.items()})
     if name == "GoldWatch":
-        return (described(thing._compare), thing._alarm._max_gap_change, thing._every, thing._stops)
+        return (described(thing._compare), thing._alarm.max_gap_change, thing._every, thing._stops)
     return thing
 
 
@@ -348,6 +350,19 @@ def test_step_rewards_that_replace_the_environments_are_in_the_blend_and_not_mad
             await judging.close()
 
     assert asyncio.run(scored()) == [0.5, 0.5]  # 0.5 * 1 for the event; 1.0 * 0.5 for the outcome
+
+
+def test_a_resumed_run_remembers_its_first_comparison_with_gold(files: Path) -> None:
+    first = DriftCheck(32, 0.5, 0.4, 0.1, 0.01, 0.9)
+    recorder = RunRecorder.create(files / "run", "")
+    recorder.event("judge_gold", 1, {"of_step": 1, **dataclasses.asdict(first)})
+    recorder.event("judge_gold", 10, {"of_step": 10, **dataclasses.asdict(first), "gap": 0.3})
+    judging = build_judging(changed(GOLD))
+    assert judging is not None
+    assert judging._gold is not None
+    judging.record_into(files / "run", recorder.event, step=10)
+    asyncio.run(judging.close())
+    assert judging._gold._alarm.first == first
 
 
 def test_a_function_judges_what_was_played() -> None:

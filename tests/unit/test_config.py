@@ -429,8 +429,8 @@ def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(
         "  command line: training.lorra: unknown key; did you mean 'lora'?",
         "  command line: loss.clip_low: expected a number > 0 and < 1, got 2",
         "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, evaluation, "
-        "gateway, judge, limits, loss, model, optimizer, reference, rewards, rollout, run, services, topology, tracking, "
-        "training, vllm, warmup",
+        "gateway, judge, limits, loss, model, optimizer, reference, rewards, rollout, run, services, topology, "
+        "tracking, training, vllm, warmup",
     ]
 
 

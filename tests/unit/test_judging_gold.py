@@ -64,24 +64,33 @@ def run_steps(gold: GoldWatch, num_steps: int) -> list[dict[str, float]]:
 
 def test_gold_is_asked_every_k_steps_about_the_episodes_of_that_step() -> None:
     events: list[tuple[str, Mapping[str, Any]]] = []
-    gold, asked = watch([0.0, 0.02], events)
+    gold, asked = watch([0.0, 0.01, 0.02], events)
     metrics = run_steps(gold, 5)
-    assert asked == [(2, 1), (4, 1)]
+    assert asked == [(1, 1), (2, 1), (4, 1)]  # the first one is what the others are compared with
     # the numbers of a comparison come with the step after it, once
-    latest = {"judge/gold_gap": 0.0, "judge/gold_correlation": 0.75}
-    assert metrics == [{}, {}, latest, {}, {**latest, "judge/gold_gap": 0.02}]
-    assert [kind for kind, _ in events] == ["judge_gold", "judge_gold"]
-    assert events[1][1]["of_step"] == 4
+    latest = [{"judge/gold_gap": gap, "judge/gold_correlation": 0.75} for gap in (0.0, 0.01, 0.02)]
+    assert metrics == [{}, latest[0], latest[1], {}, latest[2]]
+    assert [kind for kind, _ in events] == ["judge_gold"] * 3
+    assert events[2][1]["of_step"] == 4
     gold.require_agreement()
+
+
+def test_a_resumed_run_compares_with_what_the_gap_was_at_the_beginning() -> None:
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    gold, asked = watch([0.4], events)
+    gold.go_on_from(DriftCheck(4, 0.5, 0.5, 0.0, 0.001, None))
+    run_steps(gold, 2)
+    assert asked == [(2, 1)]
+    assert events[-1][0] == "judge_drift"
 
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_an_alarm_is_told_and_stops_the_run_where_that_is_said(stops: bool) -> None:
     events: list[tuple[str, Mapping[str, Any]]] = []
     gold, _ = watch([0.0, 0.4], events, stops=stops)
-    run_steps(gold, 4)
+    run_steps(gold, 2)
     kind, data = events[-1]
-    assert (kind, data["of_step"]) == ("judge_drift", 4)
+    assert (kind, data["of_step"]) == ("judge_drift", 2)
     assert "their gap changed by +0.400" in data["reason"]
     if stops:
         with pytest.raises(JudgeDriftError, match=r"judge\.gold: .*may be exploiting the judge"):

@@ -59,6 +59,12 @@ def test_every_option_reaches_what_is_served(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+def test_clients_elsewhere_may_set_no_argument_of_the_environment_unless_it_is_named() -> None:
+    assert asked().client_options == ["*"]
+    assert asked("--host", "0.0.0.0").client_options == []
+    assert asked("--host", "0.0.0.0", "--client-option", "low").client_options == ["low"]
+
+
 def test_without_options_it_is_a_task_app_for_this_machine() -> None:
     served = asked()
     assert (served.protocol, served.host, served.api_keys, served.inference_hosts) == (
