@@ -37,7 +37,7 @@ from gspo_gym.remote.gateway_app_urls import rollout_url
 from gspo_gym.remote.gateway_session import GatewaySessionSettings
 from gspo_gym.remote.urls import operator_url
 from gspo_gym.retries import Retries, RetrySettings, Sleep
-from gspo_gym.types import Outcome, Task, Timing, Trajectory, Turn
+from gspo_gym.types import Message, Outcome, Task, Timing, Trajectory, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +180,7 @@ class AppEpisodes:
         """
         started = self._clock()
         capture, parts, success = None, None, None
+        final_messages: tuple[Message, ...] = ()
         try:
             played = await self._play(f"{trajectory_id}/{attempt}", task, sampling_seed)
             capture = played.capture
@@ -187,7 +188,7 @@ class AppEpisodes:
             ending = _ending_of(played, parts)
             if played.rollout is not None and ending.error is None:
                 parts = replace(parts, turns=self._scored(parts, played.rollout))
-                success = played.rollout.success
+                success, final_messages = played.rollout.success, played.rollout.final_messages
         except EnginePoisonedError:
             raise
         except Exception as error:  # a bad rollout is a record, whatever was bad about it
@@ -202,7 +203,7 @@ class AppEpisodes:
             sampling_seed=sampling_seed,
             segments=parts.segments if parts is not None else (),
             turns=parts.turns if parts is not None else (),
-            messages=parts.messages if parts is not None else (),
+            messages=(*parts.messages, *final_messages) if parts is not None else (),
             outcome=ending.outcome,
             success=success,
             error=ending.error,

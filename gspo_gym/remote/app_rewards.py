@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from gspo_gym.chat_api import messages_from_wire
+from gspo_gym.errors import RecordError
 from gspo_gym.remote.app_errors import AppAnswerError
 from gspo_gym.remote.contracts import (
     EXTENSION,
@@ -26,7 +28,7 @@ from gspo_gym.remote.contracts import (
     RolloutStep,
     StepDetails,
 )
-from gspo_gym.types import Outcome, Turn
+from gspo_gym.types import Message, Outcome, Turn
 
 _TOLERANCE = 1e-6  # relative and absolute: below it, two sums of the same rewards do not differ
 _MAX_SHOWN = 200  # characters of an app's error
@@ -65,6 +67,8 @@ class AppRollout:
             model that failed.
         warnings: what does not fit together, one line each; what stands before the colon names the kind.
         details: `metrics.details` as it stands.
+        final_messages: what the environment answered to the last action, which no model read; () from apps that are no
+            servers of this library, whose last observation may be anything.
     """
 
     generation: Literal["A", "B"]
@@ -77,6 +81,7 @@ class AppRollout:
     errors: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    final_messages: tuple[Message, ...] = ()
 
     @property
     def turn_rewards(self) -> tuple[float | None, ...]:
@@ -153,7 +158,19 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
         errors=_errors_in([*(step.info for step in steps), metrics.details]),
         warnings=tuple(warnings),
         details=metrics.details,
+        final_messages=_final_messages(response) if is_ours else (),
     )
+
+
+def _final_messages(response: RolloutResponse) -> tuple[Message, ...]:
+    """Those of a server of this library."""
+    final = response.trajectories[0].final if response.trajectories else None
+    if final is None:
+        return ()
+    try:
+        return messages_from_wire(final["observation"]["messages"], where="trajectories[0].final.observation.messages")
+    except (KeyError, TypeError, RecordError) as error:
+        raise AppAnswerError(f"trajectories[0].final: {type(error).__name__}: {error}") from error
 
 
 def _errors_in(places: Sequence[Mapping[str, Any] | None]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from gspo_gym.remote.app_errors import AppAnswerError
 from gspo_gym.remote.app_rewards import AppDecision, AppRollout, join_rewards, read_rollout
 from gspo_gym.remote.contracts import RolloutEnv, RolloutPolicy, RolloutRequest, read_response
-from gspo_gym.types import FinishReason, Outcome, Turn
+from gspo_gym.types import FinishReason, Message, Outcome, Turn
 
 DATA = Path(__file__).parent / "data"
 REQUEST = RolloutRequest(
@@ -164,6 +164,23 @@ def test_a_server_of_this_library_says_more() -> None:
     rollout = told(answer([1.5], infos=infos, mean_return=1.5, details={"gspo_gym": {"outcome": "context_overflow"}}))
     assert rollout.outcome is Outcome.CONTEXT_OVERFLOW
     assert rollout.decisions == (AppDecision(1.5, {"found": 2.0, "slow": -0.5}, ("found",)),)
+
+
+def with_final(final: Any, *, details: dict[str, Any]) -> AppRollout:
+    whole = answer([1.0], details=details)
+    whole["trajectories"][0]["final"] = final
+    return told(whole)
+
+
+def test_what_follows_the_last_action_is_read_from_servers_of_this_library_alone() -> None:
+    final = {"observation": {"messages": [{"role": "tool", "content": "closed", "tool_call_id": "call_0"}]}}
+    expected = (Message("tool", "closed", tool_call_id="call_0"),)
+    assert with_final(final, details={"gspo_gym": {}}).final_messages == expected
+    assert with_final(final, details={}).final_messages == ()
+    assert with_final(None, details={"gspo_gym": {}}).final_messages == ()
+    for wrong in ({"observation": "closed"}, {"observation": {"messages": [{"role": "tool", "content": 7}]}}):
+        with pytest.raises(AppAnswerError, match=r"trajectories\[0\].final"):
+            with_final(wrong, details={"gspo_gym": {}})
 
 
 @pytest.mark.parametrize(
