@@ -24,8 +24,7 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-# `make vllm`, which starts a dozen engines, is a stage of its own.
-test: lint types unit slow foreign openai-2
+test: lint types unit slow foreign openai-2 vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -14,7 +14,6 @@ from gspo_gym.judge.drift import DriftCheck
 from gspo_gym.judge.pausing import PausingJudge
 from gspo_gym.judging import EpisodeScorer, OnJudged, RubricsOf
 from gspo_gym.judging_gold import GoldWatch
-from gspo_gym.recording import read_events
 from gspo_gym.recording_judgements import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, read_judgements
 from gspo_gym.rollout.scoring import Scoring, ScoringLimits
 from gspo_gym.types import Trajectory
@@ -107,6 +106,8 @@ class Judging:
         Raises:
             RecordError: its judgements or events cannot be read.
         """
+        from gspo_gym.recording import read_events  # here: it loads torch, which judging without a run does not need
+
         path = folder / JUDGEMENTS_FILE
         self._write = JudgementRecorder(path)
         self._on_event, self._step = on_event, step

@@ -15,6 +15,8 @@ EXAMPLES = {
     "dataset_gym.py": (("2",), "training questions: mean reward"),
     "evaluate_model.py": ((), "scripted:reference against scripted:random"),
     "train_from_python.py": (("2",), "final_eval mean return"),
+    # the random player answers what it has seen: 0.8 x 1 + 0.2 x 0.250
+    "sql_judge.py": ((), "mean return 0.850, of it without the judge 0.250"),
     # always found: 0.2 x 1 + 0.4 x 1 + 0.4 x 1
     "gold_judge.py": ((), "mean return 1.000, of it without the judge 1.000"),
     # It waits for a trainer; tests/contract/test_openai_agent.py is one.
