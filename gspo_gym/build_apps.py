@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from gspo_gym.addresses import is_loopback
 from gspo_gym.config.apps import GatewaySection, TaskSource
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
 from gspo_gym.remote.app_metrics import AppMetrics
-from gspo_gym.remote.guard import is_loopback
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.types import Task, Trajectory

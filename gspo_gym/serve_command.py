@@ -11,6 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.addresses import is_loopback
 from gspo_gym.command_line import add_environment, env_config_of, parse_and_run
 from gspo_gym.errors import ConfigError, MissingExtraError
 
@@ -131,7 +132,6 @@ def served_of(arguments: argparse.Namespace) -> ServedEnv:
     """
     from gspo_gym.remote.env_source import ANY_OPTION
     from gspo_gym.remote.served_env import ServedEnv
-    from gspo_gym.remote.serving import is_loopback
     from gspo_gym.remote.task_app_server import TaskAppLimits
 
     inference_key = arguments.inference_key_env

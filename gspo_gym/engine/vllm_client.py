@@ -7,12 +7,12 @@ URL says and nowhere else. Nothing is tried twice here.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from gspo_gym.addresses import is_loopback
 from gspo_gym.engine.openai_client import RefusedError
 from gspo_gym.engine.wire import EngineAttemptError, shorten
 from gspo_gym.errors import ConfigError, MissingExtraError
@@ -62,20 +62,6 @@ def address_of(url: str) -> Address:
         raise ConfigError(f"vLLM server: expected http://host:port or unix:/absolute/path, got {url!r}")
     base = url.rstrip("/")
     return Address(url=base, base_url=base, uds=None, is_local=is_loopback(parts.hostname))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address.
-
-    >>> is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("127.0.0.1.evil.org")
-    (True, True, False, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class VllmClient:

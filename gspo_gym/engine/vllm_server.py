@@ -23,7 +23,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_gym.engine.vllm_client import Address, address_of, is_loopback
+from gspo_gym.addresses import is_loopback
+from gspo_gym.engine.vllm_client import Address, address_of
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
 

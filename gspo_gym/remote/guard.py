@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -226,20 +225,6 @@ def json_depth_exceeds(body: bytes | bytearray, limit: int) -> bool:
         elif first in b"]}":
             depth -= 1
     return False
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("localhost.evil.org")
-    (True, True, False, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _values(headers: Headers, name: bytes) -> list[bytes]:

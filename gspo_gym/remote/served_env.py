@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import gymnasium
 
+from gspo_gym.addresses import is_loopback
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.judge.rubric_files import bundled_rubric_ids, load_rubrics
 from gspo_gym.remote.env_source import EnvSource
-from gspo_gym.remote.guard import Guard, is_loopback
+from gspo_gym.remote.guard import Guard
 from gspo_gym.remote.openenv_server import OpenEnvService
 from gspo_gym.remote.services import Service, joined_app
 from gspo_gym.remote.task_app_rollout import InferenceSettings

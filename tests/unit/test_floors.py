@@ -29,6 +29,7 @@ FLOORS = {
     "files": 1,
     "table_files": 1,
     "retries": 1,
+    "addresses": 1,
     "openai_client": 1,
     "circuit": 1,
     "segments": 2,
