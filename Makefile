@@ -24,7 +24,9 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-test: lint types unit slow foreign openai-2 vllm
+# The last three wait for downloads, processes and games more than they compute, so two of them run at a time.
+test: lint types unit slow
+	$(MAKE) --jobs 2 foreign openai-2 vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
