@@ -17,13 +17,16 @@ from fake_task_app import FakeTaskApp
 
 from gspo_gym import build
 from gspo_gym.build_apps import environment_ids
+from gspo_gym.build_judge import build_rubrics
 from gspo_gym.cli import main
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, UnknownNameError, UsageError
+from gspo_gym.judge.rubric_files import load_rubrics
 from gspo_gym.models import Policy
 from gspo_gym.recording import read_metrics, read_summary
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.remote.guard import App
+from gspo_gym.remote.served_env import ServedEnv, served_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.remote.task_app_server import create_task_app
 from gspo_gym.rollout.pool import GroupRequest
@@ -138,6 +141,37 @@ def test_an_environment_that_is_to_be_played_here_must_be_here(make: Make) -> No
 def test_an_app_that_can_be_used_is_announced(make: Make, policy: Policy) -> None:
     with serving(quiz()) as url:
         assert start(make({"services.task_url": url}), policy) == (f"task app {url}: plays 'GuessNumber' as quiz",)
+
+
+def test_an_apps_own_rubric_lies_over_the_configurations(make: Make, policy: Policy) -> None:
+    """What the environment's own server says of its tasks: the bundled rubric, whose event part is not asked for."""
+    mine = {"outcome": {"criteria": [{"id": "outcome.mine", "description": "It is mine.", "scale": "binary"}]}}
+    judge = {
+        "enabled": True,
+        "reward_blend": {"env": 0.5, "outcome": 0.5},
+        "options": {"outcome": True, "provider": "local", "model": "m", "base_url": "http://127.0.0.1:1/v1"}
+        | {"rubric_overrides": mine},
+    }
+
+    async def go(config: RunConfig) -> list[str]:
+        player = await build.build_player(config, policy)
+        try:
+            await player.start()
+            assert player.apps is not None
+            rubrics = await build_rubrics(config, player.apps.rubric_of)(Task(GUESS, 3))
+        finally:
+            await player.close()
+        assert rubrics.event is None
+        assert rubrics.outcome is not None
+        return [criterion.id for criterion in rubrics.outcome.criteria]
+
+    bundled = load_rubrics("guess_number/bundle@v1").outcome
+    assert bundled is not None
+    with serving(served_app(ServedEnv("GuessNumber"))) as url:
+        found = asyncio.run(go(make({"services.task_url": url, "judge": judge})))
+    assert sorted(found) == sorted(["outcome.mine", *(criterion.id for criterion in bundled.criteria)])
+    with serving(quiz()) as url:  # which says nothing of rubrics
+        assert asyncio.run(go(make({"services.task_url": url, "judge": judge}))) == ["outcome.mine"]
 
 
 def test_an_app_that_is_not_there_stops_a_run_before_it_has_a_folder(make: Make, tmp_path: Path) -> None:
