@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from app_process import serving_process
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.adapters.step_protocol import StepProtocolEnv
@@ -260,8 +261,9 @@ def test_a_reset_waits_for_a_place_as_long_as_it_is_told(url: str) -> None:
 
 
 def test_it_keeps_the_contract_of_environments() -> None:
-    with BackgroundServer(create_task_app("GuessNumber", limits=TaskAppLimits(max_sessions=32))) as server:
-        config = {"url": server.url, "name": "GuessNumber"}
+    """The server in another process: the check counts all that this one holds."""
+    with serving_process("GuessNumber", "--max-sessions", "32") as url:
+        config = {"url": url, "name": "GuessNumber"}
         report = check_env("StepProtocol", env_config=config, seeds=range(5), num_leak_episodes=5)
     assert report.passed, str(report)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import fastapi
 import pytest
+from app_process import serving_process
 
 from gspo_gym.env.adapters.openenv_reading import text_field_of
 from gspo_gym.env.checker import check_env
@@ -148,8 +149,9 @@ def test_several_calls_and_a_truncated_end_cross_the_wire() -> None:
 
 
 def test_check_env_passes_over_the_wire() -> None:
-    with BackgroundServer(create_openenv_app("GuessNumber", max_sessions=64)) as server:
-        check_env(lambda: make("OpenEnv", url=server.url), seeds=range(2), max_turns=4).raise_if_failed()
+    """The server in another process: the check counts all that this one holds."""
+    with serving_process("GuessNumber", "--protocol", "openenv", "--max-sessions", "64") as url:
+        check_env(lambda: make("OpenEnv", url=url), seeds=range(2), max_turns=4).raise_if_failed()
 
 
 # -- one session an episode --------------------------------------------------------------------------------------------
