@@ -26,7 +26,7 @@ quickstart: $(VENV)/.run
 
 # The last three wait for downloads, processes and games more than they compute, so two of them run at a time.
 test: lint types unit slow
-	$(MAKE) --jobs 2 foreign openai-2 vllm
+	$(MAKE) --jobs 2 vllm foreign openai-2
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
