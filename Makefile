@@ -24,9 +24,10 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-# The last three wait for downloads, processes and games more than they compute, so two of them run at a time.
+# The last two wait for downloads, processes and games more than they compute, so they run at a time. `make vllm`, which
+# starts a dozen engines, is a stage of its own.
 test: lint types unit slow
-	$(MAKE) --jobs 2 vllm foreign openai-2
+	$(MAKE) --jobs 2 foreign openai-2
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
