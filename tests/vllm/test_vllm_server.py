@@ -118,7 +118,7 @@ def learner(policy: Policy, engine: VllmHttpEngine, stage: Stage, loop_thread: A
 async def running(engine: VllmHttpEngine, num_calls: int) -> list[asyncio.Task[Completion]]:
     """Long calls, each with some tokens and far from its end.
 
-    Now and then the server answers nobody until it has sampled all of them (0.32, on a processor); then they begin again.
+    Now and then the server (0.32, on a processor) answers nobody until it has sampled all; then they begin again.
     """
     async with httpx.AsyncClient(base_url=engine._settings.url, trust_env=False, verify=False) as server:
         for _ in range(10):
