@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import itertools
 import os
 import select
@@ -19,7 +21,7 @@ import pytest
 from gspo_gym.engine.vllm_server import VllmServer
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
-from gspo_gym.serve_engine_command import main
+from gspo_gym.serve_engine_command import add_arguments, main, settings_of
 
 SETTINGS = VllmSettings(model="policy", max_model_len=512)
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -89,6 +91,39 @@ def test_a_server_for_adapters_may_load_them_while_it_runs(tmp_path: Path) -> No
     assert said.items() >= {"--max-lora-rank": "16", "--max-loras": "3", "--max-cpu-loras": "4"}.items()
     assert "--enable-lora" in arguments
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in (tmp_path / "environment").read_text().splitlines()
+
+
+def test_a_server_keeps_statistics_and_reads_a_tokenizer_only_where_schemas_are_obeyed(tmp_path: Path) -> None:
+    plain = command_of(SETTINGS, tmp_path)
+    assert "--skip-tokenizer-init" in plain
+    assert "--disable-log-stats" not in plain
+    obeying = command_of(dataclasses.replace(SETTINGS, structured_output=True), tmp_path)
+    assert "--no-skip-tokenizer-init" in obeying
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--max-model-len 600", "max_model_len", 600),
+        ("--dtype bfloat16", "dtype", "bfloat16"),
+        ("--max-num-seqs 5", "max_num_seqs", 5),
+        ("--tensor-parallel-size 2", "tensor_parallel_size", 2),
+        ("--data-parallel-size 3", "data_parallel_size", 3),
+        ("--gpu-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
+        ("--kv-cache-gib 0.25", "kv_cache_gib", 0.25),
+        ("--enforce-eager", "enforce_eager", True),
+        ("--no-prefix-caching", "enable_prefix_caching", False),
+        ("--structured-output", "structured_output", True),
+        ("--max-lora-rank 16", "max_lora_rank", 16),
+        ("--max-loras 4", "max_loras", 4),
+    ],
+)
+def test_each_option_of_the_command_is_a_setting_of_the_engine(flag: str, field: str, value: object) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    without, given = (settings_of(parser.parse_args(["policy", *words])) for words in ([], flag.split()))
+    assert getattr(given, field) == value != getattr(without, field)
+    assert given == dataclasses.replace(without, **{field: value})
 
 
 def test_a_key_reaches_the_server_by_its_environment_and_not_by_arguments(
