@@ -261,15 +261,18 @@ class KeepsEveryEpisode(Sums):
 
 
 class SharedState(Sums):
-    """Right while it plays alone: the numbers are the class's."""
+    """Right while it plays alone: the numbers are the class's. They are never emptied, so it answers, but wrongly."""
 
-    numbers: list[int] = []
+    numbers: list[int] = [0, 0]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(SharedState, name, value) if name == "numbers" else super().__setattr__(name, value)
+        if name != "numbers":
+            super().__setattr__(name, value)
+        elif value:
+            SharedState.numbers = value
 
     async def step(self, action: str) -> Any:
-        await asyncio.sleep(0.001)  # others move meanwhile
+        await asyncio.sleep(0.01)  # others move meanwhile
         return super().step(action)
 
 
