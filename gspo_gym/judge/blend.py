@@ -43,11 +43,6 @@ def env_rewards(trajectory: Trajectory) -> tuple[float | None, ...]:
     return tuple(turn.reward for turn in trajectory.turns)
 
 
-def judged_score(judgement: Judgement, weights: RewardBlend) -> float:
-    """The judge's part of the blended return."""
-    return weights.event * judgement.event_total + weights.outcome * judgement.outcome_total
-
-
 def blend(
     trajectory: Trajectory, judgement: Judgement, weights: RewardBlend, rewards: EnvRewards = env_rewards
 ) -> Trajectory:
