@@ -12,7 +12,7 @@ from typing import Any
 
 from .cases import Call
 from .runner import TooManySteps, answer
-from .syntax import compiled, parse
+from .syntax import compiled, literal, parse
 
 MAX_STEPS = 20_000  # of one call; the library's calls take some hundreds
 _TICK = "__tick__"
@@ -62,5 +62,5 @@ def _compiled(source: str) -> Any:
 
 def _fresh(call: Call) -> Call:
     """A copy, because modules may change their arguments."""
-    fresh: Call = ast.literal_eval(repr(call))
+    fresh: Call = literal(repr(call))
     return fresh

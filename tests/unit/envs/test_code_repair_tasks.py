@@ -6,10 +6,13 @@ import ast
 import calendar
 import datetime
 import doctest
+import gc
 import heapq
 import importlib
 import textwrap
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -178,6 +181,26 @@ def test_code_that_does_not_end_is_stopped_by_the_count_of_steps_and_has_no_answ
     recursive = "def f():\n    return f()"
     assert answers_of(recursive, [("f", (), None)]) == (("raised", "RecursionError"),)
     assert answers_of("1 +", [("f", (), None)]) is None
+
+
+def test_threads_do_not_disturb_each_others_answers() -> None:
+    """CPython 3.11 counts the depth of syntax trees for the whole process; collected garbage lets threads change."""
+
+    def let_others_run(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0)
+
+    calls = [("f", ([number, [{"key": (number, "text")}] * 30],), None) for number in range(4)]
+    right = tuple(("returned", call[1][0][0]) for call in calls)
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(let_others_run)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: answers_of("def f(x):\n    return x[0]", calls), range(250)))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(let_others_run)
+    assert found == [right] * 250
 
 
 def test_arguments_that_a_module_changes_stay_whole_for_others() -> None:
