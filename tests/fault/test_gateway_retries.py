@@ -19,7 +19,8 @@ from gspo_gym.remote.gateway_app_urls import openai_base_url
 
 NUM_ROLLOUTS = 1000
 TIMEOUT_PROB = 0.3
-MAX_TIMEOUTS = 3  # of one logical call, so that its retries suffice
+MAX_TIMEOUTS = 3  # of one logical call
+MAX_RETRIES = MAX_TIMEOUTS + 3  # a busy machine breaks an idle connection now and then
 LONGEST_SECONDS = 0.02  # of a generation, and of a client's patience where it is short
 _ASKED = re.compile(r"rollout (\d+), question (\d+)")
 # openai 2.x stands on httpx, 3.x on httpx2: the same classes under two names.
@@ -112,7 +113,7 @@ def test_a_thousand_rollouts_whose_clients_time_out_commit_one_turn_for_each_cal
         async with (
             gw.served(engine) as served,
             openai.AsyncOpenAI(
-                base_url=served.url, api_key="none", max_retries=MAX_TIMEOUTS, http_client=http
+                base_url=served.url, api_key="none", max_retries=MAX_RETRIES, timeout=300.0, http_client=http
             ) as client,
         ):
             room = asyncio.Semaphore(128)

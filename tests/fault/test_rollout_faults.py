@@ -102,16 +102,16 @@ def test_two_thousand_episodes_with_forty_percent_faults(over: threading.Event) 
             act=Teller(),
             renderers=RendererCache(tiny_tokenizer()),
             # Long enough that a healthy step of a busy machine never misses it, short enough for 330 hangs: each takes
-            # one of 128 slots for that time, about 2.6 s in all.
+            # one of 256 slots for that time, about two rounds of it in all.
             limits=EpisodeLimits(
                 max_turns=2,
                 max_output_tokens=16,
                 max_model_len=128,
-                step_timeout_seconds=2.0,
+                step_timeout_seconds=6.0,
                 episode_timeout_seconds=60,
             ),
         ),
-        pool_limits=PoolLimits(max_concurrent_rollouts=128, max_attempts=MAX_ATTEMPTS, min_group_fraction=0.5),
+        pool_limits=PoolLimits(max_concurrent_rollouts=256, max_attempts=MAX_ATTEMPTS, min_group_fraction=0.5),
         run_seed=RUN_SEED,
     )
     requests = [GroupRequest(f"g{k}", Task("Obedient-v0", k), GROUP_SIZE) for k in range(NUM_GROUPS)]

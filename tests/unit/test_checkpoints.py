@@ -300,13 +300,14 @@ WRITER = textwrap.dedent("""
             store.save(step // 2, policy=step // 2, learner=Learner(step // 2), trainer_state={"step": step // 2})
             step += 1
 
-    chance = random.Random(0)
+    chance, patience = random.Random(0), 0.12
     last = -1
     for kill in range(num_kills):
         child = os.fork()
         if child == 0:
             write_for_ever(2 * (last + 1))
-        time.sleep(chance.uniform(0.0, 0.12))
+        time.sleep(chance.uniform(0.0, patience))
+        patience *= 2  # until a checkpoint comes through, however busy the machine is
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         store = CheckpointStore(folder, keep_last=2)
@@ -321,6 +322,7 @@ WRITER = textwrap.dedent("""
         assert (found.model_folder / "part_3.bin").read_bytes() == bytes([found.step % 251]) * 200_000
         for step in store.steps():
             store.load(step)
+        patience = 0.12 if found.step > last else patience
         last = found.step
     print("LAST", last, "LEFTOVERS", sum(name.startswith(".") for name in os.listdir(folder)))
 """)
