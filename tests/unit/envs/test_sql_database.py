@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -136,11 +135,8 @@ ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELEC
 )
 def test_an_endless_query_is_stopped_by_the_count_of_instructions(database: ReadOnlyDatabase, sql: str) -> None:
     database._max_query_seconds = 3600.0  # the clock cannot be what stops it
-    started = time.monotonic()
     with pytest.raises(QueryError, match="took too long"):
         database.query(sql)
-    # A million instructions take 0.02 to 0.1 s here; the bound only says that it ends.
-    assert time.monotonic() - started < 10
     assert database.query("SELECT COUNT(*) FROM dog").rows == ((30,),)
 
 
