@@ -6,6 +6,7 @@ Called by `run.py`, around everything that learns.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 
 import torch
 
+from gspo_gym.config.devices import names_of, place
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.truncation import Truncation
 from gspo_gym.models import Policy, save_base, save_policy
 from gspo_gym.models_adapters import is_adapter
+from gspo_gym.models_parallel import parallel_options
 from gspo_gym.models_quantization import is_quantized
 from gspo_gym.reference_client import ReferenceClient, ServedReference
 from gspo_gym.reference_process import ReferenceProcess
@@ -32,7 +35,8 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
 
     Raises:
         ServiceError: the server cannot be reached or does not come up.
-        ConfigError: it serves a model with another vocabulary, or the policy's weights are quantized.
+        ConfigError: it serves a model with another vocabulary, the policy's weights are quantized, or reference.tp
+            processes cannot share its layers.
     """
     if config.reference.placement != "dedicated":
         yield None
@@ -65,6 +69,8 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) -> Iterator[ReferenceClient]:
     model = folder / "model"
     process: ReferenceProcess | None = None
+    if config.reference.tp > 1:
+        parallel_options(policy.model.config, config.reference.tp)  # refuses before anything is written
     try:
         _save(policy, model)
         process = ReferenceProcess(
@@ -72,7 +78,8 @@ def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) ->
                 model=model,
                 port=config.reference.port,
                 dtype=config.model.dtype,
-                device=device,
+                device=torch.device(device).type,  # the first of those that it sees
+                tp=config.reference.tp,
                 num_threads=torch.get_num_threads(),  # it decides in which order sums are taken
             ),
             log=config.run_folder / "reference_server.log",
@@ -127,9 +134,7 @@ def _arguments(**options: object) -> list[str]:
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def _gpus(config: RunConfig) -> range | None:
-    """Those of [topology], after those that generate and those that learn; None without the section."""
-    if config.topology is None:
-        return None
-    first = config.topology.gpus_for_vllm + config.topology.gpus_for_training
-    return range(first, first + config.topology.gpus_for_ref)
+def _gpus(config: RunConfig) -> tuple[str, ...] | None:
+    """Those of the reference, as its process is told of them; None: whatever this one sees."""
+    placement = place(config.topology, config.vllm)
+    return names_of(placement.reference, os.environ) if placement.is_split else None

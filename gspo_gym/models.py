@@ -18,13 +18,14 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.models_adapters import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.models_adapters import add_lora as add_lora
+from gspo_gym.models_parallel import parallel_options, require_even_parts
 from gspo_gym.models_quantization import (
     check_quantization,
     is_quantized,
@@ -57,11 +58,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """In which form weights are to be loaded: a dtype, a device, and what becomes of those that can be quantized."""
+    """In which form weights are to be loaded: dtype, device, what becomes of linear layers, and how many share each."""
 
     dtype: torch.dtype
     device: str
     quantization: Quantization
+    tp: int
 
 
 def load_policy(
@@ -71,6 +73,7 @@ def load_policy(
     device: str = "cpu",
     seed: int = 0,
     quantization: Quantization = "as_saved",
+    tp: int = 1,
 ) -> Policy:
     """The policy that `base` names, in eval mode.
 
@@ -83,19 +86,20 @@ def load_policy(
         device: where a torch device string says.
         seed: decides a tiny model's weights, unless the name does; nothing else is random.
         quantization: "nf4" loads the linear layers in 4 bits (QLoRA), "int8" in 8; "as_saved" leaves them as they come.
+        tp: ranks of torch's default process group that share each layer, all of them; see `models_parallel`.
 
     Raises:
         UnknownNameError: there is no such tiny model, folder or hub model.
         CheckpointError: the folder is there but holds no model that loads.
         ConfigError: an unknown dtype; quantized weights where bitsandbytes or its support of the device is missing, or
-            other ones than the adapter was trained on.
+            other ones than the adapter was trained on; a model that cannot be shared out over `tp` ranks.
 
     >>> load_policy("tiny:qwen3-64", seed=7).base
     'tiny:qwen3-64@7'
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    form = _Form(_DTYPES[dtype], device, quantization)
+    form = _Form(_DTYPES[dtype], device, quantization, tp)
     if quantization != "as_saved":
         check_quantization(device)
     if base.startswith(TINY_PREFIX):
@@ -104,6 +108,9 @@ def load_policy(
         policy = _load_folder(Path(base).expanduser(), form)
     else:
         policy = _load_hub(base, form)
+    if tp > 1:
+        _require_plain(policy)
+        require_even_parts(policy.model)
     keep_differentiable(policy.model)
     if not is_quantized(policy.model):  # those are where they belong, and transformers refuses to move them
         policy.model.to(device)
@@ -192,6 +199,11 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
             quantized = _load_folder(Path(folder), form).model
         quantized.name_or_path = policy.base
         return Policy(model=quantized, tokenizer=policy.tokenizer, base=policy.base)
+    if form.tp > 1:
+        options = _options(form, lambda: model.config)
+        with no_progress_bars():
+            shared = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options)
+        return Policy(model=shared, tokenizer=policy.tokenizer, base=policy.base)
     for parameter in model.parameters():  # and not the buffers: rotary frequencies need float32
         parameter.data = parameter.data.to(form.dtype)
     return policy
@@ -207,8 +219,9 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
                 f"{', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}"
             )
         with no_progress_bars():
+            options = _options(form, lambda: AutoConfig.from_pretrained(folder, local_files_only=True))
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True, **_options(form)
+                folder, local_files_only=True, output_loading_info=True, **options
             )
         if report["missing_keys"]:  # transformers would go on with random numbers in their place
             raise CheckpointError(f"model folder {folder}: weights are missing: {sorted(report['missing_keys'])[:5]}")
@@ -242,16 +255,25 @@ def _load_adapter(folder: Path, form: _Form) -> Policy:
 
 def _load_hub(base: str, form: _Form) -> Policy:
     tokenizer = _from_hub(base, AutoTokenizer.from_pretrained)
-    model = _from_hub(base, AutoModelForCausalLM.from_pretrained, **_options(form))
+    options = _options(form, lambda: _from_hub(base, AutoConfig.from_pretrained))
+    model = _from_hub(base, AutoModelForCausalLM.from_pretrained, **options)
     return Policy(model=model, tokenizer=tokenizer, base=base)
 
 
-def _options(form: _Form) -> dict[str, Any]:
+def _options(form: _Form, read_config: Callable[[], Any]) -> dict[str, Any]:
     """What transformers' `from_pretrained` is told (Any: untyped)."""
     quantized = (
         {} if form.quantization == "as_saved" else quantization_options(form.quantization, form.dtype, form.device)
     )
-    return {"dtype": form.dtype, **quantized}
+    shared = {} if form.tp == 1 else parallel_options(read_config(), form.tp)
+    return {"dtype": form.dtype, **quantized, **shared}
+
+
+def _require_plain(policy: Policy) -> None:
+    if is_adapter(policy.model) or is_quantized(policy.model):
+        raise ConfigError(
+            f"{policy.base}: an adapter or quantized weights cannot be shared out over ranks: set tp to 1"
+        )
 
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:

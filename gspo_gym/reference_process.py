@@ -25,18 +25,18 @@ class ReferenceProcess:
 
     Args:
         log: the file that its output is written to.
-        visible_gpus: their numbers, for CUDA_VISIBLE_DEVICES; None: as here.
+        visible_gpus: what CUDA_VISIBLE_DEVICES lists; None: as here.
 
     Attributes:
         token: lets its client change the weights.
     """
 
-    def __init__(self, arguments: Sequence[str], *, log: Path, visible_gpus: Sequence[int] | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], *, log: Path, visible_gpus: Sequence[str] | None = None) -> None:
         self.token = secrets.token_hex(16)
         self._log = log
         environment = {**os.environ, TOKEN_VARIABLE: self.token}
         if visible_gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in visible_gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(

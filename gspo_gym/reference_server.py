@@ -2,7 +2,7 @@
 
 It answers on the loopback interface only: who comes from another machine brings a tunnel. Started by `build_reference`
 for runs with reference.placement = "dedicated", or by hand for [services] reference_url. The protocol is in
-`reference_wire.py`.
+`reference_wire.py`. With --tp, other processes share the model with this one: `reference_ranks.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
-from gspo_gym.errors import GymError, RecordError
-from gspo_gym.learning.scoring import Scorer
-from gspo_gym.models import load_policy
+from gspo_gym.errors import GymError
+from gspo_gym.reference_model import FrozenModel
+from gspo_gym.reference_ranks import Ranks, start_ranks
 from gspo_gym.reference_wire import MAX_BODY_BYTES, TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings, check_inputs
 
 
@@ -37,67 +37,43 @@ class ReferenceModel:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._model: Any = None  # Any: transformers is untyped
-        self._scorers: dict[ScoringSettings, Scorer] = {}
-        self._info: dict[str, Any] = {"status": "loading"}  # Any: JSON values
+        self._ranks = Ranks()
+        self._model: FrozenModel | None = None
 
-    def load(self, base: str, *, dtype: str, device: str) -> None:
-        """Load what `models.load_policy` takes."""
-        policy = load_policy(base, dtype=dtype, device=device)
-        self._model = policy.model.requires_grad_(False)
-        self._info = {
-            "status": "ready",
-            "model": policy.base,
-            "pid": os.getpid(),
-            "dtype": dtype,
-            "vocab_size": policy.model.get_input_embeddings().num_embeddings,
-            "num_parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
-            "version": 0,
-        }
+    def load(self, base: str, *, dtype: str, device: str, ranks: Ranks | None = None) -> None:
+        """Load what `models.load_policy` takes, shared out over `ranks`; None: in this process alone."""
+        self._ranks = self._ranks if ranks is None else ranks
+        order = {"do": "load", "base": base, "dtype": dtype, "device": device}
+        with self._ranks.together(order, is_timed=False):
+            model = FrozenModel(base, dtype=dtype, device=device, tp=self._ranks.size)
+        self._model = model
 
     def info(self) -> Mapping[str, Any]:
         """What `/health` says (Any: JSON values)."""
-        return self._info
+        return {"status": "loading"} if self._model is None else {**self._model.info, "pids": self._ranks.pids}
 
-    @torch.no_grad()
     def score(self, tensors: Mapping[str, Tensor], settings: ScoringSettings) -> Tensor:
         """[B, T] logprobs, on the processor.
 
         Raises:
             RecordError, ConfigError: what is asked for cannot be scored.
         """
-        check_inputs(tensors, self._info["vocab_size"])
-        device = next(self._model.parameters()).device
-        inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
-        with self._lock:
-            if settings not in self._scorers:
-                truncation = None if settings.truncation.keeps_all else settings.truncation
-                self._scorers[settings] = Scorer(
-                    self._model,
-                    temperature=settings.temperature,
-                    chunk_tokens=settings.chunk_tokens,
-                    truncation=truncation,
-                )
-            return self._scorers[settings].score(**inputs).logprobs.cpu()
+        assert self._model is not None
+        check_inputs(tensors, self._model.info["vocab_size"])
+        order = {"do": "score", "settings": settings.to_query()}
+        with self._lock, self._ranks.together(order, tensors):
+            return self._model.score(tensors, settings)
 
-    @torch.no_grad()
     def replace(self, file: Path, version: int) -> None:
         """Take other parameters, from a safetensors file that names them as the model does.
 
         Raises:
             RecordError: the file holds others, or cannot be read.
         """
-        try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise RecordError(f"/load: {file} cannot be read: {error}") from error
-        own = dict(self._model.named_parameters())
-        if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in own.items()}:
-            raise RecordError(f"/load: {file} holds other parameters than the model's {len(own)}")
-        with self._lock:
-            for name, parameter in own.items():
-                parameter.copy_(tensors[name])
-            self._info = {**self._info, "version": version}
+        assert self._model is not None
+        order = {"do": "replace", "file": str(file), "version": version}
+        with self._lock, self._ranks.together(order):
+            self._model.replace(file, version)
 
 
 def make_server(port: int, model: ReferenceModel, token: str | None) -> ThreadingHTTPServer:
@@ -174,9 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped; 1 if the port is taken or the model cannot be loaded."""
     arguments = _parser().parse_args(argv)
-    if arguments.num_threads:
-        torch.set_num_threads(arguments.num_threads)
+    num_threads = (arguments.num_threads or torch.get_num_threads()) // arguments.tp or 1
+    torch.set_num_threads(num_threads)
     model = ReferenceModel()
+    if arguments.ends_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         server = make_server(arguments.port, model, os.environ.get(TOKEN_VARIABLE))
     except OSError as error:
@@ -184,11 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"reference server: port {arguments.port} is taken: choose another one", file=sys.stderr)
         return 1
-    if arguments.ends_with_stdin:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        model.load(arguments.model, dtype=arguments.dtype, device=arguments.device)
+        model.load(
+            arguments.model, dtype=arguments.dtype, device=arguments.device, ranks=_ranks(arguments, num_threads)
+        )
     except GymError as error:
         print(f"reference server: {error}", file=sys.stderr)
         return 1
@@ -197,15 +175,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _ranks(arguments: argparse.Namespace, num_threads: int) -> Ranks | None:
+    if arguments.tp == 1:
+        return None
+    return start_ranks(
+        arguments.tp, device=arguments.device, num_threads=num_threads, max_seconds=arguments.max_request_s
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gspo_gym.reference_server", description="Serve a frozen policy.")
     parser.add_argument("--model", required=True, help="a folder, tiny:NAME@SEED, or a model id of the hub")
     parser.add_argument("--port", type=int, default=8002)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cpu", help="a torch device")
-    parser.add_argument("--num-threads", type=int, default=0, help="of torch; 0: its own choice")
+    parser.add_argument("--device", default="cpu", help="a torch device; cpu or cuda with --tp")
+    parser.add_argument(
+        "--tp", type=_at_least_one, default=1, help="processes that share each layer, each on a GPU if on any"
+    )
+    parser.add_argument("--num-threads", type=int, default=0, help="of torch, of all processes; 0: its own choice")
+    parser.add_argument("--max-request-s", type=float, default=300.0, help="with --tp: then a process hangs; seconds")
     parser.add_argument("--ends-with-stdin", action="store_true", help="exit when the standard input is closed")
     return parser
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
 
 
 def _end_with_stdin() -> None:

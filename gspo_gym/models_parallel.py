@@ -1,0 +1,88 @@
+"""A model shared out over processes: each rank holds a part of every layer (tensor parallelism).
+
+Called by `models.load_policy`, in every rank of torch's default process group. It is cut as transformers plans it; a
+model without a plan, or one whose parts would not be equal, is refused and not run in another way. For forward passes
+only. The logits come whole to every rank, so that who computes with them need not know.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from gspo_gym.errors import ConfigError
+
+_WHOLE = "replicated_with_grad_allreduce"  # transformers' word for what every rank holds in full
+
+
+def parallel_options(config: Any, tp: int) -> dict[str, Any]:
+    """What transformers' `from_pretrained` must be told (Any: untyped, as is the model's configuration).
+
+    Embeddings and the output head stay whole on every rank if the size of the vocabulary does not divide.
+
+    Raises:
+        ConfigError: the model has no plan, or its heads cannot be shared out evenly.
+    """
+    kind = type(config).__name__.removesuffix("Config")
+    _require_even_heads(config.get_text_config(), kind, tp)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # it writes into what it is given
+    words = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
+    sizes = {
+        name: module.weight.shape[0]
+        for name, module in skeleton.named_modules()
+        if any(module is either for either in words)
+    }
+    if not skeleton.tp_plan.keys() - sizes.keys():
+        raise ConfigError(f"{kind}: transformers has no plan for sharing its layers out over {tp} ranks: set tp to 1")
+    changes = {name: _WHOLE for name, size in sizes.items() if size % tp}
+    try:
+        sharing = transformers.distributed.DistributedConfig(tp_size=tp, tp_plan=changes or None)
+    except TypeError as error:
+        raise ConfigError(
+            f"sharing a model out over {tp} ranks needs transformers 5.19 or newer, {transformers.__version__} is "
+            f"installed: {error}"
+        ) from error
+    return {"distributed_config": sharing}
+
+
+def _require_even_heads(config: Any, kind: str, tp: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % tp:
+            raise ConfigError(f"{kind}: {name} = {heads} cannot be shared out evenly over {tp} ranks: set another tp")
+
+
+def require_even_parts(model: nn.Module) -> None:
+    """Refuse a model of which one rank holds more than another: its layers would not fit together.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            axis = getattr(placement, "dim", None)  # None: whole
+            if axis is not None and parameter.shape[axis] % (ranks * getattr(placement, "split_factor", 1)):
+                raise ConfigError(
+                    f"{type(model).__name__}: {name} {list(parameter.shape)} cannot be shared out evenly over {ranks} "
+                    f"ranks along axis {axis}: set another tp"
+                )
+
+
+def copy_into(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """Overwrite a parameter; of one that is shared out, this rank's part of it. Nothing travels between ranks."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    part = distribute_tensor(
+        whole.to(parameter.device, parameter.dtype), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+    parameter.to_local().copy_(part.to_local())
