@@ -6,11 +6,11 @@ Called by `build.py`, which says what is learned from the episodes, and by the c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gspo_gym.build_apps import AppPlayers, environment_ids
-from gspo_gym.build_engines import build_engine
+from gspo_gym.build_engines import build_endpoint, build_engine
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.run_config import RunConfig
@@ -40,12 +40,21 @@ from gspo_gym.warmup import WarmupPlan
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """A policy that can play: its engine, and the task apps that ask it. Start it before it plays, and close it."""
+    """A policy that can play: its engine, and the task apps that ask it. Start it before it plays, and close it.
+
+    `endpoint` plays what is learned from in the engine's place, with somebody else's weights; None: the engine does.
+    """
 
     policy: Policy
     engine: Engine
     renderers: RendererCache
     apps: AppPlayers | None = None
+    endpoint: Engine | None = None
+
+    @property
+    def sampler(self) -> Engine:
+        """What plays the episodes that are learned from."""
+        return self.engine if self.endpoint is None else self.endpoint
 
     async def start(self) -> tuple[str, ...]:
         """Ask the task apps whether they can be used, and open the gateway; returns a line about each of them.
@@ -56,9 +65,11 @@ class Player:
         return () if self.apps is None else await self.apps.start()
 
     async def close(self) -> None:
-        """End the gateway, then the engine; closing twice is fine."""
+        """End the gateway, then the engines; closing twice is fine."""
         if self.apps is not None:
             await self.apps.close()
+        if self.endpoint is not None:
+            await self.endpoint.close()
         await self.engine.close()
 
 
@@ -76,6 +87,22 @@ async def build_player(config: RunConfig, policy: Policy) -> Player:
     return Player(policy, engine, build_renderers(config, policy.tokenizer), apps)
 
 
+async def build_training_player(config: RunConfig, policy: Policy) -> Player:
+    """As `build_player`; with rollout.rescore an endpoint plays what is learned from.
+
+    Raises:
+        ConfigError, MissingExtraError, EngineError: see `build_engine`.
+    """
+    player = await build_player(config, policy)
+    if not config.rollout.rescore:
+        return player
+    try:
+        return replace(player, endpoint=await build_endpoint(config, policy))
+    except BaseException:
+        await player.close()
+        raise
+
+
 def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
     """How messages become tokens, as [rollout.policy_config] says (Any: transformers is untyped)."""
     asked = config.rollout.policy_config
@@ -86,10 +113,10 @@ def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
     )
 
 
-def build_actor(config: RunConfig, player: Player, *, temperature: float) -> EngineActor:
-    """Who samples from the player's weights as [rollout] says, but for the temperature."""
+def build_actor(config: RunConfig, engine: Engine, *, temperature: float) -> EngineActor:
+    """Who samples from the engine as [rollout] says, but for the temperature."""
     return EngineActor(
-        player.engine,
+        engine,
         temperature=temperature,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
@@ -133,11 +160,11 @@ def local_play(
 
 
 def build_play(config: RunConfig, player: Player, *, mode: Literal["rl", "eval"]) -> PlayEpisode:
-    """Plays the episodes of every source with the player's weights: as training does ("rl"), or an evaluation."""
+    """Plays the episodes of every source: as training does ("rl"), or an evaluation, with the player's own weights."""
     is_training = mode == "rl"
     temperature = config.rollout.temperature if is_training else config.evaluation.temperature
     limits = config.training_limits if is_training else config.episode_limits
-    act = build_actor(config, player, temperature=temperature)
+    act = build_actor(config, player.sampler if is_training else player.engine, temperature=temperature)
 
     def play_of(source: TaskSource) -> PlayEpisode:
         if source.task_url is None:

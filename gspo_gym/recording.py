@@ -63,6 +63,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
     {
         "started": "a run began",
         "resumed": "a run went on from a checkpoint; data: what of later steps went into discarded/",
+        "rescored": "an endpoint plays what is learned from, scored by the learner; data: where it is, and of which "
+        "distribution the logprobs in its episodes are (none: they are zeros)",
         "warmup": "the warm-up ended; data: its losses",
         "evaluation": "data: the evaluation, seed by seed",
         "checkpoint": "a checkpoint is complete; data: its folder",
@@ -88,13 +90,14 @@ SUMMARY: Mapping[str, str] = MappingProxyType(
     {
         "status": "how the run ended",
         "policy_name": "the user's name for who played",
+        "rescored": "whether an endpoint played what was learned from, and the policy evaluations only",
         "steps": "training steps taken",
         "episodes": "episodes trained on",
         "wall_seconds": "seconds of training and evaluation",
         "initial_eval": "the evaluation before the first step",
         "final_eval": "the last evaluation",
         "best_eval": "the evaluation with the highest score",
-        "sampled_tokens": "tokens that the policy sampled in training episodes",
+        "sampled_tokens": "tokens that were sampled in training episodes",
         "trained_tokens": "tokens that went through a backward pass",
         "curve": "[step, score] of every evaluation",
     }

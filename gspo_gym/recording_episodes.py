@@ -43,7 +43,8 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
     """JSON values (hence Any) that `trajectory_from_json` turns into an equal trajectory.
 
     Messages have the shape of the OpenAI chat API. `reward` is there for people; it follows from the turns. So is
-    `policy_name`, the user's name for who played.
+    `policy_name`, the user's name for who played, and `knows_weights`: False where tokens were sampled by weights that
+    nobody here knows (an endpoint's, or a script's), whose logprobs are then not the policy's, or zeros.
     """
     task = trajectory.task
     return {
@@ -51,6 +52,7 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
         "trajectory_id": trajectory.trajectory_id,
         "attempt": trajectory.attempt,
         "policy_name": policy_name,
+        "knows_weights": all((each.weight_version[each.action_mask] >= 0).all() for each in trajectory.segments),
         "task": {"env_id": task.env_id, "seed": task.seed, "options": dict(task.options)},
         "sampling_seed": trajectory.sampling_seed,
         "outcome": trajectory.outcome.value,

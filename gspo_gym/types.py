@@ -219,9 +219,9 @@ class Segment:
         token_ids: int32.
         action_mask: bool, True where the policy sampled the token. Environment, template and appended end-of-turn
             tokens are False.
-        rollout_logprobs: float32, the engine's; 0 where the mask is False.
+        rollout_logprobs: float32, the engine's; 0 where the mask is False, and everywhere if it gives none.
         turn_index: int32, the turn that sampled the token; -1 where the mask is False.
-        weight_version: int32, of the weights that sampled the token; -1 where the mask is False.
+        weight_version: int32, of the weights that sampled the token; -1 where the mask is False, or nobody knows them.
     """
 
     token_ids: Int32Array

@@ -21,7 +21,8 @@ def _shares_leave_some(mixture: Entries) -> str | None:
     return f"expected shares below 1 in sum, got {total:g}: rollout.env_name gets the rest, and must get some"
 
 
-def _has_app(task_url: str | None, mixture: Entries) -> bool:
+def has_app(task_url: str | None, mixture: Entries) -> bool:
+    """Whether a task app plays a part of the episodes."""
     return task_url is not None or any(entry.get("task_url") for entry in mixture)
 
 
@@ -33,7 +34,7 @@ def _keys_are_of_apps(mixture: Entries) -> str | None:
 
 
 def _gateway_has_an_app(is_given: bool, task_url: str | None, mixture: Entries) -> str | None:
-    if not is_given or _has_app(task_url, mixture):
+    if not is_given or has_app(task_url, mixture):
         return None
     return "has no effect without a task app: give services.task_url, or remove this section"
 
@@ -43,7 +44,7 @@ def _schemas_come_from_an_app(
 ) -> str | None:
     if not is_obeyed:
         return None
-    if not _has_app(task_url, mixture):
+    if not has_app(task_url, mixture):
         return "has no effect without a task app, which alone asks for schemas: give services.task_url, or remove this"
     if min_tokens:
         return f"knows the model's own end tokens, which rollout.min_output_tokens = {min_tokens} would withhold: set 0"

@@ -117,8 +117,8 @@ def _nothing_else_is_acknowledged(
     return None
 
 
-def _stale_samples_are_weighed(max_staleness: int, old_logprobs: str, level: str) -> str | None:
-    if max_staleness == 0 or old_logprobs == "rollout" or level != "none":
+def _stale_samples_are_weighed(max_staleness: int, old_logprobs: str, level: str, rescore: bool) -> str | None:
+    if max_staleness == 0 or old_logprobs == "rollout" or level != "none" or rescore:  # of which none are allowed
         return None
     return (
         f"expected 0, got {max_staleness}: samples of earlier weights would be taken for fresh ones; set "
@@ -270,7 +270,7 @@ OBJECTIVE_RULES = (
         "each event has its limit in step_rewards_k_limits; choose another strategy",
     ),
     Rule(
-        ("training.max_staleness", "correction.old_logprobs", "correction.level"),
+        ("training.max_staleness", "correction.old_logprobs", "correction.level", "rollout.rescore"),
         _stale_samples_are_weighed,
     ),
     Rule(("reference.placement", *KL_TERMS), _reference_fits_terms),

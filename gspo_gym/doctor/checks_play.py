@@ -110,9 +110,9 @@ def groups_are_constant(run: RunView) -> Finding | None:
 
 
 def reward_does_not_rise(run: RunView) -> Finding | None:
-    """The return of training episodes is what it was, or lower."""
+    """The return of training episodes is what it was, or lower; an endpoint's does not rise."""
     reward = run.all("rollout/reward_mean")
-    if reward is None or len(reward.values) < MIN_STEPS_FOR_A_TREND or run.is_succeeding:
+    if reward is None or len(reward.values) < MIN_STEPS_FOR_A_TREND or run.is_succeeding or run.is_rescored:
         return None
     third = len(reward.values) // 3
     first, last = reward.values[:third], reward.values[-third:]
@@ -133,6 +133,23 @@ def reward_does_not_rise(run: RunView) -> Finding | None:
         if has_fallen
         else f"try {3 * rate:.2g}; if that makes it worse, {rate / 3:.2g}; then look at the other findings, and at the "
         "episodes with the highest and the lowest return",
+    )
+
+
+def episodes_are_an_endpoints(run: RunView) -> Finding | None:
+    """What is learned from was sampled by other weights, which never change."""
+    if not run.is_rescored:
+        return None
+    success = run.recent("rollout/success_rate")
+    return Finding(
+        "note",
+        "episodes_are_an_endpoints",
+        "The training episodes are an endpoint's, trained on without correction: what they earn says how good that is, "
+        "and only the evaluations say how good the policy is.",
+        "rollout.rescore is true" + ("" if success is None else f"; success {success.mean:.0%} in {success.steps}"),
+        "rollout.engine",
+        'when an evaluation comes near to it, set "local" or "vllm" without rollout.rescore, and go on from the last '
+        "checkpoint (model.source) with the policy's own samples",
     )
 
 
@@ -311,6 +328,7 @@ CHECKS: tuple[Check, ...] = (
     evaluation_fell,
     evaluation_does_not_improve,
     reward_does_not_rise,
+    episodes_are_an_endpoints,
     groups_are_constant,
     episodes_are_cut_off,
     answers_do_not_parse,

@@ -114,9 +114,14 @@ class RunView:
 
     @property
     def is_succeeding(self) -> bool:
-        """The last quarter's episodes succeed nine times of ten, so that little is left to learn."""
+        """The last quarter's episodes succeed nine times of ten, so that little is left to learn; not if rescored."""
         success = self.recent("rollout/success_rate")
-        return success is not None and success.mean >= 0.9
+        return success is not None and success.mean >= 0.9 and not self.is_rescored
+
+    @property
+    def is_rescored(self) -> bool:
+        """An endpoint played the training episodes, so that what they earned says nothing about the policy."""
+        return bool(self.setting("rollout.rescore", False))
 
     @property
     def _window_size(self) -> int:

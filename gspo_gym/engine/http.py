@@ -47,9 +47,9 @@ class HttpSettings:
         api_key_env: the environment variable that holds the key, which must then be set; None: no key is sent.
         tier: "trainable": token ids and logprobs, or an error that says what is missing. "text": text only, whatever
             the endpoint can do. "auto": the best that it can do.
-        rescore: text is trainable, too: the caller promises to replace the logprobs, which are zeros, by the learner's
-            own and to correct nothing by them. Weights that sampled other tokens than the learner reads are then
-            ignored, which is a departure to be meant.
+        rescore: whatever it samples is trainable, text too: the caller promises to put the learner's own logprobs in
+            place of the endpoint's, which may be zeros, and to correct nothing by these (`rollout.rescore`). That other
+            weights sampled is then ignored, which is a departure to be meant.
         max_model_len: longest prompt plus completion, in tokens; None: as the endpoint says.
         vocab_size: token ids are below it; None: not known, so that only negative ones are refused.
         cache_salt: keeps the server's prefix cache apart from that of others (vLLM); None: shared.
@@ -284,7 +284,7 @@ class HttpEngine:
         if not self.route.has_logprobs:
             self.why_not_trainable = (
                 f"{self.route.name} gives no token ids and logprobs. Evaluate with it; to train on its text all the "
-                "same, with the learner's own logprobs in place of the sampler's, set rescore = true"
+                "same, with the learner's own logprobs in place of the sampler's, set rollout.rescore = true"
             )
             return
         self.logprobs = await find_logprob_facts(ask)

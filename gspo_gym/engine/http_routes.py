@@ -129,9 +129,10 @@ class SglangRoute:
 class TextRoute:
     """`/v1/completions` with text, which any such endpoint understands: the prompt decoded, the answer encoded.
 
-    Encoding again may give other tokens than were sampled, and the server may put a begin-of-text token of its own
-    before the prompt. The logprobs are zeros. If the endpoint says that it stopped, the first stop token is appended,
-    for it cuts off the text that stopped it.
+    Encoding again may give other tokens than were sampled, more than were asked for (those are cut off), and the server
+    may put a begin-of-text token of its own before the prompt; but the tokens say what the text says, or it is an
+    error. The logprobs are zeros. If the endpoint says that it stopped, the first stop token is appended, for it cuts
+    off the text that stopped it.
     """
 
     name = "/v1/completions with text"
@@ -170,7 +171,7 @@ class TextRoute:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise AnswerError(f'answer: expected finish reason "stop" or "length", got {reason!r}')
-        ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)][:max_tokens]
+        ids = self._encode(text)[:max_tokens]
         has_stopped = reason == "stop" and bool(sampling.stop_token_ids) and len(ids) < max_tokens
         if has_stopped:
             ids.append(sampling.stop_token_ids[0])
@@ -182,6 +183,15 @@ class TextRoute:
             finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
             weight_version=np.full(len(ids), _UNKNOWN_VERSION, np.int32),
         )
+
+    def _encode(self, text: str) -> list[int]:
+        ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+        if (read := self._tokenizer.decode(ids, skip_special_tokens=False)) != text:
+            raise AnswerError(
+                f"answer: expected a text that the policy's tokenizer can write, got {shorten(text)}, of which it "
+                f"makes {shorten(read)}"
+            )
+        return ids
 
 
 def _root(client: OpenAIClient) -> str:

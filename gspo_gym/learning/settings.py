@@ -150,6 +150,11 @@ class CorrectionSettings(Settings):
         ),
     )
 
+    @property
+    def reads_rollout_logprobs(self) -> bool:
+        """Whether the loss depends on the engine's logprobs."""
+        return self.old_logprobs == "rollout" or self.level != "none" or self.off_policy_threshold is not None
+
     @model_validator(mode="after")
     def _corrects_a_recomputed_ratio(self) -> CorrectionSettings:
         if self.level != "none" and self.old_logprobs == "rollout":

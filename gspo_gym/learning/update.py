@@ -77,6 +77,7 @@ class Learner:
     Args:
         optimizer, loss, update, advantages, rewards, correction, reference: the settings; None: their defaults. Of the
             advantages' and rewards', those are used that need logprobs or the whole batch (`shaping`).
+        rescores: other weights sampled, so that nothing is compared with `rollout_logprobs`, which may be zeros.
         temperature: that the rollouts were sampled with; logprobs are of that distribution.
         truncation: that they were sampled with; used if update.score_truncated says so, and then needed.
         total_steps: optimizer steps of the whole run, for schedules that decay; None: not known.
@@ -98,6 +99,7 @@ class Learner:
         advantages: AdvantageSettings | None = None,
         rewards: RewardSettings | None = None,
         correction: CorrectionSettings | None = None,
+        rescores: bool = False,
         reference: ReferenceSettings | None = None,
         temperature: float = 1.0,
         truncation: Truncation | None = None,
@@ -113,6 +115,9 @@ class Learner:
         self._loss = loss
         self._settings = update
         self._correction = correction or CorrectionSettings()
+        self._rescores = rescores
+        if rescores:
+            _require_no_comparison(self._correction)
         self._reference_settings = reference or ReferenceSettings()
         self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
         self._seed = seed
@@ -264,7 +269,7 @@ class Learner:
             return
         # The learner's logprobs before the update are the old ones; where the engine's stand for these, the present
         # ones as long as no step was taken.
-        knows_gap = is_first_epoch if self._recomputes_old else tally.num_steps == 0
+        knows_gap = not self._rescores and (is_first_epoch if self._recomputes_old else tally.num_steps == 0)
         self._optimizer.zero_grad()
         facts = []
         for part in minibatch.parts:
@@ -306,6 +311,14 @@ class Learner:
     @property
     def _recomputes_old(self) -> bool:
         return self._correction.old_logprobs == "recompute"
+
+
+def _require_no_comparison(correction: CorrectionSettings) -> None:
+    if correction.reads_rollout_logprobs:
+        raise ConfigError(
+            "correction: the sampler's logprobs are not looked at where its samples are rescored; leave old_logprobs, "
+            f"level and off_policy_threshold at their defaults, got {correction}"
+        )
 
 
 def _scored(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> ScoredBatch:

@@ -102,8 +102,12 @@ class FaultyServer:
         spoil: Callable[[Json], Json] = lambda answer: answer,
         retry_after: str = "0.5",
         has_seeds: bool = True,
+        write: Callable[[Json], str] | None = None,
     ) -> None:
-        """`spoil` changes the JSON of a completion before it is sent. `plan` is of completions only."""
+        """`spoil` changes the JSON of a completion before it is sent. `plan` is of completions only.
+
+        `write` is another model in dialect "text": what it makes of a request is the whole text, which then stops.
+        """
         self.plan = plan or FaultPlan()
         self.seen: list[Seen] = []
         self.faults: Counter[str] = Counter()
@@ -115,6 +119,7 @@ class FaultyServer:
         self._logprobs = logprobs
         self._retry_after = retry_after
         self._has_seeds = has_seeds
+        self._write = write
         self._num_completions = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -288,6 +293,9 @@ class FaultyServer:
         known = {"model", "prompt", "max_tokens", "temperature", "top_p", "seed", "n", "stop"}
         if unknown := sorted(set(body) - known):
             return 400, {"error": {"message": f"Unrecognized request arguments supplied: {', '.join(unknown)}"}}
+        if self._write is not None:
+            written = {"index": 0, "text": self._write(body), "finish_reason": "stop", "logprobs": None}
+            return 200, {"object": "text_completion", "choices": [written]}
         stops = [hash_model.read(stop)[0] for stop in body.get("stop", [])]
         sample = hash_model.sample(
             hash_model.read(body["prompt"]),

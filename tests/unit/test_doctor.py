@@ -273,6 +273,13 @@ CASES: list[
         "rollout.max_output_tokens",
     ),
     (
+        play.episodes_are_an_endpoints,
+        ({"rollout/success_rate": 0.8}, {}),
+        ({"rollout/success_rate": 0.8}, {"rollout.engine": "http", "rollout.rescore": True}),
+        "note",
+        "rollout.engine",
+    ),
+    (
         play.padding_is_high,
         ({"batch/padding_fraction": 0.49}, {}),
         ({"batch/padding_fraction": 0.51}, {}),
@@ -385,6 +392,16 @@ def test_a_flat_reward_is_no_news_in_a_short_run_or_at_the_top():
     assert play.reward_does_not_rise(RunView(config=CONFIG, metrics=with_noise(0.2, 0.0, num_steps=30))) is not None
     at_the_top = [line | {"rollout/success_rate": 0.95} for line in with_noise(0.9, 0.0)]
     assert play.reward_does_not_rise(RunView(config=CONFIG, metrics=at_the_top)) is None
+
+
+def test_what_an_endpoints_episodes_earn_is_not_taken_for_the_policys():
+    flat = with_noise(0.2, 0.0)
+    assert play.reward_does_not_rise(RunView(config=CONFIG, metrics=flat)) is not None
+    rescored = RunView(config=configured({"rollout.rescore": True}), metrics=flat)
+    assert play.reward_does_not_rise(rescored) is None
+    collapse = {"policy/entropy": quarters(1.0, 0.01), "rollout/success_rate": 0.95}
+    assert checks.entropy_collapsed(a_run(collapse)) is None  # the task is learned
+    assert checks.entropy_collapsed(a_run(collapse, {"rollout.rescore": True})) is not None  # but not by the policy
 
 
 def evaluations(*scores: tuple[float, float, float], name: str = "success") -> list[dict[str, Any]]:
@@ -512,8 +529,8 @@ def write_run(folder: Path, metrics: Mapping[str, float], *, failures: int = 0) 
     evaluation = {"step": 40}
     recorder.summary(
         {
-            "status": "completed", "policy_name": "policy", "steps": 40, "episodes": 40, "wall_seconds": 1.0,
-            "initial_eval": evaluation, "final_eval": evaluation, "best_eval": evaluation,
+            "status": "completed", "policy_name": "policy", "rescored": False, "steps": 40, "episodes": 40,
+            "wall_seconds": 1.0, "initial_eval": evaluation, "final_eval": evaluation, "best_eval": evaluation,
             "sampled_tokens": 1, "trained_tokens": 1, "curve": [],
         }
     )  # fmt: skip

@@ -245,13 +245,39 @@ def test_text_that_was_cut_off_stays_cut_off() -> None:
     assert completion.finish_reason is FinishReason.LENGTH
 
 
+class ShoutingTokenizer(hash_model.LetterTokenizer):
+    """Knows no lower case, as a tokenizer that normalises what it reads."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return super().encode(text.upper(), add_special_tokens=add_special_tokens)
+
+
+def test_a_text_that_the_tokenizer_cannot_write_is_an_error_and_never_another_text() -> None:
+    async def generate(engine: HttpEngine) -> None:
+        server.spoil = lambda answer: said(answer, "ABC")
+        assert (await engine.generate(PROMPT, SAMPLING)).token_ids.tolist()[:3] == [0, 1, 2]
+        server.spoil = lambda answer: said(answer, "AbC")
+        with pytest.raises(
+            EngineError, match=r"a text that the policy's tokenizer can write, got 'AbC', .* 'ABC' \(2 "
+        ):
+            await engine.generate(PROMPT, SAMPLING)
+
+    def said(answer: Json, text: str) -> Json:
+        answer["choices"][0]["text"] = text
+        return answer
+
+    with FaultyServer(dialect="text", spoil=lambda answer: said(answer, "X")) as server:
+        settings = {"max_model_len": 100, "tier": "text", "retries": RetrySettings(max_attempts=2)}
+        use(server, generate, ShoutingTokenizer(), **settings)
+
+
 def test_rescoring_must_be_asked_for_by_name() -> None:
     async def why_not(engine: HttpEngine) -> str | None:
         return engine.why_not_trainable
 
     with FaultyServer(dialect="text") as server:
         reason = use(server, why_not, TOKENIZER, max_model_len=100)
-        assert "set rescore = true" in reason
+        assert "set rollout.rescore = true" in reason
         found = use(server, capabilities_of, TOKENIZER, max_model_len=100, rescore=True)
     assert (found.is_trainable, found.logprob_mode) == (True, "none")
 
