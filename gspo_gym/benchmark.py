@@ -1,6 +1,6 @@
 """How fast engines sample multi-turn episodes: `python -m gspo_gym.benchmark engines`.
 
-`faults`, `isolation`, `pipeline` and `gateway` are other measurements, in files named after them.
+`faults`, `isolation`, `pipeline`, `gateway` and `weights` are other measurements, in files named after them.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -29,6 +29,7 @@ from gspo_gym.benchmark_gateway import run_gateway
 from gspo_gym.benchmark_isolation import run_isolation
 from gspo_gym.benchmark_pipeline import Workload, run_pipeline
 from gspo_gym.benchmark_vllm import has_vllm, running_vllm
+from gspo_gym.benchmark_weights import run_weights
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.errors import EngineError, GymError
@@ -235,14 +236,14 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    choices = ["engines", "faults", "isolation", "pipeline", "gateway"]
+    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights"]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults, 200 for isolation")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="runs of each engine, median kept (default: %(default)s)"
+        "--repeats", type=int, default=3, help="runs of each engine or updates, median kept (default: %(default)s)"
     )
     parser.add_argument(
         "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"
@@ -262,6 +263,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "isolation":
         return run_isolation(arguments.episodes or 200)
     torch.set_num_threads(arguments.threads)
+    if arguments.what == "weights":
+        return run_weights(arguments.model, dtype=arguments.dtype, num_updates=arguments.repeats)
     policy = load_policy(arguments.model, dtype=arguments.dtype)
     plans = make_workload(arguments.episodes or 64)
     turns = [len(plan.num_sampled) for plan in plans]

@@ -14,7 +14,7 @@ from torch import nn
 from gspo_gym.attestation import TOLERANCES, Canary, Score, canary_prompts
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.weights import WeightSyncSection
-from gspo_gym.engine.base import Engine
+from gspo_gym.engine.base import Engine, UpdateKind
 from gspo_gym.engine.rebuildable import RebuildableEngine
 from gspo_gym.engine.router import RoutedEngine
 from gspo_gym.learning.mismatch import MismatchAlarm
@@ -22,7 +22,7 @@ from gspo_gym.learning.scoring import Scorer
 from gspo_gym.models import Policy
 from gspo_gym.models_adapters import is_adapter
 from gspo_gym.recording import RunRecorder
-from gspo_gym.staging import Staging, num_weight_bytes, staging_root
+from gspo_gym.staging import Handover, Staging, num_weight_bytes, staging_root
 from gspo_gym.types import Float32Array
 from gspo_gym.weight_sync import Target, WeightSync, choose_kind
 
@@ -37,7 +37,13 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         ConfigError: the engine takes new weights in no way that the settings allow.
     """
     asked, max_staleness = config.training.weight_sync or WeightSyncSection(), config.training.max_staleness
-    kind = choose_kind(engine, is_adapter=is_adapter(policy.model), mode=asked.mode, direct=asked.direct)
+    kind = choose_kind(
+        engine,
+        is_adapter=is_adapter(policy.model),
+        mode=asked.mode,
+        direct=asked.direct,
+        is_handed_over=asked.transfer != "files",
+    )
     in_flight = max_staleness > 0 and "keep" in engine.capabilities.pause_modes
     canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
     if isinstance(engine, RoutedEngine) and canary is not None:
@@ -47,7 +53,7 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         [Target(engine, None if rebuildable is None else rebuildable.rebuild)],
         mode="keep" if in_flight else "wait",
         kind=kind,
-        staging=None if kind == "shared" else _staging(config, policy, asked),
+        staging=_staging(config, policy, kind),
         canary=canary,
         verify_every_k=asked.verify_every_k,
         interval=config.training.weight_sync_interval,
@@ -98,9 +104,11 @@ def learner_score(model: nn.Module, temperature: float) -> Score:
 def build_alarm(config: RunConfig) -> MismatchAlarm | None:
     """The alarm of correction.max_engine_gap; None where none is given and the logprobs differ on purpose.
 
-    They do where the engine truncates or reshapes a distribution that the learner scores whole, and where an adapter's
-    dropout acts while the learner scores.
+    They do where the engine truncates or reshapes a distribution that the learner scores whole, where an adapter's
+    dropout acts while the learner scores, and where other weights sample.
     """
+    if config.rollout.rescore:
+        return None
     rollout, lora, max_gap = config.rollout, config.training.lora, config.correction.max_engine_gap
     is_truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     is_reshaped = rollout.repetition_penalty != 1 or rollout.min_output_tokens > 0
@@ -110,10 +118,15 @@ def build_alarm(config: RunConfig) -> MismatchAlarm | None:
     return MismatchAlarm(max_gap=max_gap, has_16_bits=set(_dtypes(config)) != {"float32"})
 
 
-def _staging(config: RunConfig, policy: Policy, asked: WeightSyncSection) -> Staging:
+def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | Handover | None:
+    if kind == "shared":
+        return None
+    if kind == "transfer":
+        return Handover(policy, dtype=_dtypes(config)[1])
     keep = config.training.max_staleness + 2
     num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # one more goes a commit later
-    root = staging_root(config.run_folder, in_memory=asked.direct, num_bytes=num_bytes)
+    in_memory = (config.training.weight_sync or WeightSyncSection()).direct
+    root = staging_root(config.run_folder, in_memory=in_memory, num_bytes=num_bytes)
     return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])
 
 

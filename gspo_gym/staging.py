@@ -1,4 +1,4 @@
-"""New weights as immutable folders, one a version, complete or not there; read by engines that do not share memory.
+"""New weights for engines that do not share memory: immutable folders, one a version, or tensors handed over.
 
     ROOT/policy-v{N}/
         config.json, model*.safetensors, ...   all weights, transformers layout ("full"); a LoRA merged into its base
@@ -6,7 +6,8 @@
         manifest.json                          size and SHA-256 of every file; written last
 
 A path is never written twice: engines read lazily, and some take what they read at a path before for what is there now.
-Not for resuming a run, which needs the optimizer too (`checkpoints.py`). Called by `weight_sync`.
+A folder is complete or not there. Not for resuming a run, which needs the optimizer too (`checkpoints.py`). Called by
+`weight_sync`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
-from gspo_gym.engine.base import UpdateKind, WeightUpdate
+from gspo_gym.engine.base import TensorMeta, UpdateKind, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, UsageError
 from gspo_gym.models import Policy, no_progress_bars
 from gspo_gym.models_adapters import ADAPTER, is_adapter
@@ -68,11 +71,11 @@ class Staging:
 
         Raises:
             ConfigError: "adapter" of a policy without one, or "full" of quantized weights, which no merge gives back.
-            UsageError: this version was staged before, or is shared.
+            UsageError: this version was staged before, or is not for a folder.
             EngineError: the disk refuses (full, read-only).
         """
-        if kind == "shared":
-            raise UsageError("Staging.stage: shared weights are not staged")
+        if kind not in ("full", "adapter"):
+            raise UsageError(f"Staging.stage: weights of kind {kind!r} are not written into folders")
         target = self._root / f"policy-v{version}"
         if target in self._used:
             raise UsageError(f"{target}: was staged before; a path is never written twice")
@@ -115,52 +118,180 @@ class Staging:
 
     def _write_full(self, folder: Path) -> None:
         model = self._policy.model
-        if is_quantized(model):
-            raise ConfigError(
-                'stage: quantized weights cannot be sent whole; the engine must take an update of kind "adapter"'
-            )
+        _require_whole(model)
         base = model.get_base_model() if is_adapter(model) else model
-        weights = {name: self._cast(tensor) for name, tensor in full_weights(model)}
+        once = frozenset(_names_once(model))  # cast, tied weights would no longer be seen to be one
+        weights = {name: _cast(tensor, self._dtype) for name, tensor in full_weights(model) if name in once}
         with no_progress_bars():
             base.save_pretrained(folder, state_dict=weights, max_shard_size=self._max_shard_size)
         self._policy.tokenizer.save_pretrained(folder)
         if self._dtype is not None:
             _say_dtype(folder / "config.json", self._dtype)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
+
+class Handover:
+    """The same interface for engines that take tensors from memory: nothing is written, nothing is kept.
+
+    Args:
+        policy: as `Staging`'s. An update is of its weights as they were when it was made, and cannot be had again when
+            they have changed.
+        dtype: as `Staging`'s.
+    """
+
+    def __init__(self, policy: Policy, *, dtype: str | None = None) -> None:
+        self._policy = policy
+        self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+
+    def stage(self, version: int, kind: UpdateKind) -> WeightUpdate:
+        """The policy's present weights, read whenever the update is iterated.
+
+        Raises:
+            ConfigError: quantized weights, which no merge gives back.
+            UsageError: any other kind than "transfer".
+        """
+        if kind != "transfer":
+            raise UsageError(f"Handover.stage: weights of kind {kind!r} are not handed over")
+        _require_whole(self._policy.model)
+        return WeightUpdate(version, kind, tensors=PolicyTensors(self._policy.model, self._dtype))
+
+    def retire(self, committed: int) -> None:
+        """Nothing was kept."""
+
+    def close(self) -> None:
+        """Nothing was written."""
+
+
+class PolicyTensors:
+    """What `Staging` would write of a model, as a `TensorSource`: merged, cast, tied weights once, named as in files.
+
+    No copy is made of what is neither merged nor cast. Where transformers holds tensors that the files have in parts
+    (experts), those parts are made at once and not one after another.
+
+    Args:
+        model: a policy's (Any: untyped). Iterating refuses, at its begin and its end, if its weights are others now.
+        dtype: of tensors of floating point; None leaves them as they are.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None) -> None:
+        self._model = model
+        self._base = model.get_base_model() if is_adapter(model) else model
+        self._dtype = dtype
+        self._fingerprint = _fingerprint(model)
+        self._names = frozenset(_names_once(model))
+        plain = {
+            name: torch.empty_like(tensor, device="meta", dtype=_cast_dtype(tensor, dtype))
+            for name, tensor in _base_weights(model)
+            if name in self._names
+        }
+        saved = revert_weight_conversion(self._base, plain)
+        self._is_split = saved is not plain
+        self._metadata = tuple(TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self._model.device
+        return device
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """What iterating gives, in that order."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._require_unchanged()
+        pairs = (
+            (name, _cast(tensor, self._dtype)) for name, tensor in full_weights(self._model) if name in self._names
+        )
+        yield from revert_weight_conversion(self._base, dict(pairs)).items() if self._is_split else pairs
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        if _fingerprint(self._model) != self._fingerprint:
+            raise EngineError(
+                "the policy's weights were changed since this version of them was to be sent: they can only be sent as "
+                "a new version"
+            )
 
 
 def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """All weights of a policy under the names of its base, each detached; a LoRA's are merged, and changed nowhere.
 
-    Merged in the precision of the adapter (float32) and then rounded once to the base's. PEFT's own `merge_adapter`
-    changes the model, and its `unmerge_adapter` does not give a 16-bit base back. (Any: models are untyped.)
+    Merged in the precision of the adapter (float32) and then rounded once to the base's, one at a time. PEFT's own
+    `merge_adapter` changes the model, and its `unmerge_adapter` does not give a 16-bit base back. (Any: models are
+    untyped.)
     """
-    if not is_adapter(model):
-        yield from ((name, tensor.detach()) for name, tensor in model.state_dict().items())
-        return
-    base = model.get_base_model()
-    deltas = dict(_deltas(base))
-    for name, tensor in base.state_dict().items():
-        if "lora_" in name:
-            continue
-        name = re.sub(r"(\.base_layer)+\.", ".", name)
-        delta = deltas.pop(name, None)
-        yield name, tensor.detach() if delta is None else (tensor.detach() + delta).to(tensor.dtype)
+    deltas = dict(_deltas(model.get_base_model())) if is_adapter(model) else {}
+    for name, tensor in _base_weights(model):
+        if (delta := deltas.pop(name, None)) is None:
+            yield name, tensor
+        else:
+            with torch.no_grad():
+                merged = (tensor + delta()).to(tensor.dtype)
+            yield name, merged
     if deltas:
         raise ConfigError(f"stage: the adapter's {sorted(deltas)[0]!r} is not among the weights of its base")
 
 
-def _deltas(base: Any) -> Iterator[tuple[str, Tensor]]:
-    """What the adapter adds to each matrix, by the matrix's name (Any: peft is untyped)."""
+def _base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights below an adapter, or all, detached, under the names that they have without one (Any: untyped)."""
+    if not is_adapter(model):
+        yield from ((name, tensor.detach()) for name, tensor in model.state_dict().items())
+        return
+    for name, tensor in model.get_base_model().state_dict().items():
+        if "lora_" not in name:
+            yield re.sub(r"(\.base_layer)+\.", ".", name), tensor.detach()
+
+
+def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """What computes the adapter's addition to each matrix, by the matrix's name (Any: peft is untyped)."""
     from peft.tuners.lora import LoraLayer  # here: it takes seconds to load, and full training needs none of it
 
     for path, layer in base.named_modules():
         if isinstance(layer, LoraLayer) and ADAPTER in layer.r:
             name = re.sub(r"(\.base_layer)+$", "", path)
-            with torch.no_grad():
-                yield f"{name}.{getattr(layer, 'parameter_name', 'weight')}", layer.get_delta_weight(ADAPTER)
+            yield f"{name}.{getattr(layer, 'parameter_name', 'weight')}", partial(layer.get_delta_weight, ADAPTER)
+
+
+def _names_once(model: Any) -> Iterator[str]:
+    """The names of all weights but those that are another name's memory: a head tied to the embeddings (Any: untyped).
+
+    In the order of the model, in which the embeddings come first, as transformers and vLLM expect it.
+    """
+    seen = set()
+    for name, tensor in _base_weights(model):
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or place not in seen:
+            yield name
+        seen.add(place)
+
+
+def _fingerprint(model: Any) -> list[int]:
+    """A number for each parameter that other values would change: the sum of its bits as 64-bit words (Any: untyped).
+
+    A read of all weights, which is little beside sending them. torch's own count of writes misses fused optimizers.
+    """
+    return [int(total) for total in torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().flatten()
+    in_words = (flat.numel() * flat.element_size()) % 8 == (flat.storage_offset() * flat.element_size()) % 8 == 0
+    return flat.view(torch.int64 if in_words else torch.uint8).sum()
+
+
+def _require_whole(model: Any) -> None:
+    if is_quantized(model):
+        raise ConfigError(
+            'stage: quantized weights cannot be sent whole; the engine must take an update of kind "adapter"'
+        )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(_cast_dtype(tensor, dtype))
+
+
+def _cast_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
 def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
@@ -185,30 +316,36 @@ def num_weight_bytes(model: Any) -> int:
 
 
 def tensor_digests(update: WeightUpdate) -> dict[str, str]:
-    """SHA-256 of the bytes of each staged tensor, by name; an engine that says the same of its own holds just these."""
-    from safetensors import safe_open
-
-    digests = {}
-    assert update.folder is not None
-    for path in sorted(update.folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 not a mapping
-                tensor = file.get_tensor(name).contiguous().flatten().view(torch.uint8)
-                digests[name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-    return digests
+    """SHA-256 of the bytes of each tensor, by name; an engine that says the same of its own holds just these."""
+    tensors = _staged_tensors(update.folder) if update.tensors is None else update.tensors
+    return {name: hashlib.sha256(_bytes_of(tensor)).hexdigest() for name, tensor in tensors}
 
 
 def verify_staged(update: WeightUpdate) -> None:
-    """Compare every file of a staged folder with what was written.
+    """Compare every file of a staged folder, if the weights are in one, with what was written.
 
     Raises:
         EngineError: a file is missing or changed; names it.
     """
-    assert update.folder is not None
     for name, digest in update.checksums.items():
+        assert update.folder is not None
         path = update.folder / name
         if not path.is_file() or _sha256(path) != digest:
             raise EngineError(f"{path}: is missing or was changed after it was staged")
+
+
+def _staged_tensors(folder: Path | None) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    assert folder is not None
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 not a mapping
+                yield name, file.get_tensor(name)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _seal(folder: Path, version: int, kind: UpdateKind) -> Mapping[str, str]:

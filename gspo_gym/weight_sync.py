@@ -19,7 +19,7 @@ from gspo_gym.attestation import Canary, ChecksumLog
 from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate
 from gspo_gym.engine.rebuildable import BringUp
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError
-from gspo_gym.staging import Staging, tensor_digests, verify_staged
+from gspo_gym.staging import Handover, Staging, tensor_digests, verify_staged
 from gspo_gym.types import DroppedEpisode, Trajectory, TrajectoryGroup
 
 # Closes an engine, makes another, lets the function bring it up, and only then lets calls through; see
@@ -44,11 +44,11 @@ class WeightSync:
         targets: whose weights change.
         mode: what becomes of requests in flight.
         kind: how weights reach the engines; see `choose_kind`.
-        staging: writes them; needed unless they are shared.
+        staging: writes them, or hands them over; needed unless they are shared.
         canary: asked of every engine before a version is committed; None: never, for engines that share the learner's
             memory.
-        verify_every_k: updates between comparisons of checksums, of staged files and, where engines have them, of what
-            they hold; 0 compares none.
+        verify_every_k: updates between comparisons of checksums, of what was staged and, where engines have them, of
+            what they hold; 0 compares none.
         interval: steps between updates by `after_step`.
         on_event: told of every failed update and every rebuild.
 
@@ -63,7 +63,7 @@ class WeightSync:
         *,
         mode: PauseMode = "wait",
         kind: UpdateKind = "shared",
-        staging: Staging | None = None,
+        staging: Staging | Handover | None = None,
         canary: Canary | None = None,
         verify_every_k: int = 0,
         interval: int = 1,
@@ -138,10 +138,11 @@ class WeightSync:
         """Give a fresh engine the last committed version; for one that died between updates.
 
         Its canary is not compared with the learner, which may be ahead by now; the files are compared with what was
-        staged.
+        staged. Weights that were handed over can be handed over again as long as they are the learner's present ones.
 
         Raises:
-            EngineError: nothing was staged: what was shared is no longer known to be what was committed.
+            EngineError: nothing was staged: what was shared is no longer known to be what was committed. Or what was
+                handed over is no longer there.
         """
         update = self._last
         if update is None and self.committed == {0}:
@@ -237,25 +238,27 @@ def versions_of(trajectory: Trajectory) -> frozenset[int]:
     return frozenset(int(version) for versions in found for version in versions)
 
 
-def choose_kind(engine: Engine, *, is_adapter: bool, mode: Literal["direct", "full"], direct: bool) -> UpdateKind:
+def choose_kind(
+    engine: Engine, *, is_adapter: bool, mode: Literal["direct", "full"], direct: bool, is_handed_over: bool = False
+) -> UpdateKind:
     """How weights reach this engine with the least copying that the settings allow.
 
     `direct` allows to share memory. Of what is staged, mode "direct" sends the adapter alone if the policy is one, and
-    "full" sends all weights, an adapter merged into them.
+    "full" sends all weights, an adapter merged into them. `is_handed_over` is for engines that were started for that.
 
     Raises:
         ConfigError: none of these is a way that the engine has.
     """
     wanted: list[UpdateKind] = ["shared"] if direct else []
     wanted += ["adapter"] if is_adapter and mode == "direct" else []
-    wanted += ["full"]
+    wanted = ["transfer"] if is_handed_over else [*wanted, "full"]
     for kind in wanted:
         if kind in engine.capabilities.update_kinds:
             return kind
     raise ConfigError(
         f"training.weight_sync: expected an engine that takes new weights as one of {', '.join(wanted)}, got one that "
-        f"takes {list(engine.capabilities.update_kinds)}; see mode and direct there, and whether the engine was "
-        "started for adapters"
+        f"takes {list(engine.capabilities.update_kinds)}; see mode, direct and transfer there, and whether the engine "
+        "was started for adapters"
     )
 
 

@@ -23,3 +23,9 @@ class WeightSyncSection(Settings):
     verify_every_k: int = Field(
         default=0, ge=0, description="updates between checks of files and checksums, besides the canary's; 0: none"
     )
+    transfer: Literal["files", "ipc", "nccl", "shared_memory"] = Field(
+        default="files",
+        description="how all weights reach vLLM in this process: as files that it reads, or handed over in memory: by "
+        "CUDA IPC on the learner's own GPU, by NCCL to GPUs of [topology], or through this machine's memory; ipc and "
+        "nccl were never run on a GPU, hence the default",
+    )

@@ -1,7 +1,8 @@
-"""What must be in a folder before a vLLM server or engine is told to read it: it would take less without a word."""
+"""What must be there before vLLM is told to read weights or is handed them: it would take less without a word."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from gspo_gym.errors import EngineError
@@ -22,14 +23,23 @@ def weights_folder(folder: Path, model_folder: Path | None) -> Path:
     found = _shapes(staged)
     if not found:
         raise EngineError(f"expected weights (*.safetensors) in {staged}, got none")
-    expected = _shapes(model_folder) if model_folder is not None else found
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    require_tensors(found, model_folder, where=str(staged))
+    return staged
+
+
+def require_tensors(shapes: Mapping[str, tuple[int, ...]], model_folder: Path | None, *, where: str) -> None:
+    """Refuse weights that are not exactly the tensors of the model that is served, as far as that is known.
+
+    Raises:
+        EngineError: names where they are, and what is missing, unknown or of another shape.
+    """
+    expected = _shapes(model_folder) if model_folder is not None else shapes
+    wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if wrong:
         raise EngineError(
-            f"{staged}: expected the {len(expected)} tensors of {model_folder}; {len(wrong)} are missing, unknown or "
-            f"of another shape, such as {wrong[0]}: expected {expected.get(wrong[0])}, got {found.get(wrong[0])}"
+            f"{where}: expected the {len(expected)} tensors of {model_folder}; {len(wrong)} are missing, unknown or of "
+            f"another shape, such as {wrong[0]}: expected {expected.get(wrong[0])}, got {shapes.get(wrong[0])}"
         )
-    return staged
 
 
 def adapter_folder(folder: Path) -> Path:

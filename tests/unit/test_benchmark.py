@@ -16,6 +16,8 @@ from gspo_gym.benchmark_isolation import render as render_isolation
 from gspo_gym.benchmark_pipeline import StepTimes, Workload
 from gspo_gym.benchmark_pipeline import measure as measure_pipeline
 from gspo_gym.benchmark_pipeline import render as render_pipeline
+from gspo_gym.benchmark_weights import Costs as WeightCosts
+from gspo_gym.benchmark_weights import render as render_weights
 from gspo_gym.models import load_policy
 
 
@@ -107,3 +109,13 @@ def test_the_isolation_table_shows_medians_in_milliseconds_and_megabytes(capsys:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert ["thread", "2.00", "0.50", "0.10", "-"] in rows
     assert ["process", "4.00", "1.00", "0.20", "8.0"] in rows
+
+
+def test_the_weights_table_shows_medians_and_the_ratio_to_the_fastest_way(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    costs = {"disk": WeightCosts([1.0, 2.0, 9.0], [3.0, 4.0, 11.0]), "memory": WeightCosts([0.5], [1.6])}
+    Console(width=120).print(render_weights(costs))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert ["disk", "2.000", "4.000", "2.50"] in rows
+    assert ["memory", "0.500", "1.600", "1.00"] in rows

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gspo_gym.engine.base import WeightUpdate
+from gspo_gym.engine.base import TensorMeta, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, UsageError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.models import Policy, adapt_policy, load_policy
-from gspo_gym.staging import Staging, num_weight_bytes, staging_root, tensor_digests, verify_staged
+from gspo_gym.staging import Handover, Staging, num_weight_bytes, staging_root, tensor_digests, verify_staged
 
 DENSE, MOE = "tiny:qwen3-64", "tiny:qwen3-moe-64"
 
@@ -139,12 +139,58 @@ def test_a_path_is_never_written_twice(tmp_path: Path) -> None:
         staging.stage(1, "full")
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("base", [DENSE, MOE])
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_what_is_handed_over_is_what_would_be_in_a_file(
+    base: str, dtype: str | None, is_adapter: bool, tmp_path: Path
+) -> None:
+    """Byte for byte, experts one by one; and its metadata says so before anything is merged or cast."""
+    policy = with_adapter(base) if is_adapter else load_policy(base, seed=1)
+    update = Handover(policy, dtype=dtype).stage(1, "transfer")
+    assert (update.kind, update.folder) == ("transfer", None)
+    assert tensor_digests(update) == tensor_digests(Staging(policy, tmp_path / "w", dtype=dtype).stage(1, "full"))
+    tensors = update.tensors
+    assert tensors is not None
+    assert tensors.device.type == "cpu"
+    for _ in range(2):  # as often as asked for
+        found = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+        assert found == list(tensors.metadata())
+
+
+def test_what_is_handed_over_is_not_copied_unless_it_must_be() -> None:
+    policy = load_policy(DENSE, seed=1)
+    own = {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
+    update = Handover(policy, dtype="float32").stage(1, "transfer")
+    assert {name: tensor.data_ptr() for name, tensor in update.tensors or ()} == own
+    assert not any(tensor.requires_grad for _, tensor in update.tensors or ())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_version_that_was_written_over_cannot_be_handed_over_again(dtype: str, fused: bool) -> None:
+    """Not even half of it: an optimizer's step is seen before the first tensor, and after the last."""
+    policy = load_policy(DENSE, seed=1, dtype=dtype)
+    old = Handover(policy).stage(1, "transfer")
+    tensors = iter(old.tensors or ())
+    next(tensors)
+    parameter = policy.model.model.norm.weight  # 64 numbers, all of them one
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW([parameter], lr=1e-2, fused=fused).step()
+    for reading in (tensors, iter(old.tensors or ())):
+        with pytest.raises(EngineError, match="were changed since this version of them was to be sent"):
+            list(reading)
+    assert len(list(Handover(policy).stage(2, "transfer").tensors or ())) == 24
+
+
 def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
     staging = Staging(load_policy(DENSE, seed=1), tmp_path / "w")
     with pytest.raises(ConfigError, match="a policy with a LoRA adapter"):
         staging.stage(1, "adapter")
-    with pytest.raises(UsageError, match="not staged"):
+    with pytest.raises(UsageError, match="not written into folders"):
         staging.stage(1, "shared")
+    with pytest.raises(UsageError, match="'full' are not handed over"):
+        Handover(load_policy(DENSE, seed=1)).stage(1, "full")
     with pytest.raises(ConfigError, match="at least 2"):
         Staging(load_policy(DENSE, seed=1), tmp_path / "w", keep=1)
 

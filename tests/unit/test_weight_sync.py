@@ -7,6 +7,7 @@ learner knows which to expect.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gspo_gym.attestation import Canary, ChecksumLog, canary_prompts
 from gspo_gym.engine.base import Capabilities, SamplingParams, WeightUpdate
@@ -22,8 +24,8 @@ from gspo_gym.engine.rebuildable import RebuildableEngine
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import adapt_policy, load_policy
-from gspo_gym.staging import Staging
+from gspo_gym.models import Policy, adapt_policy, load_policy
+from gspo_gym.staging import Handover, Staging
 from gspo_gym.types import Completion, DroppedEpisode, Outcome, Segment, Task, Trajectory, TrajectoryGroup
 from gspo_gym.weight_sync import Target, WeightSync, choose_kind, require_committed
 
@@ -134,6 +136,15 @@ def test_a_canary_compares_every_sampled_token_of_both_turns() -> None:
         asyncio.run(main(15))
     for environment_token in (11, 12, 21, 22):  # nothing was sampled there
         assert asyncio.run(main(environment_token)) == 0
+
+
+@pytest.mark.parametrize(("num_copies", "num_asked"), [(1, 2), (2, 2), (5, 5)])
+def test_a_canary_asks_every_copy_and_every_prompt(num_copies: int, num_asked: int) -> None:
+    engine = Versioned(num_copies=num_copies)
+    asyncio.run(Canary([[1, 2, 3], [4]], Learner().score).check(engine))
+    first = [call.prompt_token_ids for call in engine.calls if len(call.prompt_token_ids) < 4]
+    assert sorted(first) == sorted([(1, 2, 3), (4,), (1, 2, 3), (4,), (1, 2, 3)][:num_asked])
+    assert len({call.session_id for call in engine.calls}) == num_asked
 
 
 def test_nan_is_no_agreement() -> None:
@@ -330,10 +341,114 @@ def test_checksums_are_compared_every_k_updates(staging: Staging) -> None:
 
 def with_change(staging: Staging, version: int) -> None:
     """Make the staged policy another one."""
-    import torch
-
     with torch.no_grad():
         next(p for name, p in staging._policy.model.named_parameters() if "lora_B" in name).fill_(float(version))
+
+
+class Taker(Versioned):
+    """Is handed tensors, and holds copies of them; breaks off after the first of the version that it is told."""
+
+    def __init__(self, breaks_at: int = 0) -> None:
+        super().__init__(update_kinds=("transfer",), has_checksums=True)
+        self.breaks_at = breaks_at
+        self.held: dict[str, torch.Tensor] = {}
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        assert update.tensors is not None
+        for name, tensor in update.tensors:
+            self.held[name] = tensor.clone()
+            if update.version == self.breaks_at:
+                raise EngineError("the connection broke after the first tensor")
+        await super().apply_weights(update)
+
+    async def checksums(self) -> Mapping[str, str]:
+        return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in self.held.items()}
+
+
+def change(policy: Policy, value: float) -> None:
+    with torch.no_grad():
+        policy.model.lm_head.weight.fill_(value)
+
+
+def held_value(engine: Taker) -> float:
+    """Of the tied head, under the name of the embeddings."""
+    return float(engine.held["model.embed_tokens.weight"][0, 0])
+
+
+def test_an_engine_that_broke_off_a_transfer_is_replaced_by_one_that_gets_it_whole() -> None:
+    async def main() -> None:
+        policy, made = load_policy("tiny:qwen3-64", seed=1), []
+
+        async def make() -> Taker:
+            made.append(Taker(breaks_at=2 if not made else 0))
+            return made[-1]
+
+        engine = RebuildableEngine(await make(), make)
+        sync = WeightSync([Target(engine, engine.rebuild)], kind="transfer", staging=Handover(policy), verify_every_k=1)
+        for version in (1, 2, 3):
+            change(policy, version)
+            await sync.publish(version)
+        broken, fresh = made
+        assert (await broken.health()).is_poisoned
+        assert (broken.weight_version, held_value(broken), len(broken.held)) == (1, 2.0, 24)  # a mixture of two
+        assert (fresh.weight_version, held_value(fresh), len(fresh.held)) == (3, 3.0, 24)
+        assert fresh.held.keys() == dict(Handover(policy).stage(4, "transfer").tensors or ()).keys()
+
+    asyncio.run(main())
+
+
+def test_a_transfer_that_an_engine_skips_is_seen_by_its_checksums() -> None:
+    class Sleepy(Taker):
+        async def apply_weights(self, update: WeightUpdate) -> None:
+            held = self.held
+            self.held = {}
+            await super().apply_weights(update)
+            self.held = {f"fused.{name}": tensor for name, tensor in self.held.items()} if update.version < 2 else held
+
+    async def main() -> None:
+        policy = load_policy("tiny:qwen3-64", seed=1)
+        sync = WeightSync(Sleepy(), kind="transfer", staging=Handover(policy), verify_every_k=1)
+        await sync.publish(1)
+        change(policy, 2)
+        with pytest.raises(EnginePoisonedError, match="holds under version 2 what it held under version 1"):
+            await sync.publish(2)
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_is_handed_the_learners_weights_only_if_they_are_the_committed_ones() -> None:
+    """Else it stays dead until the next version, which brings a fresh one up."""
+
+    async def main() -> None:
+        policy, made = load_policy("tiny:qwen3-64", seed=1), []
+
+        async def make() -> Taker:
+            made.append(Taker())
+            return made[-1]
+
+        engine = RebuildableEngine(await make(), make)
+        sync = WeightSync([Target(engine, engine.rebuild)], kind="transfer", staging=Handover(policy))
+        engine.bring_up = sync.restore
+        change(policy, 1)
+        await sync.publish(1)
+        for version, is_ahead in ((1, False), (2, True)):
+            if is_ahead:
+                change(policy, version)
+            await made[-1].close()
+            with pytest.raises(EngineError, match="closed"):
+                await engine.generate([1], SAMPLING)
+            if is_ahead:
+                with pytest.raises(EnginePoisonedError, match="cannot be rebuilt: EngineError: the policy's weights"):
+                    await engine.generate([1], SAMPLING)
+                await sync.publish(version)
+            assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [version] * 4
+            assert held_value(made[-1]) == version
+        await made[-1].close()  # the rebuilt one is as good as the first
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate([1], SAMPLING)
+        assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [2] * 4
+
+    asyncio.run(main())
 
 
 def test_a_file_that_changed_after_staging_is_seen_when_it_is_verified(staging: Staging) -> None:

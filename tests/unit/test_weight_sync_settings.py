@@ -7,6 +7,7 @@ canaries are answered truly.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,6 +131,34 @@ def test_direct_goes_through_memory_and_otherwise_through_the_runs_folder(tmp_pa
     assert in_memory.folder.is_relative_to(expected)
     assert sent(tmp_path / "c", {}, update_kinds=("shared", "full")).kind == "shared"
     assert sent(tmp_path / "d", {"training.weight_sync.direct": False}, update_kinds=("shared", "full")).kind == "full"
+
+
+HANDED_OVER = {"training.weight_sync": {"mode": "full", "transfer": "shared_memory"}}
+
+
+def test_transfer_hands_the_policys_tensors_over_and_writes_nothing(tmp_path: Path) -> None:
+    """In vLLM's precision, with the adapter merged: what a file would hold, which transformers can be asked for."""
+
+    async def body(sync: WeightSync, engine: Reader, policy: Policy) -> None:
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.01)
+        await sync.publish(1)
+        (update,) = engine.updates
+        assert (update.kind, update.folder) == ("transfer", None)
+        merged = copy.deepcopy(policy.model).merge_and_unload().state_dict()
+        tensors = dict(update.tensors or ())
+        assert tensors.keys() == merged.keys() - {"lm_head.weight"}  # tied to the embeddings
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, merged[name].to(torch.bfloat16))
+        assert list((tmp_path / "sync").glob(".weights*")) == []
+
+    kinds = ("full", "transfer")
+    run(tmp_path, {**HANDED_OVER, "vllm.dtype": "bfloat16"}, body, update_kinds=kinds)
+    assert sent(tmp_path / "files", {"training.weight_sync.mode": "full"}, update_kinds=kinds).kind == "full"
+    with pytest.raises(ConfigError, match=r"takes new weights as one of transfer, got one that takes \['full'\]"):
+        sent(tmp_path / "none", HANDED_OVER, update_kinds=("full",))
 
 
 def test_checksums_are_compared_every_kth_update_and_by_default_never(tmp_path: Path) -> None:

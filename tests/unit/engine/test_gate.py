@@ -188,5 +188,5 @@ def test_an_update_in_flight_keeps_the_calls_that_run() -> None:
 
 
 def test_an_update_must_say_where_its_weights_are() -> None:
-    with pytest.raises(ConfigError, match="expected a folder unless shared"):
+    with pytest.raises(ConfigError, match="expected a folder with kind"):
         WeightUpdate(1, "full")

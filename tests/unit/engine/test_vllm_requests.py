@@ -140,6 +140,16 @@ def test_settings_leave_no_sampling_default_to_the_models_files() -> None:
     assert "enable_lora" not in fields
 
 
+def test_gpus_are_passed_on_as_vllm_numbers_them_and_otherwise_left_to_it() -> None:
+    settings = VllmSettings(
+        model="org/name", max_model_len=64, tensor_parallel_size=2, data_parallel_size=2, device_ids=(4, 5, 6, 7)
+    )
+    fields = settings.engine_args()
+    assert (fields["tensor_parallel_size"], fields["data_parallel_size"]) == (2, 2)
+    assert fields["device_ids"] == [4, 5, 6, 7]
+    assert "device_ids" not in VllmSettings(model="org/name", max_model_len=64).engine_args()
+
+
 def test_settings_with_a_rank_make_room_for_one_adapter_more_than_are_in_work() -> None:
     fields = VllmSettings(model="org/name", max_model_len=64, max_lora_rank=16, max_loras=3).engine_args()
     assert (fields["enable_lora"], fields["max_lora_rank"], fields["max_loras"]) == (True, 16, 3)
@@ -158,10 +168,12 @@ def test_settings_with_a_rank_make_room_for_one_adapter_more_than_are_in_work() 
         {"kv_cache_gib": 0.0},
         {"max_lora_rank": 12},
         {"max_loras": 0},
+        {"device_ids": (0, 1)},
+        {"device_ids": (1, 1), "tensor_parallel_size": 2},
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused_by_name(changes: dict[str, float]) -> None:
+def test_settings_out_of_range_are_refused_by_name(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         VllmSettings(**{"model": "org/name", "max_model_len": 64, **changes})  # type: ignore[arg-type]
 
