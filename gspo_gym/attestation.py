@@ -56,13 +56,16 @@ class Canary:
             raise ConfigError("Canary.prompts: expected one at least, of one token at least")
 
     async def check(self, engine: Engine) -> float:
-        """The largest difference found between the engine's and the learner's logprobs, nats.
+        """The largest difference found between the engine's and the learner's logprobs, nats; asks all prompts.
+
+        If there are more copies of the model than prompts, prompts are asked again, so that every copy answers.
 
         Raises:
             EngineError: it is beyond the tolerance; says where. Or the engine does not answer.
         """
+        num_asked = max(len(self.prompts), engine.capabilities.num_copies)
         with probing():
-            answers = await asyncio.gather(*(self._answer(engine, number) for number in range(len(self.prompts))))
+            answers = await asyncio.gather(*(self._answer(engine, number) for number in range(num_asked)))
         scored = await asyncio.to_thread(self.score, [tokens for tokens, _ in answers])
         worst = 0.0
         for number, ((tokens, sampled), logprobs) in enumerate(zip(answers, scored, strict=True)):
@@ -79,7 +82,8 @@ class Canary:
 
     async def _answer(self, engine: Engine, number: int) -> tuple[list[int], Mapping[int, float]]:
         """Two turns: all token ids, and the engine's logprob of each sampled one by its position."""
-        tokens = [int(token) for token in self.prompts[number]]
+        prompt = self.prompts[number % len(self.prompts)]
+        tokens = [int(token) for token in prompt]
         logprobs: dict[int, float] = {}
         for turn in range(2):
             sampling = SamplingParams(
@@ -93,7 +97,7 @@ class Canary:
             )
             logprobs |= {len(tokens) + k: float(value) for k, value in enumerate(completion.logprobs)}
             tokens += [int(token) for token in completion.token_ids]
-            tokens += [int(token) for token in self.prompts[number][:2]]  # what an environment says next
+            tokens += [int(token) for token in prompt[:2]]  # what an environment says next
         return tokens, logprobs
 
 
@@ -113,12 +117,21 @@ def canary_prompts(vocab_size: int, max_model_len: int, *, max_tokens: int = 8) 
     return tuple(tuple(int(token) for token in rng.integers(vocab_size, size=length)) for length in lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Digests of the tensors of an update, as they were staged and as an engine holds them."""
+
+    update: WeightUpdate
+    staged: Mapping[str, str]
+    digests: Mapping[str, str]
+
+
 class ChecksumLog:
     """Digests of what engines hold, from one verified update to the next."""
 
     def __init__(self) -> None:
-        self._before: tuple[WeightUpdate, Mapping[str, str]] | None = None
-        self._present: tuple[WeightUpdate, Mapping[str, str]] | None = None
+        self._before: _Held | None = None
+        self._present: _Held | None = None
 
     async def check(self, engine: Engine, update: WeightUpdate, staged: Mapping[str, str]) -> None:
         """Compare an engine's digests with the staged tensors', with other engines' and with those of the last check.
@@ -134,18 +147,17 @@ class ChecksumLog:
             return
         digests = {name: digest for name, digest in (await engine.checksums()).items() if digest != _EMPTY}
         _require_equal(digests, {name: staged[name] for name in digests.keys() & staged.keys()}, "was staged")
-        if self._present is not None and self._present[0] is not update:
+        if self._present is not None and self._present.update is not update:
             self._before, self._present = self._present, None
         if self._present is not None:
-            _require_equal(digests, self._present[1], "another engine holds")
-        if digests and self._before is not None and self._before[1] == digests:
-            before = self._before[0]
-            if before.checksums != update.checksums:
-                raise EngineError(
-                    f"the engine holds under version {update.version} what it held under version {before.version}, "
-                    "although other weights were staged: the update was skipped"
-                )
-        self._present = (update, digests)
+            _require_equal(digests, self._present.digests, "another engine holds")
+        before = self._before
+        if digests and before is not None and before.digests == digests and before.staged != staged:
+            raise EngineError(
+                f"the engine holds under version {update.version} what it held under version {before.update.version}, "
+                "although other weights were staged: the update was skipped"
+            )
+        self._present = _Held(update, staged, digests)
 
 
 def _require_equal(digests: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:

@@ -6,12 +6,14 @@ from here. Nothing here decides anything that the config does not say.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from gspo_gym.build_apps import environment_ids
+from gspo_gym.build_engines import build_while_learning
 from gspo_gym.build_judge import rewards_of_turns, tell_recorder
 from gspo_gym.build_rollouts import Player as Player
 from gspo_gym.build_rollouts import build_actor as build_actor
@@ -22,11 +24,13 @@ from gspo_gym.build_rollouts import build_player as build_player
 from gspo_gym.build_rollouts import build_pool as build_pool
 from gspo_gym.build_rollouts import build_renderers as build_renderers
 from gspo_gym.build_rollouts import build_scripted_evaluate as build_scripted_evaluate
+from gspo_gym.build_rollouts import build_training_player as build_training_player
 from gspo_gym.build_rollouts import build_training_pool as build_training_pool
 from gspo_gym.build_rollouts import build_warmup as build_warmup
 from gspo_gym.build_rollouts import local_play as local_play
 from gspo_gym.build_weights import build_alarm
 from gspo_gym.checkpoints import CheckpointStore
+from gspo_gym.config.devices import place, require_gpus
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import refuse_to_train
@@ -75,6 +79,8 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
     """
     refuse_to_train(config.sections)
     model, device = config.model, device_of(config)
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # what names no GPU, such as a kernel that is not torch's own, means this one
     check_options(device=device, torch_compile=model.torch_compile, liger_kernels=model.liger_kernels)
     seed = child_seed(config.run.seed, "model")
     policy = load_policy(
@@ -106,22 +112,30 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
 
 
 def device_of(config: RunConfig) -> str:
-    """The torch device that model.device and [compute] name.
+    """The learner's torch device, as model.device, [compute] and [topology] say; see `config.devices`.
 
     Raises:
-        ConfigError: a GPU is asked for on a machine without, or one of another type.
+        ConfigError: a GPU is asked for on a machine without, or more than there are, or one of another type.
     """
     compute, wanted = config.compute, config.model.device
     if wanted == "auto" and compute is not None:
         wanted = "cpu" if compute.gpu_count == 0 else "cuda"
     if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
         key = "model.device" if config.model.device == "cuda" else "compute.gpu_count"
         raise ConfigError(f"{key}: expected a CUDA device, and torch sees none here; use the processor (cpu, or 0)")
-    if wanted == "cuda" and compute is not None and compute.gpu_type is not None:
-        require_gpu_type(compute.gpu_type, torch.cuda.get_device_name())
-    return wanted
+    return _learners_gpu(config) if wanted == "cuda" else "cpu"
+
+
+def _learners_gpu(config: RunConfig) -> str:
+    compute, placement = config.compute, place(config.topology, config.vllm)
+    key = "vllm.tensor_parallel_size" if compute is None else "compute.gpu_count"
+    require_gpus(placement.num_gpus, torch.cuda.device_count(), os.environ, key)
+    if compute is not None and compute.gpu_type is not None:
+        for gpu in range(placement.num_gpus):
+            require_gpu_type(compute.gpu_type, torch.cuda.get_device_name(gpu))
+    return f"cuda:{placement.learner}" if placement.is_split else "cuda"
 
 
 def require_gpu_type(gpu_type: str, device_name: str) -> None:
@@ -148,6 +162,7 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
         advantages=config.advantages,
         rewards=config.rewards,
         correction=config.correction,
+        rescores=config.rollout.rescore,
         reference=config.reference_settings,
         temperature=rollout.temperature,
         truncation=Truncation(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p),
@@ -220,7 +235,7 @@ def build_trainer(
     Raises:
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
     """
-    engine = player.engine
+    engine = player.sampler
     if config.training.max_staleness > 0 and not engine.capabilities.reports_versions:
         raise ConfigError(
             f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
@@ -251,4 +266,5 @@ def build_trainer(
         is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
         alarm=build_alarm(config),
         more_metrics=more_metrics,
+        while_learning=build_while_learning(config, player.engine),
     )

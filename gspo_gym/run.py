@@ -47,6 +47,7 @@ _FREE_ON_RESUME = frozenset(
         "judge.gold.on_drift",
         "reference.placement",
         "reference.port",
+        "reference.tp",
         "reference.health_max_wait_s",
         "reference.health_interval_ms",
         "rollout.policy_name",
@@ -59,11 +60,15 @@ _FREE_ON_RESUME = frozenset(
         "training.checkpoint_every_n_iters",
         "training.stop_at_success_rate",
         "evaluation.every_n_iters",
+        "vllm.tensor_parallel_size",
+        "vllm.data_parallel_size",
+        "vllm.gpu_memory_utilization",
+        "vllm.sleep_while_learning",
     }
 )
 
 
-_FREE_SECTIONS = ("compute.", "gateway.", "tracking.")
+_FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
 
 
 def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
     policy = build.build_policy(config)
     async with contextlib.AsyncExitStack() as stack:
-        player = await build.build_player(config, policy)
+        player = await build.build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         # Before the folder exists: a wrong name, or an app that is not there, leaves nothing behind.
@@ -99,6 +104,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
         stack.callback(weight_sync.close)
         for line in notes:
             progress.note(line)
+        _tell_who_samples(config, player, recorder, progress, step=0)
         await weight_sync.attest()
         if warmup is not None:
             pool, plan = warmup
@@ -116,7 +122,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     state = TrainState.from_dict(checkpoint.trainer_state)
     policy = build.build_policy(config, str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
-        player = await build.build_player(config, policy)
+        player = await build.build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         for line in await player.start():
@@ -131,6 +137,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
         learner = build.build_learner(config, policy, reference)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
         await weight_sync.publish(state.step)
+        _tell_who_samples(config, player, recorder, progress, step=state.step)
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
         return await _train(config, player, learner, recorder, progress, state, weight_sync, judging)
 
@@ -167,9 +174,20 @@ async def _train(
         raise
     finally:
         recorder.event("finished", trainer.state.step, {"status": status})
-        summary = _summary(status, trainer.state, config.rollout.policy_name)
+        summary = _summary(status, trainer.state, config)
         recorder.summary(summary)
     return summary
+
+
+def _tell_who_samples(
+    config: RunConfig, player: build.Player, recorder: RunRecorder, progress: Progress, *, step: int
+) -> None:
+    """Write it down if the episodes that are learned from are not the policy's."""
+    if player.endpoint is None or config.services is None:
+        return
+    urls, mode = config.services.engine_urls, player.endpoint.capabilities.logprob_mode
+    recorder.event("rescored", step, {"urls": list(urls), "logprob_mode": mode})
+    progress.note(f"{', '.join(urls)} plays what is learned from, uncorrected; evaluations play the policy itself")
 
 
 async def _enter_judging(config: RunConfig, player: build.Player, stack: contextlib.AsyncExitStack) -> Judging | None:
@@ -203,10 +221,11 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {key: look_up(sections, key) for key in leaf_keys()}
 
 
-def _summary(status: str, state: TrainState, policy_name: str) -> dict[str, Any]:
+def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any]:
     return {
         "status": status,
-        "policy_name": policy_name,
+        "policy_name": config.rollout.policy_name,
+        "rescored": config.rollout.rescore,
         "steps": state.step,
         "episodes": state.num_episodes,
         "wall_seconds": state.wall_seconds,

@@ -43,6 +43,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share each layer (default 1)")
     group.add_argument("--data-parallel-size", type=int, default=1, help="copies of the model (default 1)")
     group.add_argument(
+        "--device-ids", type=_numbers, default=(), metavar="N,N", help="the GPUs for these (default: the first)"
+    )
+    group.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, help="fraction of a GPU's memory (default 0.9)"
     )
     group.add_argument("--kv-cache-gib", type=float, help="for keys and values; to be set on a CPU")
@@ -55,6 +58,10 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--max-lora-rank", type=int, default=0, help="> 0: weights arrive as LoRA adapters (default 0)")
     group.add_argument("--max-loras", type=int, default=2, help="adapters in work at once (default 2)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -91,6 +98,7 @@ def settings_of(arguments: argparse.Namespace) -> VllmSettings:
         max_num_seqs=arguments.max_num_seqs,
         tensor_parallel_size=arguments.tensor_parallel_size,
         data_parallel_size=arguments.data_parallel_size,
+        device_ids=arguments.device_ids,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         kv_cache_gib=arguments.kv_cache_gib,
         enforce_eager=arguments.enforce_eager,

@@ -7,9 +7,11 @@ decided in `build.py`; what they do with a batch is decided in `rollout` and `le
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -156,6 +158,7 @@ Evaluate = Callable[[str], Awaitable[Evaluation]]
 SaveCheckpoint = Callable[[TrainState], None]
 # Makes the learner's present weights the ones that sample, under the given version.
 Publish = Callable[[int], Awaitable[None]]
+WhileLearning = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class Trainer:
@@ -177,13 +180,15 @@ class Trainer:
         is_committed: Callable[[int], bool] | None = None,
         alarm: MismatchAlarm | None = None,
         more_metrics: Callable[[int], Mapping[str, float]] | None = None,
+        while_learning: WhileLearning = contextlib.nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
 
         `weight_version` says what samples now, and is asked only if episodes are played ahead. `is_committed` says
         whether tokens of a version may be trained on; None: all may. `alarm` judges every batch; None: nobody does.
-        `more_metrics` gives a step's others.
+        `more_metrics` gives a step's others. `while_learning` is around the learner's work on a batch; what played it
+        may give its memory up for so long.
         """
         self.plan = plan
         self.state = state or TrainState()
@@ -197,6 +202,7 @@ class Trainer:
         self._is_committed = is_committed
         self._alarm = alarm
         self._more_metrics = more_metrics
+        self._while_learning = while_learning
         self._clock = clock
 
     async def run(self) -> TrainState:
@@ -242,7 +248,8 @@ class Trainer:
         collected = self._only_committed(await self._collect(), step)
         num_late = self._schedule.finish()
         played_at = self._clock()
-        built, learned = await self._block(lambda: self._learn(collected))
+        async with self._while_learning():
+            built, learned = await self._block(lambda: self._learn(collected))
         self._require_agreement(collected, learned, step)
         await self._publish(step)
         finished = self._clock()

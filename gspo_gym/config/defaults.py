@@ -35,6 +35,7 @@ def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) ->
     _follow_trainer_mode(filled)
     _follow_policy_config(filled)
     _follow_vllm(filled)
+    _follow_topology(filled)
     _follow_kl_terms(filled)
     return filled
 
@@ -86,6 +87,17 @@ def _follow_vllm(values: dict[str, Any]) -> None:
         _set_default(values, "rollout.max_model_len", length)
         if isinstance(length, int) and length > 1:
             _set_default(values, "rollout.max_output_tokens", length - 1)
+
+
+def _follow_topology(values: dict[str, Any]) -> None:
+    """A [topology] says how many GPUs each copy of the model has, and so how many copies there are."""
+    topology = values.get("topology")
+    if not isinstance(topology, Mapping):
+        return
+    num_gpus, size = topology.get("gpus_for_vllm"), topology.get("tensor_parallel") or 1
+    if isinstance(num_gpus, int) and isinstance(size, int) and size > 0 and num_gpus > 0 and num_gpus % size == 0:
+        _set_default(values, "vllm.tensor_parallel_size", size)
+        _set_default(values, "vllm.data_parallel_size", num_gpus // size)
 
 
 def _follow_kl_terms(values: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ Defaults that follow from other keys:
 - `rollout.policy_config` sets the keys of [rollout] that it has other names for;
 - a `[vllm]` section sets `rollout.engine` to "vllm", `rollout.max_model_len` to its own (8192 if it has none), and
   lets a turn fill that;
+- `[topology]` sets `rollout.engine` to "vllm", and the two parallel sizes of `[vllm]`;
 - a KL term (`loss.kl_coef`, `rewards.kl_coef`, `advantages.kl_shaping_coef`) sets `reference.placement` to "shared";
 - an adapter's `model.trainer_mode` brings `[training.lora]` along;
 - `--task-url URL`, and else the environment variable TASK_APP_URL, give `services.task_url`.

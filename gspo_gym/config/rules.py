@@ -1,7 +1,8 @@
 """What the settings of different sections have to do with each other: batches, lengths, model, optimizer, evaluation.
 
 The rules about the objective are in `rules_objective.py`, those about machines and services in `rules_services.py`,
-about task apps in `rules_apps.py`, about the judge in `rules_judge.py`; `find_contradictions` asks all of them.
+about endpoints in `rules_rescore.py`, about task apps in `rules_apps.py`, about the judge in `rules_judge.py`;
+`find_contradictions` asks all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from gspo_gym.config.rule import Rule, find_problem, no_effect
 from gspo_gym.config.rules_apps import APP_RULES
 from gspo_gym.config.rules_judge import JUDGE_RULES
 from gspo_gym.config.rules_objective import OBJECTIVE_RULES
+from gspo_gym.config.rules_rescore import RESCORE_RULES
 from gspo_gym.config.rules_services import SERVICE_RULES
+from gspo_gym.config.rules_transfer import TRANSFER_RULES
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.learning.settings import OptimizerSettings
@@ -25,7 +28,7 @@ from gspo_gym.settings import parse_seeds
 
 def find_contradictions(values: Mapping[str, Any]) -> list[Problem]:
     """The problems between keys. `values` holds what is valid by itself, by dotted key (Any: of all their types)."""
-    rules = (*_RULES, *OBJECTIVE_RULES, *SERVICE_RULES, *APP_RULES, *JUDGE_RULES)
+    rules = (*_RULES, *OBJECTIVE_RULES, *SERVICE_RULES, *RESCORE_RULES, *TRANSFER_RULES, *APP_RULES, *JUDGE_RULES)
     found = (find_problem(rule, values) for rule in rules)
     return [problem for problem in found if problem is not None]
 

@@ -39,6 +39,36 @@ def _tensor_parallel_agrees(size: int | None, tensor_parallel: int | None) -> st
     return f"expected topology.tensor_parallel = {tensor_parallel}, got {size}"
 
 
+def _data_parallel_agrees(size: int | None, tensor_parallel: int | None, for_vllm: int | None) -> str | None:
+    if size is None or tensor_parallel is None or for_vllm is None or for_vllm % tensor_parallel:
+        return None
+    if size == for_vllm // tensor_parallel:
+        return None
+    return (
+        f"expected topology.gpus_for_vllm / topology.tensor_parallel = {for_vllm} / {tensor_parallel} = "
+        f"{for_vllm // tensor_parallel}, got {size}"
+    )
+
+
+def _vllm_has_gpus(
+    has_vllm: bool, has_topology: bool, tensor_parallel: int | None, data_parallel: int | None, gpu_count: int | None
+) -> str | None:
+    if not has_vllm or has_topology or not gpu_count or tensor_parallel is None or data_parallel is None:
+        return None
+    if tensor_parallel * data_parallel <= gpu_count:
+        return None
+    return (
+        f"{tensor_parallel} x {data_parallel} devices (tensor_parallel_size x data_parallel_size) are more than "
+        f"compute.gpu_count = {gpu_count}"
+    )
+
+
+def _split_gpus_are_used(has_topology: bool, urls: tuple[str, ...] | None) -> str | None:
+    if not has_topology or not urls:
+        return None
+    return "splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them"
+
+
 def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
     if kind is None or nodes is None or nodes == 1:
         return None
@@ -101,8 +131,8 @@ def _reference_has_gpus(placement: str, for_ref: int | None, tp: int, url: str |
         return None
     if url is not None:
         return f"topology.gpus_for_ref = {for_ref} has no use: services.reference_url has its own" if for_ref else None
-    if placement == "dedicated" and (for_ref == 0 or for_ref % tp != 0):
-        return f'"dedicated" needs topology.gpus_for_ref, a multiple of reference.tp = {tp}, got {for_ref}'
+    if placement == "dedicated" and for_ref != tp:
+        return f'"dedicated" needs topology.gpus_for_ref = reference.tp = {tp}, got {for_ref}'
     if placement != "dedicated" and for_ref > 0:
         return f'expected "dedicated" with topology.gpus_for_ref = {for_ref}, got {show(placement)}'
     return None
@@ -152,7 +182,7 @@ def _of_sent_weights(name: str) -> Rule:
 
 
 def _stale_weights_are_allowed(max_staleness: int, interval: int, engine: str) -> str | None:
-    if max_staleness >= interval - 1 or engine == "local":  # which has no interval
+    if max_staleness >= interval - 1 or engine != "vllm":  # others have no interval
         return None
     return (
         f"expected at least training.weight_sync_interval - 1 = {interval - 1}, which samples lie behind before new "
@@ -209,6 +239,15 @@ SERVICE_RULES = (
     Rule(("topology", *_GPUS), _gpus_add_up),
     Rule(("topology.tensor_parallel", "topology.gpus_for_vllm"), _tensor_parallel_divides),
     Rule(("vllm.tensor_parallel_size", "topology.tensor_parallel"), _tensor_parallel_agrees),
+    Rule(
+        ("vllm.data_parallel_size", "topology.tensor_parallel", "topology.gpus_for_vllm"),
+        _data_parallel_agrees,
+    ),
+    Rule(
+        ("vllm", "topology", "vllm.tensor_parallel_size", "vllm.data_parallel_size", "compute.gpu_count"),
+        _vllm_has_gpus,
+    ),
+    Rule(("topology", "services.engine_urls"), _split_gpus_are_used),
     Rule(("topology.type", "compute.nodes"), _one_node_is_split),
     Rule(("compute.gpu_type", "compute.gpu_count"), _type_is_of_a_gpu),
     Rule(("model.device", "compute.gpu_count"), _device_is_there),
@@ -218,6 +257,20 @@ SERVICE_RULES = (
     Rule(("services.engine_urls", "rollout.engine"), _urls_are_used),
     Rule(("rollout.engine", "services.engine_urls"), _http_has_urls),
     *(_of_vllm_here(name) for name in VllmSection.model_fields if name not in ("max_model_len", "dtype")),
+    no_effect(
+        "vllm.sleep_while_learning",
+        False,
+        "topology",
+        lambda is_given: not is_given,
+        "vLLM has GPUs of its own there; set false",
+    ),
+    no_effect(
+        "vllm.sleep_while_learning",
+        False,
+        "training.max_staleness",
+        lambda steps: steps == 0,
+        "episodes are played while the learner works; set 0",
+    ),
     Rule(
         ("reference.placement", "topology.gpus_for_ref", "reference.tp", "services.reference_url"), _reference_has_gpus
     ),

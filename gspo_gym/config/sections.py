@@ -199,6 +199,9 @@ class RolloutSection(Settings):
     engine: Literal["local", "vllm", "http"] = Field(
         default="local", description="what generates; local: transformers; http: servers whose weights never change"
     )
+    rescore: bool = Field(
+        default=False, description="train on an http engine's samples with the learner's logprobs; evaluate the learner"
+    )
     max_turns: int = same(EpisodeLimits, "max_turns")
     ops: tuple[Literal["agent", "env"], ...] = Field(
         default=("agent", "env"),
@@ -357,7 +360,7 @@ class ReferenceSection(Settings):
     port: int = Field(
         default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server, on the loopback interface"
     )
-    tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that share each of its layers; 1 so far")
+    tp: int = Field(default=1, gt=0, description="dedicated only: processes that share each of its layers, a GPU each")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
     health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
 

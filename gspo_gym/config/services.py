@@ -30,7 +30,9 @@ class ServicesSection(Settings):
     engine_urls: tuple[str, ...] = Field(
         default=(), description='base URLs of servers that generate, alike; with rollout.engine "vllm" or "http"'
     )
-
+    engine_model: str | None = Field(
+        default=None, min_length=1, description='their model\'s name, with rollout.engine "http"; absent: model.base'
+    )
     reference_url: str | None = Field(
         default=None, description='base URL of a scoring server; with reference.placement "dedicated"'
     )
@@ -60,13 +62,13 @@ class ComputeSection(Settings):
 
 
 class TopologySection(Settings):
-    """[topology]: which GPUs do what; their sum is compute.gpu_count."""
+    """[topology]: which GPUs do what: the first generate, the next learn. Their sum is compute.gpu_count."""
 
     type: Literal["single_node_split"] = Field(
         default="single_node_split", description="disjoint sets of one machine's GPUs"
     )
     gpus_for_vllm: int = Field(gt=0, description="GPUs that generate")
-    gpus_for_training: int = Field(gt=0, description="GPUs that learn")
+    gpus_for_training: int = Field(gt=0, description="GPUs that learn; more than 1 is refused to run")
     gpus_for_ref: int = Field(default=0, ge=0, description="GPUs that score the reference, with placement dedicated")
     tensor_parallel: int = Field(
         default=1, gt=0, description="GPUs that share each layer while generating; divides gpus_for_vllm"
@@ -76,8 +78,14 @@ class TopologySection(Settings):
 class VllmSection(Settings):
     """[vllm]: how vLLM runs the policy in this process. Its presence is rollout.engine = "vllm"."""
 
-    tensor_parallel_size: int = Field(default=1, gt=0, description="devices that share each layer while generating")
-    data_parallel_size: int = Field(default=1, gt=0, description="copies of the model, each on devices of its own")
+    tensor_parallel_size: int = Field(
+        default=1, gt=0, description="devices that share each layer while generating; with [topology], its own"
+    )
+    data_parallel_size: int = Field(
+        default=1,
+        gt=0,
+        description="copies of the model, each on devices of its own; with [topology], as many as fit",
+    )
     max_model_len: int | None = Field(
         default=None,
         gt=1,
@@ -87,8 +95,12 @@ class VllmSection(Settings):
         default=None,
         description="in which vLLM computes, a server of it, too; absent: model.dtype",
     )
-    gpu_memory_utilization: float = Field(
-        default=0.4, gt=0, le=1, description="fraction of a GPU's memory that vLLM takes; the rest is the learner's"
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="fraction of a GPU's memory that vLLM takes; absent: 0.4, the rest is the learner's, or 0.9 with "
+        "[topology], where nobody else is on its GPUs",
     )
     kv_cache_gib: float | None = Field(
         default=None, gt=0, description="GiB for keys and values; absent: what is left of that, or 1 on a processor"
@@ -98,6 +110,10 @@ class VllmSection(Settings):
     )
     structured_output: bool = Field(
         default=False, description="obey the JSON schemas that task apps ask for; such calls are never trained on"
+    )
+    sleep_while_learning: bool = Field(
+        default=False,
+        description="give the GPU's memory to the learner between sampling and new weights; on a processor it waits",
     )
 
 
@@ -122,19 +138,29 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     services, compute = sections["services"], sections["compute"]
     found = []
     if compute is not None and compute.gpu_count > 1:
-        found.append(f"compute.gpu_count = {compute.gpu_count}: training takes 0 GPUs or 1")
+        found += _missing_split(compute.gpu_count, sections)
     if compute is not None and compute.nodes > 1:
         found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
-    if sections["topology"] is not None:
-        found.append(
-            "[topology]: vLLM in this process and the learner share the devices that they see; a server on GPUs of its "
-            "own is named by services.engine_urls"
-        )
     found += _missing_engines(sections["rollout"].engine, sections["model"].trainer_mode)
     has_reference = services is not None and services.reference_url is not None
     if sections["reference"].placement == "dedicated" and not has_reference:
-        found += _missing_reference(sections["reference"].tp, sections["model"].trainer_mode)
+        found += _missing_reference(sections["model"].trainer_mode)
     return found
+
+
+def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
+    """Several GPUs are used if [topology] says by whom, or vLLM in this process takes them all."""
+    topology, services, vllm = sections["topology"], sections["services"], sections["vllm"]
+    if topology is not None:
+        num = topology.gpus_for_training
+        return [f"topology.gpus_for_training = {num}: training takes one GPU"] if num > 1 else []
+    is_vllm_here = vllm is not None and not (services is not None and services.engine_urls)
+    if is_vllm_here and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
+        return []
+    return [
+        f"compute.gpu_count = {gpu_count}: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this "
+        f"process take them all: vllm.tensor_parallel_size x vllm.data_parallel_size = {gpu_count}"
+    ]
 
 
 def _missing_engines(engine: str, trainer_mode: str) -> list[str]:
@@ -143,15 +169,12 @@ def _missing_engines(engine: str, trainer_mode: str) -> list[str]:
     return []
 
 
-def _missing_reference(tp: int, trainer_mode: str) -> list[str]:
-    found = []
-    if tp > 1:
-        found.append(f"reference.tp = {tp}: the scoring server runs its model on one device")
+def _missing_reference(trainer_mode: str) -> list[str]:
     if trainer_mode == "qlora":
-        found.append(
+        return [
             'reference.placement = "dedicated": quantized weights cannot be handed to a scoring server; set "shared"'
-        )
-    return found
+        ]
+    return []
 
 
 def refuse_to_run(sections: Mapping[str, Any]) -> None:
@@ -170,14 +193,17 @@ def refuse_to_run(sections: Mapping[str, Any]) -> None:
 
 
 def refuse_to_train(sections: Mapping[str, Any]) -> None:
-    """As `refuse_to_run`, and stop if the engine's weights are somebody else's: then it can only be evaluated.
+    """As `refuse_to_run`, and stop if somebody else's weights sample, unless rollout.rescore says that it is meant.
 
     Raises:
         ConfigError: says what to change.
     """
     refuse_to_run(sections)
-    if sections["rollout"].engine == "http":
+    rollout = sections["rollout"]
+    if rollout.engine == "http" and not rollout.rescore:
         raise ConfigError(
-            'rollout.engine: the weights behind an "http" endpoint never change, so nothing could learn from it; train '
-            'with "local" or "vllm", and use this to evaluate'
+            'rollout.engine: the weights behind an "http" endpoint never change, so nothing could learn from its own '
+            'samples; train with "local" or "vllm", and use this to evaluate. To learn from what the endpoint samples '
+            "all the same, set rollout.rescore = true: the learner's own logprobs then stand for the sampler's, and "
+            "samples of other weights are trained on without correction, off-policy on purpose"
         )

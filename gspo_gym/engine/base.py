@@ -7,13 +7,16 @@ where the work happens (this process, a thread, a server) is the engine's own af
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.types import Completion
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,9 @@ class SamplingParams:
             )
 
 
-# How new weights reach an engine: it shares the learner's ("shared"), or reads a folder that holds all of them
-# (transformers layout, "full") or a LoRA adapter (PEFT layout, "adapter").
-UpdateKind = Literal["shared", "full", "adapter"]
+# How new weights reach an engine: it shares the learner's ("shared"), reads a folder that holds all of them
+# (transformers layout, "full") or a LoRA adapter (PEFT layout, "adapter"), or is handed all tensors ("transfer").
+UpdateKind = Literal["shared", "full", "adapter", "transfer"]
 
 # What becomes of requests in flight when weights change: they finish under the old ones first ("wait"), or freeze and
 # go on under the new ones, everything computed under the old ones computed again ("keep").
@@ -99,6 +102,9 @@ class Capabilities:
         pause_modes: what it can do with requests in flight.
         has_checksums: `checksums` answers, so that an update can be attested byte by byte.
         structured_output: `SamplingParams.json_schema` is obeyed.
+        can_sleep: it is a `SleepingEngine`.
+        num_copies: of the model, each with weights of its own. A session stays with one, and as many sessions as that,
+            begun one after another, reach them all.
     """
 
     is_trainable: bool
@@ -111,27 +117,62 @@ class Capabilities:
     pause_modes: tuple[PauseMode, ...] = ("wait",)
     has_checksums: bool = False
     structured_output: bool = False
+    can_sleep: bool = False
+    num_copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What a tensor will be like."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """All tensors of one version of a model, under the names that they have in the model's files.
+
+    Iterating gives them one at a time, and again from the start as often as asked for; an EngineError says that they
+    are no longer there.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """What iterating gives, in that order, without computing any of it."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights, staged: written completely, never written again, and not yet in any engine.
+    """New weights, not yet in any engine. Those in a folder are written completely, and never written again.
 
     Attributes:
         version: what tokens sampled under them carry.
         kind: how they reach the engine.
-        folder: where they are; None for "shared".
+        folder: where they are, for "full" and "adapter".
         checksums: sha256 of each file in the folder, by name; as `checksums` of the engine where it has them.
+        tensors: what "transfer" hands over.
     """
 
     version: int
     kind: UpdateKind
     folder: Path | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
+    tensors: TensorSource | None = None
 
     def __post_init__(self) -> None:
-        if (self.folder is None) != (self.kind == "shared"):
-            raise ConfigError(f"WeightUpdate {self.version}: expected a folder unless shared, got {self.folder}")
+        if (self.folder is not None) != (self.kind in ("full", "adapter")):
+            raise ConfigError(
+                f'WeightUpdate {self.version}: expected a folder with kind "full" or "adapter" and no other, got '
+                f"{self.folder} with {self.kind!r}"
+            )
+        if (self.tensors is not None) != (self.kind == "transfer"):
+            raise ConfigError(f'WeightUpdate {self.version}: expected tensors with kind "transfer" and no other')
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +273,37 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Release everything; further calls raise EngineError. Closing twice is fine."""
         ...
+
+
+class SleepingEngine(Engine, Protocol):
+    """An engine that can lend the learner the memory that it shares with it; see `Capabilities.can_sleep`."""
+
+    async def sleep(self) -> None:
+        """Wait for calls in flight, and give back what memory the engine can; calls then wait until `wake_up`.
+
+        Raises:
+            EngineError: it is poisoned, closed or dead, or did not fall asleep; it must be rebuilt.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory back and admit calls again, under the same weights.
+
+        Raises:
+            EngineError: it is not asleep, or did not wake up; it must be rebuilt.
+        """
+        ...
+
+
+def require_sleeping(engine: Engine) -> SleepingEngine:
+    """The engine, if it can sleep.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not engine.capabilities.can_sleep:
+        raise ConfigError("expected an engine that can sleep (vLLM in this process), got one that cannot")
+    return cast(SleepingEngine, engine)
 
 
 def refuse_schema(sampling: SamplingParams, engine: str) -> None:

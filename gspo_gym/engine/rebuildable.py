@@ -16,6 +16,7 @@ from gspo_gym.engine.base import (
     PauseMode,
     SamplingParams,
     WeightUpdate,
+    require_sleeping,
 )
 from gspo_gym.errors import EngineError, EnginePoisonedError
 from gspo_gym.types import Completion
@@ -56,6 +57,7 @@ class RebuildableEngine:
         self._max_rebuilds = max_rebuilds
         self._on_close = on_close
         self._rebuilding: asyncio.Task[None] | None = None
+        self._asleep: Engine | None = None
         self._is_closed = False
         self._is_lost = False
 
@@ -138,6 +140,23 @@ class RebuildableEngine:
         """Commit; see `Engine.resume`."""
         await self._engine.resume(version)
 
+    async def sleep(self) -> None:
+        """Lend the memory to the learner; see `SleepingEngine.sleep`.
+
+        An engine that fails is poisoned, which is no reason for the learner to stop: it goes on, and the update that
+        follows finds the engine poisoned and has another put in its place.
+        """
+        if self._rebuilding is not None:
+            await asyncio.wait([self._rebuilding])
+        self._asleep = self._engine
+        await self._poison_if_it_fails("fall asleep", require_sleeping(self._engine).sleep())
+
+    async def wake_up(self) -> None:
+        """Take the memory back; see `SleepingEngine.wake_up`. One that fails is poisoned, as by `sleep`."""
+        asleep, self._asleep = self._asleep, None
+        if asleep is self._engine:  # else it was rebuilt meanwhile, and never slept
+            await self._poison_if_it_fails("wake up", require_sleeping(asleep).wake_up())
+
     def poison(self, reason: str) -> None:
         """Never answer again, unless rebuilt."""
         self._engine.poison(reason)
@@ -155,6 +174,13 @@ class RebuildableEngine:
         await self._engine.close()
         if self._on_close is not None:
             self._on_close()
+
+    async def _poison_if_it_fails(self, what: str, doing: Awaitable[None]) -> None:
+        engine = self._engine
+        try:
+            await doing
+        except EngineError as error:
+            engine.poison(f"it did not {what}: {error}")
 
     async def _wait_for_rebuild(self, deadline_seconds: float | None) -> None:
         if self._rebuilding is not None:
@@ -180,7 +206,7 @@ class RebuildableEngine:
             except BaseException:
                 await fresh.close()
                 raise
-            self._engine = fresh
+            self._engine, self._is_lost = fresh, False
         except Exception as error:
             reason = f"the engine cannot be rebuilt: {type(error).__name__}: {error}"
             self._is_lost = True

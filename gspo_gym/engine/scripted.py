@@ -130,7 +130,7 @@ class ScriptedEngine:
             seeds_per_request=False,
             reuses_prefixes=False,
             max_model_len=self._max_model_len,
-            update_kinds=("shared", "full", "adapter"),
+            update_kinds=("shared", "full", "adapter", "transfer"),
             pause_modes=("wait", "keep"),
         )
 

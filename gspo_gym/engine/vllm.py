@@ -4,8 +4,7 @@ Tried with vLLM 0.32 on the CPU; what is said here about other devices is from i
 neighbours `vllm_*` import vLLM, and only when an engine starts. What it is not: a server (`gspo-gym serve --engine
 vllm`).
 
-Not used, and why: the native weight transfer engines (NCCL, IPC, RDMA) need GPUs at both ends; here whole models are
-read from a folder, which may be in memory (tmpfs). Prompt logprobs, because they bypass the prefix cache.
+Not used, and why: prompt logprobs, because they bypass the prefix cache.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.engine.base import (
@@ -28,11 +27,14 @@ from gspo_gym.engine.base import (
 )
 from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.vllm_adapters import Adapters
+from gspo_gym.engine.vllm_commands import as_engine_error, commanding
 from gspo_gym.engine.vllm_folders import weights_folder
+from gspo_gym.engine.vllm_ranks import SessionRanks, environment
 from gspo_gym.engine.vllm_requests import completion_of, finish_reason_of, sampling_fields, versions_of
 from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.engine.vllm_transfer import WeightTransfer
 from gspo_gym.engine.vllm_worker import RELOAD_METHOD
-from gspo_gym.errors import ConfigError, EngineError, GymError, MissingExtraError
+from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
 from gspo_gym.types import Completion
 
 # sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
@@ -65,6 +67,8 @@ class VllmEngine:
         self._gate = Gate()
         self._version = 0  # of what is loaded; ahead of the gate's from an update to its commit
         self._adapters = Adapters(llm)
+        self._transfer = WeightTransfer(llm, settings) if settings.transfer != "files" else None
+        self._ranks = SessionRanks(settings.data_parallel_size)
         self._request_ids = itertools.count()
         self._in_flight: set[asyncio.Task[Completion]] = set()
         self._is_asleep = False
@@ -84,19 +88,17 @@ class VllmEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise MissingExtraError(f"the vLLM engine needs: pip install 'gspo-gym[vllm]' ({error})") from error
-        with _as_engine_error("vLLM did not start"):
+        with as_engine_error("vLLM did not start"), environment(settings.environment()):
             engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
-            try:
-                await engine._prepare()
-            except BaseException:
-                await engine.close()
-                raise
+        await engine._prepare()
         return engine
 
     @property
     def capabilities(self) -> Capabilities:
         """An engine with adapters takes only adapters: reading the base model again would pull it from under them."""
         kinds: tuple[UpdateKind, ...] = ("adapter",) if self._settings.max_lora_rank else ("full",)
+        if self._transfer is not None:
+            kinds += ("transfer",)
         return Capabilities(
             is_trainable=True,
             seeds_per_request=True,
@@ -106,6 +108,8 @@ class VllmEngine:
             pause_modes=("wait", "keep"),
             has_checksums=self._has_checksums,
             structured_output=self._settings.structured_output,
+            can_sleep=True,
+            num_copies=self._settings.data_parallel_size,
         )
 
     @property
@@ -141,8 +145,9 @@ class VllmEngine:
         elif sampling.min_tokens > 0:
             raise ConfigError("SamplingParams.min_tokens: expected 0 with VllmSettings.structured_output, see there")
         fields = sampling_fields(sampling, max_new)
+        rank = self._ranks.of(session_id)
         async with self._gate.admit(session_id, deadline_seconds):
-            call = asyncio.ensure_future(self._sample(prompt, fields, sampling.stop_token_ids))
+            call = asyncio.ensure_future(self._sample(prompt, fields, sampling.stop_token_ids, rank))
             self._in_flight.add(call)
             try:
                 return await call
@@ -158,7 +163,8 @@ class VllmEngine:
         self._gate.abort(session_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Nothing to forget: what vLLM cached of a session is the first to go when it needs the room."""
+        """Forget which copy of the model has it; what is cached of it is the first to go when vLLM needs the room."""
+        self._ranks.forget(session_id)
 
     async def pause(self, mode: PauseMode) -> None:
         """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then no device is at work."""
@@ -167,29 +173,28 @@ class VllmEngine:
         self._gate.pause()
         if mode == "wait":
             await self._gate.drained()
-        with _as_engine_error("pause"):
+        async with commanding(self._llm, "pause"):
             # Caches are dropped by `apply_weights`, which knows whether what is in flight must be computed again.
             await self._llm.pause_generation(mode=mode, clear_cache=False)
 
     async def apply_weights(self, update: WeightUpdate) -> None:
-        """Read a whole model ("full") or an adapter ("adapter") from its folder; see `Engine.apply_weights`.
+        """Read a whole model or an adapter from its folder, or take a model's tensors; see `Engine.apply_weights`.
 
         Raises:
             ConfigError: a kind that is not in the capabilities.
             EngineError: the engine is not paused or asleep, or the weights cannot be loaded.
         """
-        if update.kind not in self.capabilities.update_kinds:
-            raise ConfigError(
-                f"VllmEngine: expected an update of kind {self.capabilities.update_kinds[0]!r}, got {update.kind!r}"
-            )
+        if update.kind not in (kinds := self.capabilities.update_kinds):
+            wanted = " or ".join(map(repr, kinds))
+            raise ConfigError(f"VllmEngine: expected an update of kind {wanted}, got {update.kind!r}")
         self._gate.require_paused()
         if self._is_asleep:
             raise EngineError("apply_weights: the engine is asleep; call wake_up first")
-        with _as_engine_error(f"the weights of version {update.version} could not be loaded"):
+        async with commanding(self._llm, f"the weights of version {update.version} could not be loaded"):
             if update.kind == "adapter":
                 await self._adapters.load(update)
             else:
-                await self._reload(update)
+                await self._replace_model(update)
             # On from here: what is in flight, and whoever probes the new weights. The gate lets nothing out before
             # `resume`, and nobody else in.
             self._version = update.version
@@ -203,7 +208,7 @@ class VllmEngine:
         """
         if not self._has_checksums:
             return {}
-        with _as_engine_error("checksums"):
+        async with commanding(self._llm, "checksums"):
             return await self._digests()
 
     async def resume(self, version: int) -> None:
@@ -211,7 +216,7 @@ class VllmEngine:
         self._gate.require_paused()
         if self._is_asleep:
             raise EngineError("resume: the engine is asleep; call wake_up first")
-        with _as_engine_error("resume"):
+        async with commanding(self._llm, "resume"):
             self._version = version
             await self._let_run()
         self._gate.resume(version)
@@ -224,7 +229,7 @@ class VllmEngine:
         """
         self._gate.pause()
         await self._gate.drained()
-        with _as_engine_error("sleep"):
+        async with commanding(self._llm, "sleep"):
             await self._llm.sleep(level=1 if self._settings.enable_sleep_mode else 0, mode="wait")
         self._is_asleep = True
 
@@ -232,12 +237,14 @@ class VllmEngine:
         """Take the memory back and admit again, under the same weights.
 
         Raises:
-            EngineError: it is not asleep.
+            EngineError: it is not asleep, or does not wake up.
         """
         if not self._is_asleep:
             raise EngineError("wake_up: the engine is not asleep")
-        with _as_engine_error("wake_up"):
-            await self._llm.wake_up(None if self._settings.enable_sleep_mode else ["scheduling"])
+        async with commanding(self._llm, "wake_up"):
+            is_awake = await self._llm.wake_up(None if self._settings.enable_sleep_mode else ["scheduling"])
+        if not is_awake:
+            raise EngineError("wake_up: vLLM did not get all of its memory back")
         self._is_asleep = False
         self._gate.resume(self._gate.weight_version)
 
@@ -263,22 +270,32 @@ class VllmEngine:
         if (handler := self._llm.output_handler) is not None:  # it would report the end as a failure
             handler.cancel()
             await asyncio.wait([handler])
+        if self._transfer is not None:
+            await self._transfer.close()
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
         # Let go of it while modules still exist: its `__del__` needs them.
-        self._llm, self._adapters = None, Adapters(None)
+        self._llm, self._adapters, self._transfer = None, Adapters(None), None
 
     async def _prepare(self) -> None:
         # Else `min_tokens` would also withhold the end tokens of generation_config.json, which nobody asked to stop at.
         self._llm.input_processor.generation_config_fields = {}
-        await self._llm.update_weight_version(str(self._version))
-        self._has_checksums = self._settings.max_lora_rank == 0 and bool(await self._digests())
+        try:
+            async with commanding(self._llm, "vLLM did not start"):
+                await self._llm.update_weight_version(str(self._version))
+                self._has_checksums = self._settings.max_lora_rank == 0 and bool(await self._digests())
+        except BaseException:
+            await self.close()
+            raise
 
-    async def _sample(self, prompt: list[int], fields: dict[str, Any], stop_token_ids: tuple[int, ...]) -> Completion:
+    async def _sample(
+        self, prompt: list[int], fields: dict[str, Any], stop_token_ids: tuple[int, ...], rank: int | None
+    ) -> Completion:
         version = self._version
         adapter = self._adapters.begin()
+        where, name = {"lora_request": adapter, "data_parallel_rank": rank}, f"gspo-gym-{next(self._request_ids)}"
         try:
-            with _as_engine_error("generate"):
-                output = await self._ask(prompt, fields, adapter=adapter, salt=f"policy-v{version}")
+            with as_engine_error("generate"):
+                output = await _ask(self._llm, prompt, fields, request_id=name, salt=f"policy-v{version}", **where)
         finally:
             with contextlib.suppress(Exception):  # vLLM is dead, and the call has failed already
                 await self._adapters.end(adapter)
@@ -300,36 +317,17 @@ class VllmEngine:
             vocab_size=self._vocab_size,
         )
 
-    async def _ask(self, prompt: list[int], fields: dict[str, Any], *, adapter: Any, salt: str) -> Any:
-        """vLLM's `CompletionOutput` (Any: untyped). Cancelling it aborts the request."""
-        from vllm import SamplingParams as VllmSamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-        schema = fields.pop("structured_outputs", None)
-        params = VllmSamplingParams(
-            **fields,
-            structured_outputs=None if schema is None else StructuredOutputsParams(**schema),
-            detokenize=False,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        request_id = f"gspo-gym-{next(self._request_ids)}"
-        answers = self._llm.generate(tokens_input(prompt, cache_salt=salt), params, request_id, lora_request=adapter)
-        async with contextlib.aclosing(answers):
-            outputs = [output async for answer in answers for output in answer.outputs]
-        if len(outputs) != 1:
-            raise EngineError(f"vLLM: expected one completion, got {len(outputs)}")
-        return outputs[0]
-
     async def _let_run(self) -> None:
         await self._llm.update_weight_version(str(self._version))
         await self._llm.resume_generation()
 
-    async def _reload(self, update: WeightUpdate) -> None:
-        assert update.folder is not None
-        folder = weights_folder(update.folder, self._settings.model_folder)
-        await self._llm.collective_rpc(RELOAD_METHOD, kwargs={"weights_path": str(folder)})
+    async def _replace_model(self, update: WeightUpdate) -> None:
+        if self._transfer is not None and update.tensors is not None:
+            await self._transfer.send(update.tensors)
+        else:
+            assert update.folder is not None
+            folder = weights_folder(update.folder, self._settings.model_folder)
+            await self._llm.collective_rpc(RELOAD_METHOD, kwargs={"weights_path": str(folder)})
         # Also preempts what is frozen, which is computed again. Salted or not, nothing of the old weights is kept.
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM kept blocks of its prefix cache that were computed under earlier weights")
@@ -341,17 +339,28 @@ class VllmEngine:
         return found
 
 
+async def _ask(llm: Any, prompt: list[int], fields: dict[str, Any], *, request_id: str, salt: str, **where: Any) -> Any:
+    """vLLM's `CompletionOutput` (Any: untyped) of the adapter and the copy that `where` says; cancelling aborts it."""
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    schema = fields.pop("structured_outputs", None)
+    params = VllmSamplingParams(
+        **fields,
+        structured_outputs=None if schema is None else StructuredOutputsParams(**schema),
+        detokenize=False,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    answers = llm.generate(tokens_input(prompt, cache_salt=salt), params, request_id, **where)
+    async with contextlib.aclosing(answers):
+        outputs = [output async for answer in answers for output in answer.outputs]
+    if len(outputs) != 1:
+        raise EngineError(f"vLLM: expected one completion, got {len(outputs)}")
+    return outputs[0]
+
+
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-@contextlib.contextmanager
-def _as_engine_error(doing: str) -> Iterator[None]:
-    """vLLM's exceptions, of many classes over its versions, become EngineError; ours pass."""
-    try:
-        yield
-    except GymError:
-        raise
-    except Exception as error:
-        raise EngineError(f"{doing}: {type(error).__name__}: {error}") from error

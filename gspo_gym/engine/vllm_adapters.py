@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 from gspo_gym.engine.base import WeightUpdate
+from gspo_gym.engine.vllm_commands import commanding
 from gspo_gym.engine.vllm_folders import adapter_folder
 from gspo_gym.errors import EngineError
 
@@ -68,5 +69,6 @@ class Adapters:
         self._loaded = [one for one in self._loaded if one not in unused]
         for request in unused:
             del self._in_flight[request.lora_int_id]
-        for request in unused:
-            await self._llm.remove_lora(request.lora_int_id)
+        async with commanding(self._llm, "remove_lora"):
+            for request in unused:
+                await self._llm.remove_lora(request.lora_int_id)

@@ -177,6 +177,7 @@ class VllmServer:
 
     def _environment(self) -> dict[str, str]:
         env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env = {**self._settings.environment(), **env}
         if self._settings.max_lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._settings.model_folder is not None:  # nothing of it is elsewhere, so nothing is looked for elsewhere
@@ -210,14 +211,16 @@ class VllmServer:
 def flags_of(fields: dict[str, Any]) -> list[str]:
     """Fields of vLLM's `AsyncEngineArgs` as arguments of its command.
 
-    >>> flags_of({"max_model_len": 512, "enforce_eager": True, "enable_sleep_mode": False})
-    ['--max-model-len', '512', '--enforce-eager', '--no-enable-sleep-mode']
+    >>> flags_of({"max_model_len": 512, "enforce_eager": True, "enable_sleep_mode": False, "device_ids": [2, 3]})
+    ['--max-model-len', '512', '--enforce-eager', '--no-enable-sleep-mode', '--device-ids', '2,3']
     """
     flags: list[str] = []
     for name, value in fields.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", ",".join(map(str, value))]
         else:
             flags += [f"--{flag}", str(value)]
     return flags

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gspo_gym.engine.vllm_worker import WORKER_EXTENSION
+from gspo_gym.engine.vllm_ranks import BINDING, allowed_cores, binding_of
+from gspo_gym.engine.vllm_worker import TRANSFER_BACKENDS, TRANSFER_EXTENSION, WORKER_EXTENSION
 from gspo_gym.errors import ConfigError
+
+# How whole models reach vLLM: it reads files, or they are handed over in memory; see `vllm_transfer.py`.
+Transfer = Literal["files", "ipc", "nccl", "shared_memory"]
 
 _GIB = 2**30
 _TOKENS_PER_STEP = 4096  # on the CPU; vLLM's own default there
@@ -27,7 +31,8 @@ class VllmSettings:
             float32, and is the one in which agreement can be held to 1e-4.
         max_num_seqs: most requests in work at once; further ones wait.
         tensor_parallel_size: devices that share each layer.
-        data_parallel_size: copies of the model, each on devices of its own; requests are spread over them.
+        data_parallel_size: copies of the model, each on devices of its own; sessions are spread over them.
+        device_ids: the GPUs for these, numbered as this process sees them; () takes the first. Not for a processor.
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache together; without meaning on the CPU.
         kv_cache_gib: memory for keys and values; None leaves it to `gpu_memory_utilization`, or on the CPU to vLLM's
             own guess, which is a large part of the machine.
@@ -40,6 +45,7 @@ class VllmSettings:
         enable_sleep_mode: let `VllmEngine.sleep` give the memory back; CUDA and ROCm only.
         structured_output: obey `SamplingParams.json_schema`. vLLM then loads the model's tokenizer, and so knows end
             tokens of its own, which `min_tokens` would withhold: it must be 0.
+        transfer: how whole models can reach it besides by files; with adapters they cannot.
 
     >>> VllmSettings(model="policy", max_model_len=512, max_lora_rank=12)
     Traceback (most recent call last):
@@ -52,6 +58,7 @@ class VllmSettings:
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    device_ids: tuple[int, ...] = ()
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = None
     enforce_eager: bool = False
@@ -61,12 +68,18 @@ class VllmSettings:
     enable_prefix_caching: bool = True
     enable_sleep_mode: bool = False
     structured_output: bool = False
+    transfer: Transfer = "files"
 
     def __post_init__(self) -> None:
         smallest = {"max_model_len": 2, "max_num_seqs": 1, "tensor_parallel_size": 1, "data_parallel_size": 1}
         for name, least in {**smallest, "max_loras": 1}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"VllmSettings.{name}: expected at least {least}, got {getattr(self, name)}")
+        if self.device_ids and not len(self.device_ids) == len(set(self.device_ids)) == self.num_workers:
+            raise ConfigError(
+                f"VllmSettings.device_ids: expected {self.tensor_parallel_size} x {self.data_parallel_size} different "
+                f"GPUs (tensor_parallel_size x data_parallel_size), got {list(self.device_ids)}"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"VllmSettings.gpu_memory_utilization: expected a fraction in (0, 1], got {self.gpu_memory_utilization}"
@@ -78,12 +91,28 @@ class VllmSettings:
                 "VllmSettings.max_lora_rank: vLLM knows 1, 8, 16, 32, 64, 128, 256, 320 and 512, "
                 f"or 0 for no adapters; got {self.max_lora_rank}. Take the next one above the adapter's rank"
             )
+        if self.transfer != "files" and self.max_lora_rank:
+            raise ConfigError(
+                f"VllmSettings.transfer: expected 'files' with max_lora_rank = {self.max_lora_rank}, got "
+                f"{self.transfer!r}: adapters are read from files"
+            )
 
     @property
     def model_folder(self) -> Path | None:
         """The model's folder; None if `model` is a name."""
         folder = Path(self.model)
         return folder.resolve() if folder.is_dir() else None
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    def environment(self) -> dict[str, str]:
+        """Variables that vLLM's processes need, unless whoever starts them has set others."""
+        if self.num_workers == 1 or _sees_gpus():
+            return {}
+        return {BINDING: binding_of(self.num_workers, allowed_cores())}
 
     def engine_args(self) -> dict[str, Any]:
         """Fields of vLLM's `AsyncEngineArgs`, what training needs included.
@@ -117,8 +146,15 @@ class VllmSettings:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(self.max_model_len, _TOKENS_PER_STEP),
             }
+        if self.device_ids:
+            fields["device_ids"] = list(self.device_ids)
         if self.kv_cache_gib is not None:
             fields["kv_cache_memory_bytes"] = int(self.kv_cache_gib * _GIB)
+        if self.transfer != "files":
+            fields |= {
+                "weight_transfer_config": {"backend": TRANSFER_BACKENDS[self.transfer]},
+                "worker_extension_cls": TRANSFER_EXTENSION,
+            }
         if self.max_lora_rank:
             fields |= {
                 "enable_lora": True,

@@ -113,7 +113,7 @@ class Scorer:
             raise RecordError("Scorer: the token at position 0 has no context to be sampled from")
         _eval_mode(self._model)
         switch(self._dropouts, on=self._drops_out)
-        with _checkpointing(self._model):
+        with _as_current(token_ids.device), _checkpointing(self._model):
             hidden_BTD = _hidden_states(
                 self._parts.decoder, token_ids[:, :-1]
             )  # the last token predicts nothing asked for
@@ -203,6 +203,11 @@ def _checkpointing(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
+
+
+def _as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Within, kernels that are not torch's own (Liger's) run on that GPU; each thread begins with the first one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _take_apart(model: Any) -> _Parts:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from engine_contract import (
@@ -124,12 +125,33 @@ async def checksums_are_there_if_they_are_declared(subject: Subject) -> None:
     assert all(isinstance(digest, str) and digest for digest in checksums.values())
 
 
+class NoTensors:
+    """A model without any."""
+
+    @property
+    def device(self) -> Any:
+        raise AssertionError("nobody asks where nothing is")
+
+    def metadata(self) -> list[Any]:
+        return []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 @clause()
 async def an_update_of_a_kind_that_is_not_declared_is_refused(subject: Subject) -> None:
     """Unpaused: a caller's mistake does not depend on the time."""
-    for kind in sorted(set(get_args(UpdateKind)) - set(subject.engine.capabilities.update_kinds)):
+    updates = {
+        "shared": WeightUpdate(7, "shared"),
+        "full": WeightUpdate(7, "full", Path("nowhere")),
+        "adapter": WeightUpdate(7, "adapter", Path("nowhere")),
+        "transfer": WeightUpdate(7, "transfer", tensors=NoTensors()),
+    }
+    assert updates.keys() == set(get_args(UpdateKind))
+    for kind in sorted(updates.keys() - set(subject.engine.capabilities.update_kinds)):
         with pytest.raises(ConfigError):
-            await subject.engine.apply_weights(WeightUpdate(7, kind, None if kind == "shared" else Path("nowhere")))
+            await subject.engine.apply_weights(updates[kind])
     await _answers(subject)
 
 

@@ -60,6 +60,30 @@ def test_vllm_on_a_processor_runs_as_the_learner_does_in_a_gibibyte(make: Make) 
     )
 
 
+def on_gpus(config: RunConfig) -> VllmSettings:
+    """As if the policy were on a GPU, of which the settings ask for nothing else."""
+    policy = build.load_policy("tiny:qwen3-64")
+    policy.model.to("meta")
+    return build_engines.vllm_settings(config, policy, Path("weights"))
+
+
+def test_vllm_takes_a_part_of_the_gpu_that_it_shares_and_most_of_its_own(make: Make) -> None:
+    topology = {"gpus_for_vllm": 4, "gpus_for_training": 1, "tensor_parallel": 2}
+    split = on_gpus(make({"compute": {"gpu_count": 5}, "topology": topology}))
+    assert (split.tensor_parallel_size, split.data_parallel_size, split.device_ids) == (2, 2, (0, 1, 2, 3))
+    shared = on_gpus(make({"compute": {"gpu_count": 2}, "vllm": {"tensor_parallel_size": 2}}))
+    assert (shared.tensor_parallel_size, shared.data_parallel_size, shared.device_ids) == (2, 1, ())
+    assert (split.gpu_memory_utilization, shared.gpu_memory_utilization) == (0.9, 0.4)
+    assert (split.kv_cache_gib, split.enforce_eager) == (None, False)
+
+
+def test_vllm_that_is_to_sleep_can_give_memory_back_on_a_gpu_and_waits_on_a_processor(make: Make) -> None:
+    config = make({"vllm": {"sleep_while_learning": True}})
+    assert on_gpus(config).enable_sleep_mode
+    assert not on_gpus(make({"vllm": {}})).enable_sleep_mode
+    assert not settings_of(config).enable_sleep_mode
+
+
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [
@@ -83,6 +107,32 @@ def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows_unless_they
     assert settings_of(make({"vllm": {}, **LORA})).max_lora_rank == 16
     assert settings_of(make({"vllm": {}, **LORA, "training.weight_sync": {"mode": "full"}})).max_lora_rank == 0
     assert settings_of(make({"vllm": {}})).max_lora_rank == 0
+
+
+def test_weights_can_be_handed_to_vllm_as_far_as_the_machine_can_do_that(make: Make) -> None:
+    def handed_over(transfer: str) -> RunConfig:
+        return make({"vllm": {}, "training.weight_sync": {"transfer": transfer}})
+
+    assert settings_of(make({"vllm": {}})).transfer == "files"
+    assert settings_of(handed_over("shared_memory")).transfer == "shared_memory"
+    policy = build.load_policy("tiny:qwen3-64")  # on the processor, whatever else is there
+    with pytest.raises(
+        ConfigError, match='"ipc" is from GPU to GPU, but the policy is on the cpu; set "shared_memory"'
+    ):
+        build_engines.vllm_settings(handed_over("ipc"), policy, Path("weights"))
+
+
+def test_only_vllm_that_is_handed_weights_is_told_of_transfers() -> None:
+    def fields(**changes: Any) -> dict[str, Any]:
+        return VllmSettings(model="weights", max_model_len=512, **changes).engine_args()
+
+    assert "weight_transfer_config" not in fields()
+    for transfer, backend in (("nccl", "nccl"), ("ipc", "gspo_gym_ipc"), ("shared_memory", "gspo_gym_shared_memory")):
+        assert fields(transfer=transfer)["weight_transfer_config"] == {"backend": backend}
+    with pytest.raises(
+        ConfigError, match="expected 'files' with max_lora_rank = 8, got 'nccl': adapters are read from"
+    ):
+        fields(transfer="nccl", max_lora_rank=8)
 
 
 def test_the_base_of_adapters_is_the_model_without_them(make: Make, tmp_path: Path) -> None:
@@ -126,6 +176,16 @@ def test_an_endpoint_samples_and_its_weights_stay_its_own(make: Make) -> None:
         completion = run(make(of_servers([server])), use)
     assert completion.token_ids.tolist() == hash_model.sample([1, 2, 3], seed=9, max_tokens=5).token_ids
     assert completion.weight_version.tolist() == [-1] * 5
+
+
+def test_an_endpoint_is_asked_for_the_model_that_is_named_or_the_base(make: Make) -> None:
+    async def use(engine: Engine, policy: Policy) -> None:
+        pass  # starting it asks enough
+
+    for changes, name in (({}, "tiny:qwen3-64"), ({"services.engine_model": "teacher"}, "teacher")):
+        with FaultyServer() as server:
+            run(make({**of_servers([server]), **changes}), use)
+        assert {seen.body["model"] for seen in server.seen if seen.body} == {name}
 
 
 def test_several_urls_share_the_work(make: Make) -> None:

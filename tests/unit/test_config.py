@@ -75,6 +75,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "env_variables": [],
             "policy_name": "policy",
             "engine": "local",
+            "rescore": False,
             "max_turns": 8,
             "ops": ["agent", "env"],
             "max_output_tokens": 8,

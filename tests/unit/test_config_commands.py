@@ -45,7 +45,8 @@ def test_check_lists_what_this_version_cannot_run(file: Path, capsys: pytest.Cap
     assert main(["config", "check", str(file), *overrides]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
         "This version cannot run it:",
-        "  compute.gpu_count = 2: training takes 0 GPUs or 1",
+        "  compute.gpu_count = 2: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this process "
+        "take them all: vllm.tensor_parallel_size x vllm.data_parallel_size = 2",
         "  compute.nodes = 3: training takes one machine",
     ]
 

@@ -182,16 +182,11 @@ OTHER = {
     "tracking.run_name": ("first", WANDB),
 }  # fmt: skip
 
-GPUS = {"compute.gpu_count": 3, "topology.gpus_for_vllm": 2, "topology.gpus_for_training": 1, "vllm": {}}
+GPUS = {"topology.gpus_for_vllm": 2}
 # Keys of machinery that is not in this version: a run with them is refused, and says why.
 REFUSED = {
     "compute.nodes": (2, {"compute.gpu_count": 0}),
-    "topology.type": ("single_node_split", GPUS),
-    "topology.gpus_for_vllm": (2, GPUS),
-    "topology.gpus_for_training": (1, GPUS),
-    "topology.gpus_for_ref": (0, GPUS),
-    "topology.tensor_parallel": (2, {**GPUS, "vllm.tensor_parallel_size": 2}),
-    "reference.tp": (2, {"reference.placement": "dedicated", **KL}),
+    "topology.gpus_for_training": (2, {**GPUS, "compute.gpu_count": 4}),
 }
 
 # Keys whose effect another test shows, and why it cannot be seen here.
@@ -228,6 +223,8 @@ SHOWN_BY = {
     # they need a server, or vLLM
     "rollout.engine": ENGINES + "test_an_endpoint_samples_and_its_weights_stay_its_own",
     "services.engine_urls": ENGINES + "test_several_urls_share_the_work",
+    "services.engine_model": ENGINES + "test_an_endpoint_is_asked_for_the_model_that_is_named_or_the_base",
+    "rollout.rescore": "tests/unit/test_rescored_runs.py::test_every_record_says_who_sampled",
     **{
         f"vllm.{name}": ENGINES + "test_each_key_of_vllm_reaches_its_settings"
         for name in (
@@ -236,11 +233,19 @@ SHOWN_BY = {
             "max_model_len",
             "dtype",
             "gpu_memory_utilization",
+            "sleep_while_learning",
             "kv_cache_gib",
             "enforce_eager",
             "structured_output",
         )
     },
+    # one legal value
+    "topology.type": RULES + "test_a_contradiction_is_named_on_both_sides",
+    # they need several devices
+    **dict.fromkeys(
+        ("topology.gpus_for_vllm", "topology.gpus_for_ref", "topology.tensor_parallel"),
+        "tests/unit/test_config_devices.py::test_each_part_has_the_gpus_that_the_table_says",
+    ),
     # they need a device, an earlier run, or a whole run
     "compute.gpu_type": "tests/unit/test_config_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
     "model.source": "tests/unit/test_config_services.py::"
@@ -250,6 +255,7 @@ SHOWN_BY = {
     "training.weight_sync_interval": SYNC + "test_weights_are_sent_every_interval_iterations",
     "training.weight_sync.mode": SYNC + "test_mode_decides_whether_an_adapter_is_sent_alone",
     "training.weight_sync.direct": SYNC + "test_direct_goes_through_memory_and_otherwise_through_the_runs_folder",
+    "training.weight_sync.transfer": SYNC + "test_transfer_hands_the_policys_tensors_over_and_writes_nothing",
     "training.weight_sync.verify_every_k": SYNC + "test_checksums_are_compared_every_kth_update_and_by_default_never",
     "correction.max_engine_gap": SYNC + "test_a_given_gap_is_the_alarms_limit",
     # they need a server
@@ -257,6 +263,9 @@ SHOWN_BY = {
     **dict.fromkeys(
         ("reference.placement", "reference.port"),
         "tests/unit/test_served_reference_runs.py::test_a_served_reference_trains_to_the_same_weights",
+    ),
+    "reference.tp": (
+        "tests/unit/test_build_reference.py::test_a_model_that_tp_processes_cannot_share_is_refused_at_once"
     ),
     **dict.fromkeys(
         ("reference.health_max_wait_s", "reference.health_interval_ms"),

@@ -137,7 +137,8 @@ def test_a_contradiction_and_a_missing_key_are_named_as_they_are_written() -> No
         del values["compute"]["topology"]["gpus_for_training"]
 
     assert problems(spoil) == [
-        "compute.topology.gpus_for_training: required, but not given: expected an integer > 0 (GPUs that learn)",
+        "compute.topology.gpus_for_training: required, but not given: expected an integer > 0 (GPUs that learn; "
+        "more than 1 is refused to run)",
         "compute.topology.tensor_parallel: expected a divisor of topology.gpus_for_vllm = 2, got 3",
         "vllm.tensor_parallel_size: expected topology.tensor_parallel = 3, got 2",
     ]

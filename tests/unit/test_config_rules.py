@@ -16,6 +16,7 @@ LORA = {"model.trainer_mode": "lora"}
 GRPO = {"algorithm.variety": "grpo"}
 TOPOLOGY = {"type": "single_node_split", "gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 0}
 SPLIT = {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "vllm": {}}
+ONE_EACH = {"gpus_for_vllm": 1, "gpus_for_training": 1}
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 DEDICATED = {
     "compute": {"gpu_count": 4},
@@ -27,6 +28,11 @@ DEDICATED = {
 REFERENCE_URL = {"reference_url": "http://localhost:8003"}
 DISTANT = {"loss": {"kl_coef": 0.1}, "reference": {"placement": "dedicated"}, "services": REFERENCE_URL}
 STALE = {"training.max_staleness": 1, "correction.old_logprobs": "rollout"}
+HANDED_OVER = {"training.weight_sync": {"transfer": "shared_memory"}}
+ENDPOINT = {"engine_urls": ["http://localhost:8000"]}
+RESCORED = {"rollout.engine": "http", "rollout.rescore": True, "services": ENDPOINT}
+REPLACED = "correction.{}: looks at the sampler's logprobs, which rollout.rescore = true replaces by the learner's: {}"
+NO_WEIGHTS = 'training.{}: has no effect with rollout.engine "http", which gets no weights: set {}, or remove this'
 NOT_SHARED = 'has no effect with rollout.engine = "local": it shares the learner\'s weights; set {}, or remove this'
 
 
@@ -352,6 +358,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**SPLIT, "vllm": {"tensor_parallel_size": 2}},
         "vllm.tensor_parallel_size: expected topology.tensor_parallel = 1, got 2",
     ),
+    "two data parallels": (
+        {**SPLIT, "vllm": {"data_parallel_size": 1}},
+        "vllm.data_parallel_size: expected topology.gpus_for_vllm / topology.tensor_parallel = 2 / 1 = 2, got 1",
+    ),
+    "vLLM on more GPUs than there are": (
+        {"compute": {"gpu_count": 3}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
+        "vllm: 2 x 2 devices (tensor_parallel_size x data_parallel_size) are more than compute.gpu_count = 3",
+    ),
+    "a split with servers": (
+        {"compute": {"gpu_count": 2}, "topology": ONE_EACH, "services": {"engine_urls": ["http://localhost:8000"]}},
+        "topology: splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them",
+    ),
+    "sleep of an engine with GPUs of its own": (
+        {"compute": {"gpu_count": 2}, "topology": ONE_EACH, "vllm": {"sleep_while_learning": True}},
+        "vllm.sleep_while_learning: has no effect with topology = true: vLLM has GPUs of its own there; set false, or "
+        "remove this",
+    ),
+    "sleep of an engine that samples meanwhile": (
+        {**STALE, "vllm": {"sleep_while_learning": True}},
+        "vllm.sleep_while_learning: has no effect with training.max_staleness = 1: episodes are played while the "
+        "learner works; set 0, or remove this",
+    ),
+    "sleep of a server": (
+        {"vllm": {"sleep_while_learning": True}, "services": {"engine_urls": ["http://localhost:8000"]}},
+        'vllm.sleep_while_learning: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server '
+        "was told by who started it, or remove this",
+    ),
     "one node of two": (
         {**SPLIT, "compute": {"gpu_count": 3, "nodes": 2}},
         'topology.type: "single_node_split" splits one machine\'s GPUs, but compute.nodes = 2',
@@ -395,7 +428,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dedicated without a GPU": (
         {**DEDICATED, "compute": {"gpu_count": 3}, "topology": TOPOLOGY},
-        'reference.placement: "dedicated" needs topology.gpus_for_ref, a multiple of reference.tp = 1, got 0',
+        'reference.placement: "dedicated" needs topology.gpus_for_ref = reference.tp = 1, got 0',
     ),
     "a GPU for no reference": (
         {**DEDICATED, "reference": {"placement": "shared"}},
@@ -416,6 +449,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "reference.update_every_n_iters: cannot move the reference at services.reference_url, which is not this run's: "
         "set 0, or remove the URL",
     ),
+    "more GPUs than the reference's processes": (
+        {**DEDICATED, "compute": {"gpu_count": 5}, "topology": {**TOPOLOGY, "gpus_for_ref": 2}},
+        'reference.placement: "dedicated" needs topology.gpus_for_ref = reference.tp = 1, got 2',
+    ),
     "GPUs for another's reference": (
         {**DEDICATED, "services": REFERENCE_URL},
         "reference.placement: topology.gpus_for_ref = 1 has no use: services.reference_url has its own",
@@ -434,6 +471,56 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"training.weight_sync": {"verify_every_k": 3}},
         f"training.weight_sync.verify_every_k: {NOT_SHARED.format(0)}",
     ),
+    # samples of other weights
+    "samples of the learner's own weights, rescored": (
+        {"rollout.rescore": True},
+        'rollout.rescore: has no effect with rollout.engine "local", which samples from the learner\'s own weights: '
+        'set that to "http", or remove this',
+    ),
+    "samples of an app's agent, rescored": (
+        {**RESCORED, "services": {**ENDPOINT, "task_url": "http://localhost:8001"}},
+        "rollout.rescore: true trains on environments that are played here, not by task apps: remove "
+        "services.task_url, or this",
+    ),
+    "samples of an app of a mixture, rescored": (
+        {**RESCORED, "rollout.mixture": [{"env_name": "Dice", "share": 0.5, "task_url": "http://localhost:8001"}]},
+        "rollout.rescore: true trains on environments that are played here, not by task apps: remove "
+        "services.task_url, or this",
+    ),
+    "the sampler's logprobs as old ones": (
+        {**RESCORED, "correction.old_logprobs": "rollout"}, REPLACED.format("old_logprobs", 'set "recompute"'),
+    ),
+    "a correction by the sampler's logprobs": (
+        {**RESCORED, "correction.level": "token"}, REPLACED.format("level", 'set "none"'),
+    ),
+    "a threshold on the sampler's logprobs": (
+        {**RESCORED, "correction.off_policy_threshold": 0.1}, REPLACED.format("off_policy_threshold", "remove this"),
+    ),
+    "an alarm for the sampler's logprobs": (
+        {**RESCORED, "correction.max_engine_gap": 0.1}, REPLACED.format("max_engine_gap", "remove this"),
+    ),
+    "an age of weights without a version": (
+        {**RESCORED, "training.max_staleness": 1},
+        "training.max_staleness: expected 0 with rollout.rescore = true, got 1: the weights that sample have no "
+        "version to be behind",
+    ),
+    "rare weights for an endpoint": (
+        {**RESCORED, "training.weight_sync_interval": 2}, NO_WEIGHTS.format("weight_sync_interval", 1),
+    ),
+    "full transfer to an endpoint": (
+        {**RESCORED, "training.weight_sync": {"mode": "full"}}, NO_WEIGHTS.format("weight_sync.mode", '"direct"'),
+    ),
+    "transfer by file to an endpoint": (
+        {**RESCORED, "training.weight_sync": {"direct": False}}, NO_WEIGHTS.format("weight_sync.direct", "true"),
+    ),
+    "checks of a transfer to an endpoint": (
+        {**RESCORED, "training.weight_sync": {"verify_every_k": 3}},
+        NO_WEIGHTS.format("weight_sync.verify_every_k", 0),
+    ),
+    "an endpoint's model in this process": (
+        {"services": {"engine_model": "teacher"}},
+        'services.engine_model: has no effect with rollout.engine = "local": set that to "http", or remove this',
+    ),
     "transfer to nobody": (
         {"training.weight_sync": {"targets": []}},
         'training.weight_sync.targets: expected ["policy"], which is all that samples, got []',
@@ -442,6 +529,51 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"training.weight_sync": {"enable": False}},
         "training.weight_sync.enable: false would train one policy on the episodes of another, which never learns: set "
         "true",
+    ),
+    # weights that are handed over
+    "tensors for an engine that shares them": (
+        {"training.weight_sync": {"transfer": "shared_memory"}},
+        'training.weight_sync.transfer: has no effect with rollout.engine "local": set that to "vllm", or remove this',
+    ),
+    "tensors for a server": (
+        {"vllm": {}, "services": {"engine_urls": ["http://localhost:8001"]}, **HANDED_OVER},
+        'training.weight_sync.transfer: "shared_memory" hands weights to vLLM in this process, not to servers at '
+        'services.engine_urls, which read files: set "files", or remove the URLs',
+    ),
+    "tensors in 4 bits": (
+        {"vllm": {}, "model.trainer_mode": "qlora", "training.lora": {"r": 4}, **HANDED_OVER},
+        'training.weight_sync.transfer: "shared_memory" hands over whole models, and quantized weights cannot be: set '
+        '"files"',
+    ),
+    "tensors of an adapter": (
+        {"vllm": {}, **LORA, **HANDED_OVER},
+        'training.weight_sync.transfer: "shared_memory" hands over whole models, but training.weight_sync.mode '
+        '"direct" sends an adapter alone: set that to "full", which merges it, or this to "files"',
+    ),
+    "tensors of a version that is gone": (
+        {"vllm": {}, **STALE, **HANDED_OVER},
+        'training.weight_sync.transfer: "shared_memory" keeps no copy of a version, so that an engine that dies could '
+        'not be given the one that it had: set training.max_staleness = 0, which is 1, or "files"',
+    ),
+    "files of tensors": (
+        {"vllm": {}, "training.weight_sync": {"transfer": "shared_memory", "direct": False}},
+        'training.weight_sync.direct: has no effect with training.weight_sync.transfer "shared_memory", which writes '
+        "no files: set true, or remove this",
+    ),
+    "a broadcast on one GPU": (
+        {"vllm": {}, "training.weight_sync": {"transfer": "nccl"}},
+        'training.weight_sync.transfer: "nccl" needs [topology], which gives vLLM GPUs of its own; on the learner\'s '
+        'own GPU set "ipc"',
+    ),
+    "the learner's GPU where vLLM has others": (
+        {**SPLIT, "training.weight_sync": {"transfer": "ipc"}},
+        'training.weight_sync.transfer: "ipc" needs vLLM on the learner\'s own GPU, but [topology] gives it others: '
+        'set "nccl"',
+    ),
+    "the learner's GPU for two": (
+        {"vllm": {"tensor_parallel_size": 2}, "training.weight_sync": {"transfer": "ipc"}},
+        'training.weight_sync.transfer: "ipc" needs vLLM on the learner\'s own GPU alone, but '
+        'vllm.tensor_parallel_size x vllm.data_parallel_size is 2: set "files", or "nccl" with [topology]',
     ),
     "weights that an evaluation would miss": (
         {"vllm": {}, "training.weight_sync_interval": 3, "training.max_staleness": 2, "correction.level": "token"},
@@ -532,7 +664,18 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "sent weights": {
         "vllm": {}, "training.weight_sync": {"verify_every_k": 3}, "training.weight_sync_interval": 2, **STALE
     },
+    "rescored": RESCORED,
+    "rescored, with what changes nothing": {
+        **RESCORED, "services": {**ENDPOINT, "engine_model": "teacher"},
+        "correction": {"old_logprobs": "recompute", "level": "none"},
+        "training.weight_sync": {"mode": "direct", "direct": True, "verify_every_k": 0},
+    },
     "stale samples with a weight": {"training.max_staleness": 2, "correction.level": "trajectory"},
+    "tensors": {"vllm": {}, **HANDED_OVER},
+    "merged tensors": {"vllm": {}, **LORA, "training.weight_sync": {"transfer": "shared_memory", "mode": "full"}},
+    "tensors on one GPU": {"vllm": {}, "training.weight_sync": {"transfer": "ipc"}},
+    "tensors to other GPUs": {**SPLIT, "training.weight_sync": {"transfer": "nccl"}},
+    "files of an adapter": {"vllm": {}, **LORA, **STALE, "training.weight_sync": {"transfer": "files"}},
     "shared weights as the hosted trainer says it": {
         "training.weight_sync": {
             "enable": True, "targets": ["policy"], "mode": "direct", "direct": True, "verify_every_k": 0

@@ -22,8 +22,8 @@ Make = Callable[[dict[str, Any]], RunConfig]
 
 EVERYTHING: dict[str, Any] = {
     "services": {"task_url": "http://localhost:8001/", "judge_url": "http://localhost:8002"},
-    "compute": {"gpu_count": 5, "gpu_type": "H100", "nodes": 1},
-    "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 2},
+    "compute": {"gpu_count": 6, "gpu_type": "H100", "nodes": 1},
+    "topology": {"gpus_for_vllm": 2, "gpus_for_training": 2, "gpus_for_ref": 2},
     "vllm": {"max_model_len": 1024},
     "reference": {"placement": "dedicated", "tp": 2},
     "loss": {"kl_coef": 0.01},
@@ -42,20 +42,22 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
     assert str(caught.value).splitlines() == [
         "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
         "process:",
-        "  compute.gpu_count = 5: training takes 0 GPUs or 1",
-        "  [topology]: vLLM in this process and the learner share the devices that they see; a server on GPUs of its "
-        "own is named by services.engine_urls",
-        "  reference.tp = 2: the scoring server runs its model on one device",
+        "  topology.gpus_for_training = 2: training takes one GPU",
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2"),
+        ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2: training takes 0 GPUs or 1; split them by [topology]"),
+        ({"compute": {"gpu_count": 2}, "vllm": {}}, "compute.gpu_count = 2"),
+        ({"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2}}, "compute.gpu_count = 4"),
+        (
+            {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2}},
+            "topology.gpus_for_training = 2: training takes one GPU",
+        ),
         ({"compute": {"gpu_count": 1, "nodes": 2}}, "compute.nodes = 2"),
         ({"vllm": {}, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora"'),
-        ({"reference": {"placement": "dedicated", "tp": 2}, "loss.kl_coef": 0.1}, "reference.tp = 2"),
         (
             {"reference": {"placement": "dedicated"}, "loss.kl_coef": 0.1, "model.trainer_mode": "qlora"},
             'reference.placement = "dedicated": quantized weights',
@@ -81,12 +83,15 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"services": {"task_url": "https://x.org"}},
         {"compute": {"gpu_count": 0}},
         {"compute": {"gpu_count": 1}},
+        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
+        {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
         {"vllm": {}},
         {"rollout.engine": "vllm"},
         {"judge": {"options": {"event": True}}},
         {"judge": EVERYTHING["judge"], "services": {"judge_url": "http://localhost:8002"}},
         {"loss.kl_coef": 0.1},
         {"loss.kl_coef": 0.1, "reference.placement": "dedicated"},
+        {"loss.kl_coef": 0.1, "reference": {"placement": "dedicated", "tp": 2}},
     ],
 )
 def test_what_this_version_has_is_not_refused(changes: dict[str, Any], make: Make) -> None:
@@ -105,7 +110,9 @@ def test_weights_that_are_somebody_elses_can_be_evaluated_but_not_trained(make: 
     config = make({"rollout.engine": "http", "services": {}, **urls, "run.folder": str(tmp_path / "runs")})
     assert missing_machinery(config.sections) == []
     with pytest.raises(
-        ConfigError, match=r'rollout\.engine: .* train with "local" or "vllm", and use this to evaluate'
+        ConfigError,
+        match=r'rollout\.engine: .* train with "local" or "vllm", and use this to evaluate\..* set rollout\.rescore = '
+        r"true: the learner's own logprobs .* without correction, off-policy on purpose",
     ):
         run_training(config)
     assert not (tmp_path / "runs").exists()

@@ -14,7 +14,8 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,16 +89,26 @@ class Parts:
     versions: list[int] = field(default_factory=list)
     evaluations: list[str] = field(default_factory=list)
     saved: list[TrainState] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
 
     def update(self, batch: TrainBatch) -> Any:
+        self.log.append("update")
         self.batches.append(batch)
         return SimpleNamespace(metrics={"batch/trained_tokens": float(batch.num_actions)})
 
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[None]:
+        self.log.append("sleep")
+        yield
+        self.log.append("wake up")
+
     async def publish(self, version: int) -> None:
+        self.log.append(f"publish {version}")
         self.version = version
         self.versions.append(version)
 
     async def evaluate(self, label: str) -> Evaluation:
+        self.log.append("evaluate")
         self.evaluations.append(label)
         return Evaluation("test/Letters-v0", (EvaluationRow(0, 1.0, None, 1, Outcome.TERMINATED),))
 
@@ -152,6 +163,7 @@ def train(
         progress=QuietProgress(lambda text: None),
         state=state,
         weight_version=lambda: parts.version,
+        while_learning=parts.asleep,
         clock=lambda: float(next(ticks)),
     )
     final = asyncio.run(trainer.run())
@@ -175,6 +187,12 @@ def test_constant_groups_are_trained_on_by_default_and_counted(tmp_path: Path) -
     assert sum(constant) > 0
     assert all(line["batch/refilled_groups"] == line["batch/dropped_constant_groups"] == 0 for line in lines)
     assert state.num_episodes == 48
+
+
+def test_what_samples_sleeps_while_the_learner_works_and_is_awake_for_all_else(tmp_path: Path) -> None:
+    parts, _ = train(tmp_path, make_plan(num_steps=2, constant_groups="drop"), same_for=2)
+    learn = ["sleep", "update", "wake up"]
+    assert parts.log == ["evaluate", *learn, "publish 1", *learn, "publish 2", "evaluate"]
 
 
 def test_dropped_groups_are_played_and_counted_and_not_trained_on(tmp_path: Path) -> None:

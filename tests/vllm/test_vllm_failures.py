@@ -9,14 +9,20 @@ import asyncio
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from agreement import Turn, worst_gap
 
-from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.engine.rebuildable import RebuildableEngine
 from gspo_gym.engine.vllm import VllmEngine
-from gspo_gym.errors import EngineError
+from gspo_gym.errors import EngineError, EnginePoisonedError
+from gspo_gym.models import Policy
+from gspo_gym.staging import Staging
 from gspo_gym.types import Completion
+from gspo_gym.weight_sync import Target, WeightSync
 
 SHORT = SamplingParams(max_tokens=10, stop_token_ids=(), seed=0)
 LONG = SamplingParams(max_tokens=400, stop_token_ids=(), seed=0)
@@ -75,3 +81,31 @@ def test_closing_ends_calls_in_flight_with_an_error_and_leaves_no_process(start_
 
     loop_thread.run(close())
     assert not core.is_alive()
+
+
+def test_an_engine_that_is_killed_asleep_is_replaced_by_the_update_and_one_that_sleeps_can_be_closed(
+    start_engine: Any, loop_thread: Any, policy: Policy, tmp_path: Path
+) -> None:
+    first, core = start_with_process(start_engine)
+
+    async def make() -> Engine:
+        return await VllmEngine.start(first._settings)
+
+    async def die_asleep() -> Completion:
+        engine = RebuildableEngine(first, make)
+        sync = WeightSync([Target(engine, engine.rebuild)], kind="full", staging=Staging(policy, tmp_path / "staged"))
+        await engine.sleep()
+        os.kill(core.pid, signal.SIGKILL)
+        await asyncio.to_thread(core.join)
+        await engine.wake_up()
+        with pytest.raises(EnginePoisonedError, match="it did not wake up"):
+            await engine.generate([72], SHORT)
+        await sync.publish(1)
+        completion = await engine.generate([72], SHORT)
+        await engine.sleep()
+        await engine.close()
+        return completion
+
+    completion = loop_thread.run(die_asleep())
+    assert completion.weight_version.tolist() == [1] * 10
+    assert worst_gap(policy.model, [Turn([72], completion)]) <= 1e-4

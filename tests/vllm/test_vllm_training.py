@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.engine.vllm import VllmEngine
 from gspo_gym.engine.vllm_server import VllmServer
 from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.train import run_training
+
+TRAINING = {"iterations_per_epoch": 2, "group_size": 8, "batch_size": 16, "learning_rate": 1e-2}
 
 
 def config(folder: Path, model: dict[str, Any], **more: Any) -> RunConfig:
@@ -28,7 +32,7 @@ def config(folder: Path, model: dict[str, Any], **more: Any) -> RunConfig:
                 "max_model_len": 256,
                 "episodes_per_batch": 32,
             },
-            "training": {"iterations_per_epoch": 2, "group_size": 8, "batch_size": 16, "learning_rate": 1e-2},
+            "training": TRAINING,
             "evaluation": {"seeds": "0:4"},
             **more,
         }
@@ -57,10 +61,51 @@ def require_sound(run: RunConfig) -> None:
         assert line["optim/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("trainer_mode", ["full", "lora"])
-def test_two_steps_on_vllm_in_this_process_agree_with_the_learner(trainer_mode: str, folder: Path) -> None:
-    model = {"source": "player", "label": trainer_mode, "trainer_mode": trainer_mode}
-    require_sound(config(folder, model, vllm={"kv_cache_gib": 0.25, "max_model_len": 256}))
+VLLM = {"kv_cache_gib": 0.25, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> RunConfig:
+    """A sound run with nothing special about it: whole models, read from files."""
+    run = config(folder, {"source": "player", "label": "plain"}, vllm=VLLM)
+    require_sound(run)
+    return run
+
+
+def played(run: RunConfig) -> list[list[int]]:
+    """The tokens of all training episodes."""
+    files = [run.run_folder / "episodes" / f"step_{step:06d}.jsonl" for step in (1, 2)]
+    tokens = [segment.token_ids.tolist() for file in files for t in read_episodes(file) for segment in t.segments]
+    assert len(tokens) >= 64
+    return tokens
+
+
+def test_two_steps_with_adapters_on_vllm_in_this_process_agree_with_the_learner(folder: Path) -> None:
+    require_sound(config(folder, {"source": "player", "label": "lora", "trainer_mode": "lora"}, vllm=VLLM))
+
+
+def test_a_run_whose_weights_are_handed_over_in_memory_plays_the_same_episodes(plain: RunConfig, folder: Path) -> None:
+    training = {**TRAINING, "weight_sync": {"transfer": "shared_memory"}}
+    run = config(folder, {"source": "player", "label": "handed-over"}, vllm=VLLM, training=training)
+    require_sound(run)
+    assert played(run) == played(plain)
+
+
+def test_a_run_whose_engine_sleeps_while_the_learner_works_plays_the_same_episodes(
+    plain: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[int] = []
+    sleep = VllmEngine.sleep
+
+    async def count(engine: VllmEngine) -> None:
+        await sleep(engine)
+        slept.append(engine.weight_version)
+
+    monkeypatch.setattr(VllmEngine, "sleep", count)
+    run = config(folder, {"source": "player", "label": "asleep"}, vllm={**VLLM, "sleep_while_learning": True})
+    require_sound(run)
+    assert slept == [0, 1]
+    assert played(run) == played(plain)
 
 
 def test_two_steps_on_a_server_that_began_with_other_weights_agree_with_the_learner(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from gspo_gym.engine.vllm_server import VllmServer
 from gspo_gym.engine.vllm_settings import VllmSettings
@@ -85,6 +86,24 @@ def test_the_server_is_told_what_training_needs(tmp_path: Path) -> None:
     assert not any(line.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING") for line in environment)
 
 
+def test_a_server_of_several_workers_runs_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = VllmSettings(model="policy", max_model_len=512, tensor_parallel_size=2, device_ids=(2, 3))
+
+    def binding() -> list[str]:
+        said = (tmp_path / "environment").read_text().splitlines()
+        return [line.removeprefix("VLLM_CPU_OMP_THREADS_BIND=") for line in said if line.startswith("VLLM_CPU_OMP_")]
+
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    assert dict(itertools.pairwise(command_of(settings, tmp_path)))["--device-ids"] == "2,3"
+    assert len(binding()) == (0 if torch.cuda.is_available() else 1)  # only a processor's workers need it
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3|4-7")
+    command_of(settings, tmp_path)
+    assert binding() == ["0-3|4-7"]
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    command_of(SETTINGS, tmp_path)
+    assert binding() == []
+
+
 def test_a_server_for_adapters_may_load_them_while_it_runs(tmp_path: Path) -> None:
     arguments = command_of(VllmSettings(model="policy", max_model_len=512, max_lora_rank=16, max_loras=3), tmp_path)
     said = dict(itertools.pairwise(arguments))
@@ -109,6 +128,7 @@ def test_a_server_keeps_statistics_and_reads_a_tokenizer_only_where_schemas_are_
         ("--max-num-seqs 5", "max_num_seqs", 5),
         ("--tensor-parallel-size 2", "tensor_parallel_size", 2),
         ("--data-parallel-size 3", "data_parallel_size", 3),
+        ("--device-ids 5", "device_ids", (5,)),
         ("--gpu-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
         ("--kv-cache-gib 0.25", "kv_cache_gib", 0.25),
         ("--enforce-eager", "enforce_eager", True),

@@ -1,0 +1,79 @@
+"""Where vLLM's parallel ranks run: on which cores of a processor, and which copy of the model a session stays with.
+
+Does not import vLLM. Read with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+# Which cores each worker computes on: lists by rank, or "nobind" for wherever the system puts them.
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def binding_of(num_workers: int, cores: Sequence[int]) -> str:
+    """The value of `BINDING` that gives every worker of a processor as many cores as the others, and none twice.
+
+    vLLM's own choice is one NUMA node for each rank of a tensor-parallel model: with fewer nodes it does not start. The
+    copies of a data-parallel one it binds to the same cores. If there are fewer cores than workers, none is bound.
+
+    >>> binding_of(2, [0, 1, 2, 3, 4])
+    '0,1|2,3'
+    >>> binding_of(4, [0, 1])
+    'nobind'
+    """
+    each = len(cores) // num_workers
+    if each == 0:
+        return "nobind"
+    lists = (cores[rank * each : (rank + 1) * each] for rank in range(num_workers))
+    return "|".join(",".join(str(core) for core in some) for some in lists)
+
+
+def allowed_cores() -> list[int]:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within, children inherit these variables, too; those that somebody has set already are left as they are."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+class SessionRanks:
+    """Which copy of a data-parallel model answers a session: always the same, for it has the session's prefix.
+
+    New sessions go round, so that as many new ones as there are copies reach them all.
+
+    >>> ranks = SessionRanks(2)
+    >>> [ranks.of(session) for session in ("a", "b", "a", "c", "b", None)]
+    [0, 1, 0, 0, 1, None]
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._turns = itertools.cycle(range(num_ranks))
+        self._rank_of: dict[str, int] = {}
+
+    def of(self, session_id: str | None) -> int | None:
+        """The rank of the copy; None, which leaves it to vLLM, without a session or without copies."""
+        if session_id is None or self._num_ranks == 1:
+            return None
+        if session_id not in self._rank_of:
+            self._rank_of[session_id] = next(self._turns)
+        return self._rank_of[session_id]
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended; unknown ones are fine."""
+        self._rank_of.pop(session_id, None)

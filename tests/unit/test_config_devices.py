@@ -1,0 +1,132 @@
+"""Which GPU is whose: the table in `config.devices`, and what CUDA_VISIBLE_DEVICES makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_gym import build, build_reference
+from gspo_gym.config.devices import Placement, names_of, place, require_gpus
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import ConfigError
+
+Make = Callable[[dict[str, Any]], RunConfig]
+
+
+def dedicated(**reference: int) -> dict[str, Any]:
+    return {"reference": {"placement": "dedicated", **reference}, "loss": {"kl_coef": 0.1}}
+
+
+def split(gpu_count: int, **topology: int) -> dict[str, Any]:
+    return {"compute": {"gpu_count": gpu_count}, "topology": {"gpus_for_training": 1, **topology}}
+
+
+# What is given, and the learner's GPU, those of vLLM, those of the reference, tensor and data parallel sizes.
+PLACES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "one GPU for all": ({"compute": {"gpu_count": 1}, "vllm": {}}, (0, (0,), (0,), 1, 1)),
+    "vLLM on all, the learner on the first": (
+        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
+        (0, (0, 1, 2, 3), (0,), 2, 2),
+    ),
+    "one each": (split(2, gpus_for_vllm=1), (1, (0,), (), 1, 1)),
+    "copies": (split(4, gpus_for_vllm=3), (3, (0, 1, 2), (), 1, 3)),
+    "one model on two": (split(3, gpus_for_vllm=2, tensor_parallel=2), (2, (0, 1), (), 2, 1)),
+    "two models on two each, and a reference": (
+        {**split(7, gpus_for_vllm=4, tensor_parallel=2, gpus_for_ref=2), **dedicated(tp=2)},
+        (4, (0, 1, 2, 3), (5, 6), 2, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_each_part_has_the_gpus_that_the_table_says(case: str, make: Make) -> None:
+    changes, (learner, vllm, reference, tensor, data) = PLACES[case]
+    config = make(changes)
+    placement = place(config.topology, config.vllm)
+    assert placement == Placement(
+        learner=learner,
+        vllm=vllm,
+        reference=reference,
+        is_split="topology" in changes,
+        tensor_parallel_size=tensor,
+        data_parallel_size=data,
+    )
+    assert config.compute is not None
+    assert placement.num_gpus == config.compute.gpu_count
+
+
+def test_the_sizes_of_a_topology_are_those_of_vllm(make: Make) -> None:
+    changes = {**split(5, gpus_for_vllm=4, tensor_parallel=2), "vllm": {}}
+    vllm = make(changes).vllm
+    assert vllm is not None
+    assert (vllm.tensor_parallel_size, vllm.data_parallel_size) == (2, 2)
+    assert make({**split(5, gpus_for_vllm=4, tensor_parallel=2)}).rollout.engine == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ("1", "2")),
+        ("4,5,6", ("5", "6")),
+        (" 4, 5 , 6 ", ("5", "6")),
+        ("GPU-aa,GPU-bb,MIG-cc", ("GPU-bb", "MIG-cc")),
+    ],
+)
+def test_a_child_is_told_of_gpus_by_the_names_that_this_process_was_told(visible: str | None, names: Any) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert names_of([1, 2], environment) == names
+
+
+@pytest.mark.parametrize("visible", ["4,5", "4,5,-1,6", "", "4,,6"])
+def test_a_gpu_that_is_hidden_cannot_be_given_to_a_child(visible: str) -> None:
+    with pytest.raises(ConfigError, match=r"topology: expected 3 GPUs, and this process sees [012] \(CUDA_VISIBLE_"):
+        names_of([2], {"CUDA_VISIBLE_DEVICES": visible})
+
+
+def test_fewer_gpus_than_asked_for_are_an_error_that_says_what_hides_them() -> None:
+    require_gpus(2, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}, "compute.gpu_count")
+    with pytest.raises(ConfigError, match=r"compute\.gpu_count: expected 3 GPUs, and this process sees 2; use fewer"):
+        require_gpus(3, 2, {}, "compute.gpu_count")
+
+
+class EightGpus:
+    """What torch says of a machine with eight GPUs, of which the last is another one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=0: "NVIDIA A100" if gpu == 7 else "NVIDIA H200")
+
+
+def test_the_learner_is_on_its_own_gpu_or_on_the_current_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    EightGpus(monkeypatch)
+    assert build.device_of(make(split(4, gpus_for_vllm=3))) == "cuda:3"
+    assert build.device_of(make({"compute": {"gpu_count": 2}, "vllm": {"data_parallel_size": 2}})) == "cuda"
+    assert build.device_of(make({"compute": {"gpu_count": 1}})) == "cuda"
+    assert build.device_of(make({})) == "cuda"
+    assert build.device_of(make({"compute": {"gpu_count": 0}})) == "cpu"
+
+
+def test_more_gpus_than_there_are_and_one_of_another_type_are_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EightGpus(monkeypatch)
+    with pytest.raises(ConfigError, match=r"compute\.gpu_count: expected 9 GPUs, and this process sees 8"):
+        build.device_of(make(split(9, gpus_for_vllm=8)))
+    with pytest.raises(ConfigError, match=r"vllm\.tensor_parallel_size: expected 16 GPUs, and this process sees 8"):
+        build.device_of(make({"vllm": {"tensor_parallel_size": 16}}))
+    typed = {"compute": {"gpu_count": 8, "gpu_type": "H200"}, "topology": {"gpus_for_vllm": 7, "gpus_for_training": 1}}
+    with pytest.raises(ConfigError, match=r"compute\.gpu_type: expected 'H200', but the device here is 'NVIDIA A100'"):
+        build.device_of(make(typed))
+
+
+def test_the_reference_sees_its_own_gpus_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make({**split(4, gpus_for_vllm=2, gpus_for_ref=1), **dedicated()})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,6,4,2")
+    assert build_reference._gpus(config) == ("2",)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert build_reference._gpus(config) == ("3",)
+    assert build_reference._gpus(make({"compute": {"gpu_count": 1}, **dedicated()})) is None
