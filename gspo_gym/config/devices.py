@@ -12,8 +12,8 @@ process sees, from 0; with CUDA_VISIBLE_DEVICES these are other numbers than the
 tp and dp are vllm.tensor_parallel_size and vllm.data_parallel_size; with [topology] they are its tensor_parallel and
 v / tensor_parallel. Where vLLM and the learner share a GPU, vllm.gpu_memory_utilization says how much of it is vLLM's.
 
-Asked by `build*.py`. Not run on several GPUs: what vLLM 0.32 makes of its numbers is
-from its source (they are looked up in CUDA_VISIBLE_DEVICES, if there is one, as here).
+Asked by `build*.py`. Not run on several GPUs: what vLLM 0.32 makes of its numbers is from its source, which looks them
+up in CUDA_VISIBLE_DEVICES as is done here.
 """
 
 from __future__ import annotations
