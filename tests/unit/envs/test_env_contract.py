@@ -1,4 +1,4 @@
-"""Every bundled environment keeps the whole contract, in its default form and in the forms made for tiny models."""
+"""Bundled environments keep the whole contract in other forms, too; their own is in `tests/contract`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ from gspo_gym.env.registry import make
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
-        ("GuessNumber", {}),
         ("GuessNumber", {"high": 100, "max_guesses": 7, "style": "verbose"}),
-        ("FrozenLake", {}),
         ("FrozenLake", {"map": "random", "size": 3, "style": "verbose"}),
-        ("SqlAnalyst", {}),
         ("SqlAnalyst", {"level": "tiny", "tools": ["query", "answer"], "style": "verbose"}),
-        ("Countdown", {}),
         ("Countdown", {"num_numbers": 6, "max_number": 100, "max_target": 999, "max_turns": 8, "style": "verbose"}),
-        ("Wordle", {}),
         ("Wordle", {"words": ["cat", "cot", "dog", "dot"], "style": "verbose"}),
-        ("TicTacToe", {}),
         ("TicTacToe", {"opponent": "minimax", "style": "verbose"}),
         ("TicTacToe", {"opponent": "self"}),
-        ("Homestead", {}),
         ("Homestead", {"size": 12, "max_actions": 4, "style": "verbose"}),
     ],
 )
