@@ -38,6 +38,7 @@ TOLERANCE = 1e-4  # nats, in float32
 LONG = SamplingParams(max_tokens=1500, stop_token_ids=(), seed=0)
 SHORT = SamplingParams(max_tokens=10, stop_token_ids=(), seed=1)
 START_SECONDS = 300.0
+ADAPTED = "tiny:qwen3-128"
 
 Connect = Callable[[str], VllmHttpEngine]
 Stage = Callable[[Policy], WeightUpdate]
@@ -76,8 +77,10 @@ def engine(server: VllmServer, connect: Connect) -> VllmHttpEngine:
 
 
 @pytest.fixture(scope="module")
-def adapter_engine(model_folder: Path, connect: Connect) -> Iterator[VllmHttpEngine]:
-    """Takes adapters; its server was started by the command, and ends as that is told to."""
+def adapter_engine(connect: Connect, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmHttpEngine]:
+    """Takes adapters of `ADAPTED`; its server was started by the command, and ends as that is told to."""
+    model_folder = tmp_path_factory.mktemp("adapted") / "model"
+    save_policy(load_policy(ADAPTED, seed=1), model_folder)
     command = [sys.executable, "-m", "gspo_gym.serve_engine_command", str(model_folder), "--engine", "vllm"]
     options = "--port 0 --dtype float32 --max-model-len 2048 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
     with subprocess.Popen(
@@ -315,7 +318,7 @@ def test_a_port_that_is_taken_is_refused(server: VllmServer, model_folder: Path)
 def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
     adapter_engine: VllmHttpEngine, tmp_path: Path, loop_thread: Any, record_property: Callable[[str, object], None]
 ) -> None:
-    adapted = adapt_policy(load_policy("tiny:qwen3-64", seed=1), LoraSettings(r=4, alpha=8), seed=0)
+    adapted = adapt_policy(load_policy(ADAPTED, seed=1), LoraSettings(r=4, alpha=8), seed=0)
     assert adapter_engine.capabilities.update_kinds == ("adapter",)
     gaps = [worst_gap(adapted.model, loop_thread.run(play_many(adapter_engine, range(3))))]
     for version in range(1, 5):
