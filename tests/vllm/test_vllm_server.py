@@ -123,7 +123,10 @@ async def running(engine: VllmHttpEngine, num_calls: int) -> list[asyncio.Task[C
 
     Now and then the server (0.32, on a processor) answers nobody until it has sampled all; then they begin again.
     """
-    async with httpx.AsyncClient(base_url=engine._settings.url, trust_env=False, verify=False) as server:
+    once = httpx.Limits(max_keepalive_connections=0)  # a server that answered nobody meanwhile closes idle connections
+    async with httpx.AsyncClient(
+        base_url=engine._settings.url, trust_env=False, verify=False, limits=once, timeout=60
+    ) as server:
         for _ in range(10):
             before = await metric(server, "vllm:generation_tokens_total")
             calls = [
