@@ -17,8 +17,9 @@ KNOWN_FAILURES = {
 }
 SLOW = "making one question may take {} seconds, so that a check takes minutes; not tried"
 NOT_TRIED = {"futoshiki": SLOW.format("five"), "knight_swap": SLOW.format("fifteen")}
-# Where the answer is 0 or 1, two questions may well have the same: random play needs more of them to be told apart.
-SEEDS = {"circuit_logic": range(8)}
+# Where the answer is one of two, two questions may well have the same: random play needs more of them to be told apart.
+# The last two draw from sets, so that every process asks other questions.
+SEEDS = {"circuit_logic": range(8), "isomorphic_strings": range(24), "ransom_note": range(24)}
 SETTINGS = {"composite": {"datasets": [{"name": "chain_sum", "weight": 2}, {"name": "gcd"}]}}
 
 

@@ -92,6 +92,8 @@ class ReasoningGymEnv(TextEnv):
 
     A seed names a question. Which side it belongs to is decided by its text: a question of the wrong side is drawn
     again, so that training (seeds from 2**31 up) never asks what evaluation does. An answer that earns 1 is a success.
+    "isomorphic_strings", "polynomial_multiplication" and "ransom_note" (0.1.23) draw from sets, whose order is another
+    in each process: for the same questions everywhere, set PYTHONHASHSEED.
 
     The policy "reference" says the entry's own answer, and exists where that earns 1; "random" the answer of another
     question.
