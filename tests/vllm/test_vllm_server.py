@@ -27,6 +27,7 @@ from agreement import Turn, nudge, plain_logprobs, play_many, publish, worst_gap
 
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm_ranks import BINDING, allowed_cores
 from gspo_gym.engine.vllm_server import VllmServer
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, EngineTimeoutError
@@ -84,7 +85,11 @@ def adapter_engine(connect: Connect, tmp_path_factory: pytest.TempPathFactory) -
     command = [sys.executable, "-m", "gspo_gym.serve_engine_command", str(model_folder), "--engine", "vllm"]
     options = "--port 0 --dtype float32 --max-model-len 2048 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
     with subprocess.Popen(
-        [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"], stdout=subprocess.PIPE, text=True
+        [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"],
+        stdout=subprocess.PIPE,
+        text=True,
+        # On all cores, its threads would keep the front end from answering.
+        env={**os.environ, BINDING: str(allowed_cores()[0])},
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
