@@ -13,23 +13,12 @@ from pathlib import Path
 import pytest
 from faulty_server import FaultyServer
 from guessing_endpoint import guessing
+from small_quickstart import QUICKSTART, SMALLER
 
 from gspo_gym.config.run_config import load_config
 from gspo_gym.recording import read_metrics
 from gspo_gym.train import run_training
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-SMALLER = [
-    "rollout.env_config.high=4",
-    "rollout.env_config.max_guesses=3",
-    "rollout.max_turns=3",
-    "rollout.episodes_per_batch=64",
-    "training.iterations_per_epoch=24",
-    "training.checkpoint_every_n_iters=24",
-    "evaluation.every_n_iters=24",
-    "evaluation.seeds=0:100",
-    "warmup.num_episodes=256",
-]
 RESCORED = [
     "rollout.engine=http",
     "rollout.rescore=true",
