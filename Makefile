@@ -50,9 +50,8 @@ openai-2: $(OPENAI_2)/.installed
 	PYTHONPATH=$(OPENAI_2) $(BIN)/python -c "import openai; assert openai.__version__ == '2.25.0', openai"
 	PYTHONPATH=$(OPENAI_2) $(BIN)/python -m pytest -m "not slow" $(OPENAI_TESTS)
 
-# Memory for keys and values in GiB, or vLLM takes a large part of the machine; and it reports nothing to anybody.
 vllm: $(VLLM)/.installed
-	VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 benchmark: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.benchmark engines

@@ -176,8 +176,7 @@ class VllmServer:
         return self._log or self._folder / "server.log"  # type: ignore[operator]
 
     def _environment(self) -> dict[str, str]:
-        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        env = {**self._settings.environment(), **env}
+        env = {**self._settings.environment(), **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         if self._settings.max_lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._settings.model_folder is not None:  # nothing of it is elsewhere, so nothing is looked for elsewhere

@@ -5,6 +5,7 @@ Read by the engine in this process and by the command that serves one. Does not 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,8 @@ class VllmSettings:
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache together; without meaning on the CPU.
         kv_cache_gib: memory for keys and values; None leaves it to `gpu_memory_utilization`, or on the CPU to vLLM's
             own guess, which is a large part of the machine.
-        enforce_eager: no compilation and no CUDA graphs: starts in seconds, decodes more slowly.
+        enforce_eager: no compilation, so without a compiler, too, and no CUDA graphs: starts in seconds, decodes more
+            slowly.
         seed: of what no request's seed decides.
         max_lora_rank: > 0 makes weights arrive as LoRA adapters of at most this rank, and no longer as whole models.
         max_loras: adapters that can be in work at once; requests in flight hold on to theirs, so a run that updates in
@@ -110,9 +112,20 @@ class VllmSettings:
 
     def environment(self) -> dict[str, str]:
         """Variables that vLLM's processes need, unless whoever starts them has set others."""
-        if self.num_workers == 1 or _sees_gpus():
-            return {}
-        return {BINDING: binding_of(self.num_workers, allowed_cores())}
+        variables = {"VLLM_NO_USAGE_STATS": "1"}  # else it tells its makers about this machine and the model
+        if _sees_gpus():
+            return variables
+        if self.enforce_eager:
+            # Even so vLLM compiles a helper at the first sample, for seconds; without a compiler it dies.
+            variables["TORCHDYNAMO_DISABLE"] = "1"
+        if self.num_workers > 1:
+            variables[BINDING] = binding_of(self.num_workers, allowed_cores())
+        elif BINDING not in os.environ:
+            # What schedules computes, too, as on one GPU. vLLM's own choice is a second process, whose threads it can
+            # bind: it starts half as fast, and on a few cores each of the two takes the other's time by waiting for it.
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            variables["OMP_NUM_THREADS"] = str(max(1, len(allowed_cores()) - 1))  # a core is left for whoever asks
+        return variables
 
     def engine_args(self) -> dict[str, Any]:
         """Fields of vLLM's `AsyncEngineArgs`, what training needs included.

@@ -2,8 +2,8 @@
 
 `make vllm` runs these tests with an interpreter that has vLLM; every other stage leaves this folder out (`--ignore` in
 pyproject.toml). An engine takes half a minute to start and belongs to the loop that it was started in, so there is one
-loop, in a thread of its own, and an engine for each configuration, shared by the whole session. A test that breaks an
-engine starts its own.
+loop, in a thread of its own, and an engine or a server for each configuration, shared by the whole session. A test that
+breaks an engine starts its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from agreement import publish
 
 from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.vllm_ranks import environment
+from gspo_gym.engine.vllm_server import VllmServer
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.models import Policy, load_policy, save_policy
 
@@ -34,7 +36,15 @@ IMPORT_WARNINGS = (
     r"ignore:.*Unclosed context <zmq:ResourceWarning",  # of the handshake with the engine's process
     r"ignore:.*Unclosed context <zmq:pytest.PytestUnraisableExceptionWarning",
 )
-MAX_MODEL_LEN = 512
+# vLLM on the policy in float32, not compiled.
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 512,
+    "dtype": "float32",
+    "max_num_seqs": 32,
+    "kv_cache_gib": 0.25,
+    "enforce_eager": True,
+}
+START_SECONDS = 300.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,19 +97,13 @@ def model_folder(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def start_engine(loop_thread: LoopThread, model_folder: Path) -> Iterator[StartEngine]:
-    """`start_engine(**settings)` starts vLLM on the policy in float32, not compiled; closed after the session."""
+    """`start_engine(**settings)` starts vLLM with `SETTINGS` but for these; closed after the session."""
     engines: list[VllmEngine] = []
 
     def start(**changes: Any) -> VllmEngine:
-        settings: dict[str, Any] = {
-            "model": str(model_folder),
-            "max_model_len": MAX_MODEL_LEN,
-            "dtype": "float32",
-            "max_num_seqs": 32,
-            "kv_cache_gib": 0.25,
-            "enforce_eager": True,
-        }
-        engines.append(loop_thread.run(VllmEngine.start(VllmSettings(**{**settings, **changes}))))
+        settings = VllmSettings(**{"model": str(model_folder), **SETTINGS, **changes})
+        with environment({"CXX": "/no/compiler"}):  # none is needed
+            engines.append(loop_thread.run(VllmEngine.start(settings)))
         return engines[-1]
 
     yield start
@@ -117,6 +121,36 @@ def full_engine(start_engine: StartEngine) -> VllmEngine:
 def adapter_engine(start_engine: StartEngine) -> VllmEngine:
     """Takes LoRA adapters of rank 8 at most."""
     return start_engine(max_lora_rank=8, max_loras=3)
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path) -> Iterator[VllmServer]:
+    """Takes whole models. Its version and weights are what the last test left."""
+    settings = VllmSettings(str(model_folder), **{**SETTINGS, "max_model_len": 2048})
+    with VllmServer(settings, start_seconds=START_SECONDS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def text_server(model_folder: Path) -> Iterator[VllmServer]:
+    """Has the tokenizer, so that it speaks in text and obeys schemas. Nobody changes its weights."""
+    settings = VllmSettings(str(model_folder), **{**SETTINGS, "max_model_len": 4096}, structured_output=True)
+    with VllmServer(settings, start_seconds=START_SECONDS) as server:
+        yield server
+
+
+class RawServer(VllmServer):
+    """As a user starts it who does not know of the option."""
+
+    def command(self) -> list[str]:
+        return [word.replace("processed_logprobs", "raw_logprobs") for word in super().command()]
+
+
+@pytest.fixture(scope="session")
+def raw_server(model_folder: Path) -> Iterator[VllmServer]:
+    """Gives logprobs before the temperature, as vLLM does by itself."""
+    with RawServer(VllmSettings(str(model_folder), **SETTINGS), start_seconds=START_SECONDS) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

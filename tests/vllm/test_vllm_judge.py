@@ -5,15 +5,11 @@ nothing, so what the scores are says nothing; that they are complete, on their s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from judged_episodes import BOTH, episode
 
 from gspo_gym.engine.vllm_server import VllmServer
-from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.cache import JudgementCache
@@ -22,27 +18,11 @@ from gspo_gym.judge.model_settings import ModelJudgeSettings
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.retries import RetrySettings
 
-MAX_MODEL_LEN = 4096  # what the model has; a prompt takes a token for each character, about 1,900
-MAX_OUTPUT_TOKENS = 2048
+MAX_OUTPUT_TOKENS = 2048  # a prompt takes a token for each character, about 1,900 of the 4,096 that the model has
 OUTCOME = Rubric(
     (Criterion("outcome.done", "It is done.", scale="binary"), Criterion("outcome.well", "It is done well."))
 )
 ASKING = AskingSettings(timeout_seconds=240.0, max_concurrency=2, retries=RetrySettings(max_attempts=2))
-
-
-@pytest.fixture(scope="module")
-def server(model_folder: Path) -> Iterator[VllmServer]:
-    settings = VllmSettings(
-        model=str(model_folder),
-        max_model_len=MAX_MODEL_LEN,
-        dtype="float32",
-        max_num_seqs=4,
-        kv_cache_gib=0.5,
-        enforce_eager=True,
-        structured_output=True,
-    )
-    with VllmServer(settings, start_seconds=300.0) as server:
-        yield server
 
 
 def judge_all(server: VllmServer, *requests: JudgeRequest, **changes: object) -> list[Judgement | JudgeError]:
@@ -59,10 +39,12 @@ def judge_all(server: VllmServer, *requests: JudgeRequest, **changes: object) ->
     return asyncio.run(play())
 
 
-def test_with_a_schema_a_model_without_sense_gives_verdicts_or_none_and_never_half_ones(server: VllmServer) -> None:
+def test_with_a_schema_a_model_without_sense_gives_verdicts_or_none_and_never_half_ones(
+    text_server: VllmServer,
+) -> None:
     requests = [JudgeRequest(episode(f"I did {number}."), Rubrics(outcome=OUTCOME)) for number in range(4)]
     answers = judge_all(
-        server, *requests, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS, temperature=1.0
+        text_server, *requests, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS, temperature=1.0
     )
     judged = [answer for answer in answers if isinstance(answer, Judgement)]
     print(f"\n{len(judged)} of {len(answers)} with a verdict: {[answer for answer in answers if answer not in judged]}")
@@ -76,19 +58,20 @@ def test_with_a_schema_a_model_without_sense_gives_verdicts_or_none_and_never_ha
     assert judged
 
 
-def test_equal_episodes_get_equal_scores(server: VllmServer) -> None:
+def test_equal_episodes_get_equal_scores(text_server: VllmServer) -> None:
     one = episode("I did it.")
     group = [JudgeRequest(replace(one, trajectory_id=f"member-{n}"), Rubrics(outcome=OUTCOME)) for n in range(4)]
-    answers = judge_all(server, *group, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS)
+    answers = judge_all(text_server, *group, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS)
     assert len({answer.outcome_total if isinstance(answer, Judgement) else None for answer in answers}) == 1
 
 
-def test_without_a_schema_such_a_model_gives_no_verdict_and_no_score(server: VllmServer) -> None:
-    (answer,) = judge_all(server, JudgeRequest(episode("heron"), BOTH), structured_output="text", max_output_tokens=64)
+def test_without_a_schema_such_a_model_gives_no_verdict_and_no_score(text_server: VllmServer) -> None:
+    request = JudgeRequest(episode("heron"), BOTH)
+    (answer,) = judge_all(text_server, request, structured_output="text", max_output_tokens=64)
     assert isinstance(answer, JudgeError)
 
 
-def test_an_episode_that_says_nothing_needs_no_model(server: VllmServer) -> None:
-    (answer,) = judge_all(server, JudgeRequest(episode("..."), BOTH))
+def test_an_episode_that_says_nothing_needs_no_model(text_server: VllmServer) -> None:
+    (answer,) = judge_all(text_server, JudgeRequest(episode("..."), BOTH))
     assert isinstance(answer, Judgement)
     assert (answer.event_total, answer.outcome_total, answer.cost.num_calls) == (0.0, 0.0, 0)

@@ -6,8 +6,6 @@ One server as `gspo-gym serve` starts it, and one with vLLM's own default of log
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,47 +14,22 @@ from agreement import play_many, worst_gap
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.http import HttpEngine, HttpSettings
 from gspo_gym.engine.vllm_server import VllmServer
-from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import EngineError, EngineTimeoutError
 from gspo_gym.models import Policy
 
 TOLERANCE = 1e-4  # nats, in float32
-START_SECONDS = 300.0
-
-
-class RawServer(VllmServer):
-    """As a user starts it who does not know of the option."""
-
-    def command(self) -> list[str]:
-        return [word.replace("processed_logprobs", "raw_logprobs") for word in super().command()]
-
-
-def settings(model: Path) -> VllmSettings:
-    return VllmSettings(
-        model=str(model),
-        max_model_len=512,
-        dtype="float32",
-        max_num_seqs=32,
-        kv_cache_gib=0.25,
-        enforce_eager=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def server(model_folder: Path) -> Iterator[VllmServer]:
-    with VllmServer(settings(model_folder), start_seconds=START_SECONDS) as server:
-        yield server
 
 
 def test_a_vllm_server_is_found_trainable_and_its_logprobs_are_those_of_a_plain_forward(
-    server: VllmServer, policy: Policy
+    text_server: VllmServer, policy: Policy
 ) -> None:
     async def play() -> float:
-        asked = HttpSettings(f"{server.url}/v1", "policy", tier="trainable", vocab_size=policy.model.config.vocab_size)
+        vocab_size = policy.model.config.vocab_size
+        asked = HttpSettings(f"{text_server.url}/v1", "policy", tier="trainable", vocab_size=vocab_size)
         engine = await HttpEngine.start(asked)
         found = engine.capabilities
         assert (found.is_trainable, found.seeds_per_request, found.logprob_mode) == (True, True, "processed")
-        assert (found.max_model_len, found.update_kinds) == (512, ())
+        assert (found.max_model_len, found.update_kinds) == (4096, ())
         turns = await play_many(engine, range(8))
         await engine.close()
         return worst_gap(policy.model, turns)
@@ -66,9 +39,9 @@ def test_a_vllm_server_is_found_trainable_and_its_logprobs_are_those_of_a_plain_
     assert gap <= TOLERANCE
 
 
-def test_a_call_that_is_out_of_time_is_given_up_and_the_server_goes_on(server: VllmServer) -> None:
+def test_a_call_that_is_out_of_time_is_given_up_and_the_server_goes_on(text_server: VllmServer) -> None:
     async def play() -> None:
-        engine = await HttpEngine.start(HttpSettings(f"{server.url}/v1", "policy"))
+        engine = await HttpEngine.start(HttpSettings(f"{text_server.url}/v1", "policy"))
         long = SamplingParams(max_tokens=500, stop_token_ids=(), seed=1)
         with pytest.raises(EngineTimeoutError):
             await engine.generate([1, 2, 3], long, deadline_seconds=0.05)
@@ -79,16 +52,15 @@ def test_a_call_that_is_out_of_time_is_given_up_and_the_server_goes_on(server: V
     asyncio.run(play())
 
 
-def test_a_server_with_raw_logprobs_is_found_out_before_the_first_sample(model_folder: Path) -> None:
+def test_a_server_with_raw_logprobs_is_found_out_before_the_first_sample(raw_server: VllmServer) -> None:
     async def start(tier: Any) -> HttpEngine:
-        return await HttpEngine.start(HttpSettings(f"{server.url}/v1", "policy", tier=tier))
+        return await HttpEngine.start(HttpSettings(f"{raw_server.url}/v1", "policy", tier=tier))
 
     async def evaluate() -> tuple[bool, str]:
         engine = await start("auto")
         await engine.close()
         return engine.capabilities.is_trainable, engine.capabilities.logprob_mode
 
-    with RawServer(settings(model_folder), start_seconds=START_SECONDS) as server:
-        with pytest.raises(EngineError, match="start vLLM with --logprobs-mode processed_logprobs"):
-            asyncio.run(start("trainable"))
-        assert asyncio.run(evaluate()) == (False, "raw")
+    with pytest.raises(EngineError, match="start vLLM with --logprobs-mode processed_logprobs"):
+        asyncio.run(start("trainable"))
+    assert asyncio.run(evaluate()) == (False, "raw")

@@ -1,6 +1,6 @@
 """vLLM's own server, started by `gspo-gym serve` or by a user, and the engine that speaks to it.
 
-Two servers for the file, one for whole models and one for adapters; a test that needs another kind starts its own.
+One server for adapters; the others are shared with other files, but for a user's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from agreement import Turn, nudge, plain_logprobs, play_many, publish, worst_gap
 
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
-from gspo_gym.engine.vllm_ranks import BINDING, allowed_cores
 from gspo_gym.engine.vllm_server import VllmServer
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, EngineTimeoutError
@@ -38,16 +37,10 @@ from gspo_gym.types import Completion, FinishReason
 TOLERANCE = 1e-4  # nats, in float32
 LONG = SamplingParams(max_tokens=1500, stop_token_ids=(), seed=0)
 SHORT = SamplingParams(max_tokens=10, stop_token_ids=(), seed=1)
-START_SECONDS = 300.0
 ADAPTED = "tiny:qwen3-128"
 
 Connect = Callable[[str], VllmHttpEngine]
 Stage = Callable[[Policy], WeightUpdate]
-
-
-def settings(model: Path, **changes: Any) -> VllmSettings:
-    fields: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32", "max_num_seqs": 32, "kv_cache_gib": 0.25}
-    return VllmSettings(model=str(model), enforce_eager=True, **(fields | changes))
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +56,6 @@ def connect(loop_thread: Any, policy: Policy) -> Iterator[Connect]:
     yield start
     for engine in engines:
         loop_thread.run(engine.close())
-
-
-@pytest.fixture(scope="module")
-def server(model_folder: Path) -> Iterator[VllmServer]:
-    with VllmServer(settings(model_folder), start_seconds=START_SECONDS) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +75,6 @@ def adapter_engine(connect: Connect, tmp_path_factory: pytest.TempPathFactory) -
         [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"],
         stdout=subprocess.PIPE,
         text=True,
-        # On all cores, its threads would keep the front end from answering.
-        env={**os.environ, BINDING: str(allowed_cores()[0])},
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -320,7 +305,7 @@ def test_a_prompt_outside_the_vocabulary_never_reaches_the_server_which_would_di
 def test_a_port_that_is_taken_is_refused(server: VllmServer, model_folder: Path) -> None:
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match="cannot listen"):
-        VllmServer(settings(model_folder), port=port).start()
+        VllmServer(VllmSettings(str(model_folder), max_model_len=2048), port=port).start()
 
 
 def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
@@ -351,18 +336,22 @@ def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
     assert max(gaps) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("mode", "refusal"), [("raw_logprobs", "its logprobs are raw"), ("processed_logprobs", None)])
-def test_a_users_own_server_is_used_for_what_it_can_and_refused_with_raw_logprobs(
-    model_folder: Path, connect: Connect, tmp_path: Path, loop_thread: Any, mode: str, refusal: str | None
+def test_a_server_with_raw_logprobs_is_refused(raw_server: VllmServer, connect: Connect) -> None:
+    with pytest.raises(ConfigError, match="its logprobs are raw"):
+        connect(raw_server.url)
+
+
+def test_a_users_own_server_is_used_for_what_it_can(
+    model_folder: Path, policy: Policy, connect: Connect, tmp_path: Path, loop_thread: Any
 ) -> None:
     """Started plainly: with a tokenizer, without the token route and without development mode."""
     path = tmp_path / "vllm.sock"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
-    options = f"--uds {path} --dtype float32 --max-model-len 512 --enforce-eager --logprobs-mode {mode}"
+    options = f"--uds {path} --dtype float32 --max-model-len 512 --enforce-eager --kv-cache-memory-bytes 250000000"
     env = {name: value for name, value in os.environ.items() if name != "VLLM_SERVER_DEV_MODE"}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, *options.split(), "--served-model-name", "mine"],
+            [*command, *options.split(), "--logprobs-mode", "processed_logprobs", "--served-model-name", "mine"],
             stdout=log,
             stderr=log,
             env=env,
@@ -370,16 +359,12 @@ def test_a_users_own_server_is_used_for_what_it_can_and_refused_with_raw_logprob
         )
     try:
         await_health(process, path, tmp_path / "log")
-        if refusal is not None:
-            with pytest.raises(ConfigError, match=refusal):
-                connect(f"unix:{path}")
-            return
         engine = connect(f"unix:{path}")
         assert engine.capabilities.update_kinds == ()
         assert "VLLM_SERVER_DEV_MODE=1" in str(engine.handshake.why_no_updates)
         assert engine.handshake.route.path == "/v1/completions"
         turns = loop_thread.run(play_many(engine, range(2)))
-        assert worst_gap(load_policy("tiny:qwen3-64", seed=1).model, turns) <= TOLERANCE
+        assert worst_gap(policy.model, turns) <= TOLERANCE
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)

@@ -11,7 +11,6 @@ import pytest
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.vllm import VllmEngine
 from gspo_gym.engine.vllm_server import VllmServer
-from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.train import run_training
 
@@ -108,15 +107,10 @@ def test_a_run_whose_engine_sleeps_while_the_learner_works_plays_the_same_episod
     assert played(run) == played(plain)
 
 
-def test_two_steps_on_a_server_that_began_with_other_weights_agree_with_the_learner(
-    model_folder: Path, folder: Path
+def test_two_steps_on_a_server_that_holds_other_weights_agree_with_the_learner(
+    server: VllmServer, folder: Path
 ) -> None:
-    settings = VllmSettings(
-        model=str(model_folder), max_model_len=256, dtype="float32", max_num_seqs=32, kv_cache_gib=0.25,
-        enforce_eager=True,
-    )  # fmt: skip
-    with VllmServer(settings) as server:
-        services = {"engine_urls": [server.url]}
-        require_sound(
-            config(folder, {"source": "player", "label": "served"}, services=services, vllm={"max_model_len": 256})
-        )
+    services = {"engine_urls": [server.url]}
+    require_sound(
+        config(folder, {"source": "player", "label": "served"}, services=services, vllm={"max_model_len": 256})
+    )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.vllm import VllmEngine
@@ -148,6 +150,28 @@ def test_gpus_are_passed_on_as_vllm_numbers_them_and_otherwise_left_to_it() -> N
     assert (fields["tensor_parallel_size"], fields["data_parallel_size"]) == (2, 2)
     assert fields["device_ids"] == [4, 5, 6, 7]
     assert "device_ids" not in VllmSettings(model="org/name", max_model_len=64).engine_args()
+
+
+def variables_of(**changes: Any) -> set[str]:
+    """What decides how vLLM's processes run, besides the one variable that is always there."""
+    variables = VllmSettings(model="org/name", max_model_len=64, **changes).environment()
+    assert variables.pop("VLLM_NO_USAGE_STATS") == "1"
+    return set(variables)
+
+
+def test_on_a_processor_one_process_schedules_and_computes_unless_the_user_binds_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    on_gpus = torch.cuda.is_available()  # where none of this is needed
+    one = {"VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"}
+    assert variables_of() == (set() if on_gpus else one)
+    uncompiled = {"TORCHDYNAMO_DISABLE"}
+    assert variables_of(enforce_eager=True) == (set() if on_gpus else uncompiled | one)
+    two = variables_of(enforce_eager=True, tensor_parallel_size=2)
+    assert two == (set() if on_gpus else uncompiled | {"VLLM_CPU_OMP_THREADS_BIND"})
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    assert variables_of() == set()
 
 
 def test_settings_with_a_rank_make_room_for_one_adapter_more_than_are_in_work() -> None:
