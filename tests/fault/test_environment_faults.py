@@ -73,7 +73,8 @@ def test_forty_episodes_under_every_fault() -> None:
 
 
 @pytest.mark.slow
-def test_two_thousand_episodes_with_seventy_percent_faults() -> None:
-    # 2,000 * (1 + 0.6 + 0.36) = 3,920 attempts; sigma is about 40.
-    assert 3760 <= sum(expected_attempts(2000).values()) <= 4080
-    check(2000)
+def test_five_hundred_episodes_with_seventy_percent_faults() -> None:
+    """`python -m gspo_gym.benchmark faults` plays two thousand, for minutes."""
+    # 500 * (1 + 0.6 + 0.36) = 980 attempts; sigma is about 20.
+    assert 900 <= sum(expected_attempts(500).values()) <= 1060
+    check(500)

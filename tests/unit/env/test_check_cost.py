@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import gc
 import itertools
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 
 from gspo_gym.env.checker import CheckReport, check_env
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.leaks import can_count_files
+from gspo_gym.env.leaks import can_count_files, find_leaks
 
 
 class Greeter(TextEnv):
@@ -37,6 +39,25 @@ def check(env: Any, **settings: Any) -> CheckReport:
 
 
 # -- leaks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("were_set_aside", [False, True])
+def test_older_objects_are_set_aside_while_it_counts_and_those_of_others_stay_so(were_set_aside: bool) -> None:
+    """Else a collection goes through all that torch has loaded."""
+    num_aside: list[int] = []
+
+    async def play() -> None:
+        num_aside.append(gc.get_freeze_count())
+
+    if were_set_aside:
+        gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        assert asyncio.run(find_leaks(play, num_episodes=2)) == []
+        assert gc.get_freeze_count() == before
+        assert min(num_aside) > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_a_file_that_stays_open_is_named(tmp_path: Path) -> None:
