@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 from agreement import publish
+from tiny_vllm import SETTINGS, START_SECONDS
 
 from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.engine.vllm import VllmEngine
@@ -36,15 +37,6 @@ IMPORT_WARNINGS = (
     r"ignore:.*Unclosed context <zmq:ResourceWarning",  # of the handshake with the engine's process
     r"ignore:.*Unclosed context <zmq:pytest.PytestUnraisableExceptionWarning",
 )
-# vLLM on the policy in float32, not compiled.
-SETTINGS: dict[str, Any] = {
-    "max_model_len": 512,
-    "dtype": "float32",
-    "max_num_seqs": 32,
-    "kv_cache_gib": 0.25,
-    "enforce_eager": True,
-}
-START_SECONDS = 300.0
 
 
 def pytest_configure(config: pytest.Config) -> None:

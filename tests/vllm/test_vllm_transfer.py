@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from agreement import Turn, nudge, play, play_many, publish, worst_gap
+from tiny_vllm import SETTINGS
 from transformers import Qwen3ForCausalLM
 
 from gspo_gym.attestation import Canary, canary_prompts
@@ -241,10 +242,7 @@ def test_a_transfer_that_fails_poisons_and_the_rebuilt_engine_has_the_weights(
     policy: Policy, model_folder: Path, loop_thread: Any
 ) -> None:
     """At five points, one after another; nothing is left behind in memory."""
-    settings = VllmSettings(
-        model=str(model_folder), max_model_len=512, dtype="float32", max_num_seqs=8, kv_cache_gib=0.25,
-        enforce_eager=True, transfer="shared_memory",
-    )  # fmt: skip
+    settings = VllmSettings(str(model_folder), **SETTINGS, transfer="shared_memory")
     learner = Policy(model=copy.deepcopy(policy.model), tokenizer=policy.tokenizer, base=policy.base)
     before, made = held_chunks(), []
 
