@@ -17,6 +17,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
+from gspo_gym.keys import read_key
 from gspo_gym.remote.app_metrics import AppMetrics
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
@@ -236,11 +237,7 @@ class AppPlayers:
         limits = self._config.limits
         keys = AppKeys.from_environment(os.environ)
         if source.api_key_env is not None:
-            key = os.environ.get(source.api_key_env)
-            if not key:
-                name = f"{source.key}.api_key_env"
-                raise ConfigError(f"{name}: expected a key in the variable {source.api_key_env}, it is not set")
-            keys = AppKeys([key])
+            keys = AppKeys([read_key(source.api_key_env, f"{source.key}.api_key_env")])
         return TaskAppClient(
             source.task_url or "",
             settings=TaskAppSettings(

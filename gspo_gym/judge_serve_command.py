@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.keys import read_key
 
 if TYPE_CHECKING:
     from gspo_gym.judge.base import Judge
@@ -123,10 +124,9 @@ def _judge(arguments: argparse.Namespace) -> Judge:
 
 
 def _serve(app: App, arguments: argparse.Namespace, *, what: str, path: str) -> int:
-    from gspo_gym.judge.model_settings import key_from_environment
     from gspo_gym.remote.serving import Guard, bind, server_for, url_of
 
-    key = key_from_environment(arguments.api_key_env)
+    key = read_key(arguments.api_key_env, "--api-key-env")
     bound = bind(arguments.host, arguments.port, has_key=key is not None)
     bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
     print(f"serving {what} at {url_of(bound)}{path}", flush=True)

@@ -7,13 +7,13 @@ Sessions are closed before the command ends. Loads FastAPI, and no torch.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.addresses import is_loopback
 from gspo_gym.command_line import add_environment, env_config_of, parse_and_run
-from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.errors import MissingExtraError
+from gspo_gym.keys import read_key
 
 if TYPE_CHECKING:
     from gspo_gym.remote.served_env import ServedEnv
@@ -152,19 +152,12 @@ def served_of(arguments: argparse.Namespace) -> ServedEnv:
         ),
         rubric=arguments.rubric,
         inference_hosts=arguments.inference_host,
-        inference_api_key=None if inference_key is None else _key("--inference-key-env", inference_key),
+        inference_api_key=read_key(inference_key, "--inference-key-env"),
         host=arguments.host,
-        api_keys=[_key("--api-key-env", name) for name in arguments.api_key_env],
+        api_keys=[read_key(name, "--api-key-env") for name in arguments.api_key_env],
         allowed_origins=arguments.allow_origin,
         allowed_hosts=arguments.allow_host,
     )
-
-
-def _key(option: str, name: str) -> str:
-    key = os.environ.get(name)
-    if not key:
-        raise ConfigError(f"{option}: expected a key in the variable {name}, it is not set")
-    return key
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from gspo_gym.engine.http_probe import LogprobFacts, find_logprob_facts, model_l
 from gspo_gym.engine.http_routes import CompletionsRoute, Route, SglangRoute, TextRoute, Tokenizer
 from gspo_gym.engine.openai_client import OpenAIClient
 from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.keys import read_key
 from gspo_gym.retries import Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.types import Completion
 
@@ -141,7 +141,8 @@ class HttpEngine:
             EngineError: nothing answers, or it can do less than `settings.tier` asks for.
             MissingExtraError: the openai package is not installed.
         """
-        client = OpenAIClient(settings.base_url, api_key=_key(settings), timeout_seconds=settings.timeout_seconds)
+        key = read_key(settings.api_key_env, "HttpSettings.api_key_env")
+        client = OpenAIClient(settings.base_url, api_key=key, timeout_seconds=settings.timeout_seconds)
         try:
             return await cls._start(
                 settings,
@@ -320,15 +321,6 @@ async def _find_route(
             return route
         reasons.append(reason)
     raise EngineError(f"{settings.base_url}: cannot sample from {model}:\n  " + "\n  ".join(reasons))
-
-
-def _key(settings: HttpSettings) -> str | None:
-    if settings.api_key_env is None:
-        return None
-    key = os.environ.get(settings.api_key_env)
-    if not key:
-        raise ConfigError(f"HttpSettings.api_key_env: expected a key in the variable {settings.api_key_env}, got none")
-    return key
 
 
 def _require_untruncated(sampling: SamplingParams) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from gspo_gym.engine.vllm_requests import sampling_fields
 from gspo_gym.engine.vllm_routes import Route
 from gspo_gym.engine.vllm_versions import Served, ServedVersions
 from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.keys import read_key
 from gspo_gym.retries import Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.types import Completion
 
@@ -128,7 +128,7 @@ class VllmHttpEngine:
             EngineError: it does not answer, or not with token ids and logprobs.
             MissingExtraError: httpx is not installed.
         """
-        key = _key(settings)
+        key = read_key(settings.api_key_env, "VllmHttpSettings.api_key_env")
         address = address_of(settings.url)
         control_url = settings.control_url or (settings.url if address.is_local else None)
         control = (
@@ -334,12 +334,3 @@ class VllmHttpEngine:
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_HEALTH_SECONDS):
                 await self._served.end(served)
-
-
-def _key(settings: VllmHttpSettings) -> str | None:
-    if settings.api_key_env is None:
-        return None
-    key = os.environ.get(settings.api_key_env)
-    if not key:
-        raise ConfigError(f"VllmHttpSettings.api_key_env: expected a key in {settings.api_key_env}, it is not set")
-    return key

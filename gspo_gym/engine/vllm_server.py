@@ -27,6 +27,7 @@ from gspo_gym.addresses import is_loopback
 from gspo_gym.engine.vllm_client import Address, address_of
 from gspo_gym.engine.vllm_settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
+from gspo_gym.keys import read_key
 
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 5.0
@@ -75,7 +76,7 @@ class VllmServer:
         self._port = port
         self._uds = uds
         self._name = name
-        self._key = _key(api_key_env)
+        self._key = read_key(api_key_env, "--api-key-env")
         self._python = python or Path(sys.executable)
         self._log = log
         self._start_seconds = start_seconds
@@ -234,15 +235,6 @@ def _require_reachable_from_here_only(host: str, uds: str | None) -> None:
             f"--host {host}: other machines could reach it, and no key protects the routes that change weights and run "
             "code; serve on 127.0.0.1 or --uds, and let another machine in with: ssh -L 8000:127.0.0.1:8000 HOST"
         )
-
-
-def _key(name: str | None) -> str | None:
-    if name is None:
-        return None
-    key = os.environ.get(name)
-    if not key:
-        raise ConfigError(f"--api-key-env: expected a key in the variable {name}, it is not set")
-    return key
 
 
 def _free_port(host: str, port: int) -> int:

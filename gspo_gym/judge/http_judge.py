@@ -23,8 +23,9 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.budget import JudgeBudget
 from gspo_gym.judge.cache import Json, JudgementCache, digest_of
 from gspo_gym.judge.http_contract import judgement_from_wire, request_to_wire, score_url
-from gspo_gym.judge.model_settings import key_from_environment, require_plain_url
+from gspo_gym.judge.model_settings import require_plain_url
 from gspo_gym.judge.suspicion import suspicions
+from gspo_gym.keys import read_key
 from gspo_gym.openai_client import OpenAIClient, RefusedError
 from gspo_gym.retries import AttemptError, RetryCounters, Sleep
 
@@ -84,7 +85,7 @@ class HttpJudge:
         self.settings = settings
         self._url = score_url(settings.url)
         self._cache = cache
-        key = key_from_environment(settings.api_key_env)
+        key = read_key(settings.api_key_env, "the judge's api_key_env")
         client = OpenAIClient(self._url, api_key=key, timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
 

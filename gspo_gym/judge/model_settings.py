@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.budget import Prices
+from gspo_gym.keys import read_key
 
 Provider = Literal["openai", "groq", "gemini", "local"]
 Mode = Literal["auto", "episode", "turn"]
@@ -119,20 +119,7 @@ class ModelJudgeSettings:
         Raises:
             ConfigError: the variable is not set.
         """
-        return key_from_environment(self.api_key_env or _PROVIDERS[self.provider][1])
-
-
-def key_from_environment(variable: str | None) -> str | None:
-    """The key in a variable; None for no variable.
-
-    Raises:
-        ConfigError: it is not set.
-    """
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable)):
-        raise ConfigError(f"judge: expected an API key in the environment variable {variable}, it is not set")
-    return key
+        return read_key(self.api_key_env or _PROVIDERS[self.provider][1], "the judging model's api_key_env")
 
 
 def require_plain_url(where: str, url: str) -> None:

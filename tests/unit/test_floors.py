@@ -30,6 +30,7 @@ FLOORS = {
     "table_files": 1,
     "retries": 1,
     "addresses": 1,
+    "keys": 1,
     "openai_client": 1,
     "circuit": 1,
     "segments": 2,

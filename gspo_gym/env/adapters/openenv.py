@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,8 @@ from gspo_gym.env.adapters.openenv_reading import (
 )
 from gspo_gym.env.adapters.openenv_socket import FactsCache, Socket, http_url_of
 from gspo_gym.env.core import TextEnv
-from gspo_gym.errors import ConfigError, ContractError, EnvError
+from gspo_gym.errors import ContractError, EnvError
+from gspo_gym.keys import read_key
 from gspo_gym.seeding import generator
 from gspo_gym.types import Message, ToolCall
 
@@ -299,9 +299,5 @@ def _reward_of_error(reply: Frame) -> float | None:
 
 
 def _authorization(api_key_env: str | None) -> dict[str, str]:
-    if api_key_env is None:
-        return {}
-    key = os.environ.get(api_key_env)
-    if not key:
-        raise ConfigError(f"OpenEnv: expected a key in the variable {api_key_env}, it is not set")
-    return {"Authorization": f"Bearer {key}"}
+    key = read_key(api_key_env, "OpenEnv: api_key_env")
+    return {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import ssl
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError
+from gspo_gym.keys import read_key
 from gspo_gym.retries import AttemptError, Retries, RetrySettings
 
 if TYPE_CHECKING:
@@ -193,9 +193,5 @@ def _tls() -> ssl.SSLContext:
 
 
 def _authorization(api_key_env: str | None) -> dict[str, str]:
-    if api_key_env is None:
-        return {}
-    key = os.environ.get(api_key_env)
-    if not key:
-        raise ConfigError(f"StepProtocol: expected a key in the variable {api_key_env}, it is not set")
-    return {"X-API-Key": key}
+    key = read_key(api_key_env, "StepProtocol: api_key_env")
+    return {} if key is None else {"X-API-Key": key}

@@ -481,7 +481,7 @@ def test_a_key_that_is_not_set_is_an_error_and_no_other_key_is_sent(monkeypatch:
     monkeypatch.delenv("TEST_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-somebody-elses")
     with FaultyServer() as server:
-        with pytest.raises(ConfigError, match="expected a key in the variable TEST_KEY, got none"):
+        with pytest.raises(ConfigError, match="expected a key in the variable TEST_KEY, it is not set"):
             ask(server, api_key_env="TEST_KEY")
         ask(server)
         assert {seen.headers["authorization"] for seen in server.seen} == {"Bearer none"}

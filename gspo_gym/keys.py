@@ -1,0 +1,36 @@
+"""API keys: named by the environment variable that holds them, so that none is in a file, an argument or a log."""
+
+from __future__ import annotations
+
+import os
+from typing import overload
+
+from gspo_gym.errors import ConfigError
+
+
+@overload
+def read_key(variable: str, where: str) -> str: ...
+@overload
+def read_key(variable: None, where: str) -> None: ...
+@overload
+def read_key(variable: str | None, where: str) -> str | None: ...
+def read_key(variable: str | None, where: str) -> str | None:
+    """The key in an environment variable; None if no variable is named, for then no key is sent or asked for.
+
+    Args:
+        variable: its name.
+        where: the option or setting that named it.
+
+    Raises:
+        ConfigError: it is not set, or empty.
+
+    >>> read_key("NOT_SET_ANYWHERE", "--api-key-env")
+    Traceback (most recent call last):
+    gspo_gym.errors.ConfigError: --api-key-env: expected a key in the variable NOT_SET_ANYWHERE, it is not set
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"{where}: expected a key in the variable {variable}, it is not set")
+    return key
