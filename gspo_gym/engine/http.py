@@ -19,13 +19,12 @@ from urllib.parse import urlsplit
 from gspo_gym.engine.base import (
     Capabilities,
     EngineHealth,
-    PauseMode,
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.gated import GatedEngine
 from gspo_gym.engine.http_probe import LogprobFacts, find_logprob_facts, model_length, obeys_seeds, why_not
 from gspo_gym.engine.http_routes import CompletionsRoute, Route, SglangRoute, TextRoute, Tokenizer
 from gspo_gym.engine.openai_client import OpenAIClient
@@ -92,7 +91,7 @@ class HttpSettings:
             )
 
 
-class HttpEngine:
+class HttpEngine(GatedEngine):
     """Samples from an endpoint. Made by `HttpEngine.start`; use it within one event loop, and close it.
 
     Its weights never change: `update_kinds` is empty, an update is refused, and every token carries version -1, for
@@ -113,6 +112,7 @@ class HttpEngine:
         retries: Retries,
     ) -> None:
         """Without a probe: nothing is known about logprobs and seeds. Use `start`."""
+        super().__init__()
         self.route = route
         self.logprobs = NO_LOGPROBS
         self.why_not_trainable: str | None = "not probed"
@@ -121,7 +121,6 @@ class HttpEngine:
         self._max_model_len = max_model_len
         self._retries = retries
         self._seeds_per_request = False
-        self._gate = Gate()
         self._name = uuid.uuid4().hex  # an identity, not randomness: no two processes may share call ids
         self._num_calls = 0
 
@@ -185,10 +184,6 @@ class HttpEngine:
         )
 
     @property
-    def weight_version(self) -> int:
-        return self._gate.weight_version
-
-    @property
     def counters(self) -> RetryCounters:
         """Calls, attempts and failures so far, those of the probe included."""
         return self._retries.counters
@@ -222,19 +217,8 @@ class HttpEngine:
         async with self._gate.admit(session_id, deadline):
             return await self._sample(prompt, sampling, max_tokens)
 
-    async def abort(self, session_id: str) -> None:
-        """Give up the session's calls; see `Engine.abort`. Hanging up is how the server hears of it."""
-        self._gate.abort(session_id)
-
     async def end_session(self, session_id: str) -> None:
         """Nothing is kept for sessions."""
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Admit nobody and wait until no call is in flight; see `Engine.pause`."""
-        if mode != "wait":
-            raise ConfigError(f"HttpEngine.pause: expected mode 'wait', got {mode!r}")
-        self._gate.pause()
-        await self._gate.drained()
 
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Refused.
@@ -250,14 +234,6 @@ class HttpEngine:
     async def checksums(self) -> Mapping[str, str]:
         """None: the weights are somebody else's."""
         return {}
-
-    async def resume(self, version: int) -> None:
-        """Admit again; see `Engine.resume`."""
-        self._gate.resume(version)
-
-    def poison(self, reason: str) -> None:
-        """Never answer again; see `Engine.poison`."""
-        self._gate.poison(reason)
 
     async def health(self) -> EngineHealth:
         """How it is, as far as this side knows: nothing is asked."""

@@ -23,7 +23,6 @@ import torch
 from gspo_gym.engine.base import (
     Capabilities,
     EngineHealth,
-    PauseMode,
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
@@ -32,7 +31,7 @@ from gspo_gym.engine.base import (
 from gspo_gym.engine.batch import Batch, Counters, Request
 from gspo_gym.engine.batcher import Batcher
 from gspo_gym.engine.caching import Caching
-from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.gated import GatedEngine
 from gspo_gym.engine.general import GeneralBatch
 from gspo_gym.engine.packed_model import PackedModel
 from gspo_gym.engine.plain_model import PlainModel
@@ -59,7 +58,7 @@ class RunPath:
     caching: Caching
 
 
-class LocalEngine:
+class LocalEngine(GatedEngine):
     """Samples from a transformers causal language model, many requests at once.
 
     Every token's logprob is computed in float32 from the logits that it was sampled from. The same prompt, weights and
@@ -104,6 +103,7 @@ class LocalEngine:
         Raises:
             ConfigError: the model is no causal language model, or cannot read so many tokens, or is not on that device.
         """
+        super().__init__()
         if max_model_len < 2 or max_batch_size < 1:
             raise ConfigError(
                 "LocalEngine: expected max_model_len >= 2 and max_batch_size >= 1, "
@@ -116,7 +116,6 @@ class LocalEngine:
         self._max_model_len = max_model_len
         self._vocab_size = shared.vocab_size
         self._model, self._source = model, source
-        self._gate = Gate()
         self._worker = _Worker(batch)
         self._thread = threading.Thread(target=self._worker.run, name="gspo-gym-engine", daemon=True)
         self._thread.start()
@@ -137,10 +136,6 @@ class LocalEngine:
         """How the model is run."""
         name: Literal["packed", "general"] = "packed" if self._reason is None else "general"
         return RunPath(name, self._reason, self._worker.batch.caching)
-
-    @property
-    def weight_version(self) -> int:
-        return self._gate.weight_version
 
     @property
     def counters(self) -> Counters:
@@ -185,20 +180,9 @@ class LocalEngine:
                     self._worker.post(lambda batch: batch.cancel(request))
                 raise
 
-    async def abort(self, session_id: str) -> None:
-        """Give up the session's calls; see `Engine.abort`."""
-        self._gate.abort(session_id)
-
     async def end_session(self, session_id: str) -> None:
         """Free the keys and values kept for a session; unknown ones are fine."""
         self._worker.post(lambda batch: batch.end_session(session_id))
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Admit nobody and wait until no call is in flight; see `Engine.pause`."""
-        if mode != "wait":
-            raise ConfigError(f"LocalEngine.pause: expected mode 'wait', got {mode!r}")
-        self._gate.pause()
-        await self._gate.drained()
 
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Take the learner's present weights, as `update.version`; everything computed under others is dropped.
@@ -214,14 +198,6 @@ class LocalEngine:
     async def checksums(self) -> Mapping[str, str]:
         """None: the weights are the learner's own tensors, or were copied from them."""
         return {}
-
-    async def resume(self, version: int) -> None:
-        """Admit again; see `Engine.resume`."""
-        self._gate.resume(version)
-
-    def poison(self, reason: str) -> None:
-        """Never answer again; see `Engine.poison`."""
-        self._gate.poison(reason)
 
     async def health(self) -> EngineHealth:
         """How it is."""

@@ -17,13 +17,12 @@ import numpy as np
 from gspo_gym.engine.base import (
     Capabilities,
     EngineHealth,
-    PauseMode,
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.gated import GatedEngine
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.seeding import generator
 from gspo_gym.types import Completion, FinishReason
@@ -85,7 +84,7 @@ class Call:
     session_id: str | None
 
 
-class ScriptedEngine:
+class ScriptedEngine(GatedEngine):
     """Replays replies. A reply is cut after its first stop token, at max_tokens and at the context's end.
 
     A reply that ends before a stop token counts as cut off by its length (`FinishReason.LENGTH`), so that truncated
@@ -111,6 +110,7 @@ class ScriptedEngine:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """`logprob`, in nats, is reported for every token. `sleep` replaces the clock; it is called once per call."""
+        super().__init__()
         self.calls: list[Call] = []
         self.num_failures = 0
         self.updates: list[WeightUpdate] = []
@@ -121,7 +121,6 @@ class ScriptedEngine:
         self._logprob = logprob
         self._sleep = sleep
         self._turns: Counter[str] = Counter()
-        self._gate = Gate()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -133,10 +132,6 @@ class ScriptedEngine:
             update_kinds=("shared", "full", "adapter", "transfer"),
             pause_modes=("wait", "keep"),
         )
-
-    @property
-    def weight_version(self) -> int:
-        return self._gate.weight_version
 
     async def generate(
         self,
@@ -169,38 +164,18 @@ class ScriptedEngine:
             weight_version=np.full(len(reply), version, np.int32),
         )
 
-    async def abort(self, session_id: str) -> None:
-        """Give up the session's calls; see `Engine.abort`."""
-        self._gate.abort(session_id)
-
     async def end_session(self, session_id: str) -> None:
         """Forget how many turns the session had."""
         self._turns.pop(session_id, None)
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Admit nobody; with "wait", until no call is in flight. One that is kept carries the version it began with."""
-        if mode not in self.capabilities.pause_modes:
-            raise ConfigError(f"ScriptedEngine.pause: expected mode 'wait' or 'keep', got {mode!r}")
-        self._gate.pause()
-        if mode == "wait":
-            await self._gate.drained()
-
     async def apply_weights(self, update: WeightUpdate) -> None:
-        """Note the version; there are no weights."""
+        """Note the version; there are no weights. A call that is kept over it carries the version it began with."""
         self._gate.require_paused()
         self.updates.append(update)
 
     async def checksums(self) -> Mapping[str, str]:
         """None: there are no weights."""
         return {}
-
-    async def resume(self, version: int) -> None:
-        """Admit again; see `Engine.resume`."""
-        self._gate.resume(version)
-
-    def poison(self, reason: str) -> None:
-        """Never answer again; see `Engine.poison`."""
-        self._gate.poison(reason)
 
     async def health(self) -> EngineHealth:
         """How it is."""

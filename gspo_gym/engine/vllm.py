@@ -25,7 +25,7 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.gated import GatedEngine
 from gspo_gym.engine.vllm_adapters import Adapters
 from gspo_gym.engine.vllm_commands import as_engine_error, commanding
 from gspo_gym.engine.vllm_folders import weights_folder
@@ -44,7 +44,7 @@ _EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b85
 _SHUTDOWN_SECONDS = 30.0
 
 
-class VllmEngine:
+class VllmEngine(GatedEngine):
     """Samples with vLLM's `AsyncLLM`. It belongs to the event loop that it was started in.
 
     A prompt is salted with the weight version, so that keys and values computed under other weights are never found
@@ -61,10 +61,10 @@ class VllmEngine:
 
     def __init__(self, llm: Any, settings: VllmSettings) -> None:
         """Use `start`. `llm` is a running `AsyncLLM` (Any: untyped)."""
+        super().__init__()
         self._llm = llm
         self._settings = settings
         self._vocab_size = int(llm.model_config.get_vocab_size())
-        self._gate = Gate()
         self._version = 0  # of what is loaded; ahead of the gate's from an update to its commit
         self._adapters = Adapters(llm)
         self._transfer = WeightTransfer(llm, settings) if settings.transfer != "files" else None
@@ -112,10 +112,6 @@ class VllmEngine:
             num_copies=self._settings.data_parallel_size,
         )
 
-    @property
-    def weight_version(self) -> int:
-        return self._gate.weight_version
-
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
@@ -158,21 +154,13 @@ class VllmEngine:
             finally:
                 self._in_flight.discard(call)
 
-    async def abort(self, session_id: str) -> None:
-        """Give up the session's calls; see `Engine.abort`."""
-        self._gate.abort(session_id)
-
     async def end_session(self, session_id: str) -> None:
         """Forget which copy of the model has it; what is cached of it is the first to go when vLLM needs the room."""
         self._ranks.forget(session_id)
 
     async def pause(self, mode: PauseMode) -> None:
         """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then no device is at work."""
-        if mode not in self.capabilities.pause_modes:
-            raise ConfigError(f"VllmEngine.pause: expected mode 'wait' or 'keep', got {mode!r}")
-        self._gate.pause()
-        if mode == "wait":
-            await self._gate.drained()
+        await super().pause(mode)
         async with commanding(self._llm, "pause"):
             # Caches are dropped by `apply_weights`, which knows whether what is in flight must be computed again.
             await self._llm.pause_generation(mode=mode, clear_cache=False)
@@ -247,10 +235,6 @@ class VllmEngine:
             raise EngineError("wake_up: vLLM did not get all of its memory back")
         self._is_asleep = False
         self._gate.resume(self._gate.weight_version)
-
-    def poison(self, reason: str) -> None:
-        """Never answer again; see `Engine.poison`."""
-        self._gate.poison(reason)
 
     async def health(self) -> EngineHealth:
         """How it is."""

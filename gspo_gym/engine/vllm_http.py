@@ -25,7 +25,7 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.gated import GatedEngine
 from gspo_gym.engine.vllm_client import VllmClient, address_of
 from gspo_gym.engine.vllm_control import VllmControl
 from gspo_gym.engine.vllm_folders import weights_folder
@@ -84,7 +84,7 @@ class VllmHttpSettings:
             raise ConfigError("VllmHttpSettings: expected timeouts and the deadline > 0")
 
 
-class VllmHttpEngine:
+class VllmHttpEngine(GatedEngine):
     """Samples from a vLLM server. Made by `start`; use it within one event loop, and close it.
 
     Between `start` and the first update the server's weights count as version 0, whatever they are. A prompt is salted
@@ -105,13 +105,13 @@ class VllmHttpEngine:
         retries: Retries,
     ) -> None:
         """Use `start`."""
+        super().__init__()
         self.handshake = handshake
         self._settings = settings
         self._client = client
         self._control = control
         self._retries = retries
         self._route: Route = handshake.route
-        self._gate = Gate()
         self._served = ServedVersions(
             control, model=handshake.model, label=handshake.label, has_adapters="adapter" in handshake.update_kinds
         )
@@ -175,10 +175,6 @@ class VllmHttpEngine:
         )
 
     @property
-    def weight_version(self) -> int:
-        return self._gate.weight_version
-
-    @property
     def counters(self) -> RetryCounters:
         """Calls, attempts and failures so far, those of the handshake included."""
         return self._retries.counters
@@ -217,20 +213,12 @@ class VllmHttpEngine:
         async with self._gate.admit(session_id, deadline):
             return await self._sample(prompt, sampling, max_new, session_id)
 
-    async def abort(self, session_id: str) -> None:
-        """Give up the session's calls; see `Engine.abort`. Hanging up is how the server hears of it."""
-        self._gate.abort(session_id)
-
     async def end_session(self, session_id: str) -> None:
         """Nothing to forget: what the server cached of a session is the first to go when it needs the room."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then the server is not at work."""
-        if mode not in self.capabilities.pause_modes:
-            raise ConfigError(f"VllmHttpEngine.pause: expected one of {self.capabilities.pause_modes}, got {mode!r}")
-        self._gate.pause()
-        if mode == "wait":
-            await self._gate.drained()
+        await super().pause(mode)
         if self._control is not None:
             await self._control.pause(mode)
 
@@ -280,10 +268,6 @@ class VllmHttpEngine:
         if self._control is not None:
             await self._control.resume()
         self._gate.resume(version)
-
-    def poison(self, reason: str) -> None:
-        """Never answer again; see `Engine.poison`."""
-        self._gate.poison(reason)
 
     async def health(self) -> EngineHealth:
         """How it is; the server is asked."""

@@ -16,5 +16,5 @@ def test_a_key_is_what_its_variable_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_empty_variable_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BANK_KEY", "")
-    with pytest.raises(ConfigError, match="bank.api_key_env: expected a key in the variable BANK_KEY, it is not set"):
+    with pytest.raises(ConfigError, match=r"bank\.api_key_env: expected a key in the variable BANK_KEY, it is not set"):
         read_key("BANK_KEY", "bank.api_key_env")
