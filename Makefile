@@ -19,13 +19,14 @@ OPENAI_TESTS := tests/unit/engine/test_http_engine.py tests/fault/test_http_engi
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test lint types unit slow foreign openai-2 vllm benchmark clean
+.PHONY: quickstart test lint types unit slow foreign openai-2 vllm environments benchmark clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-# Two stages at a time, the longest first: each waits now and then for a download, a deadline or a process that starts.
+# Two stages at a time, the longest first: each waits now and then for a deadline or for a process that starts.
 test: lint types
+	$(MAKE) --jobs 2 environments
 	$(MAKE) --jobs 2 vllm unit slow foreign openai-2
 
 lint: $(VENV)/.dev
@@ -51,6 +52,8 @@ openai-2: $(OPENAI_2)/.installed
 
 vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm
+
+environments: $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
 
 benchmark: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.benchmark engines
