@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +41,9 @@ from gspo_gym.types import Completion
 
 # sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
 _EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+# Every update has ten lines in vLLM's log, which would bury those of a run, unless the user has set this variable.
+_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 # How long vLLM's processes may take to end by themselves; on the CPU they need more than vLLM's own 5 seconds.
 _SHUTDOWN_SECONDS = 30.0
@@ -88,7 +93,10 @@ class VllmEngine(GatedEngine):
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise MissingExtraError(f"the vLLM engine needs: pip install 'gspo-gym[vllm]' ({error})") from error
-        with as_engine_error("vLLM did not start"), environment(settings.environment()):
+        quiet = {_LOG_LEVEL: "ERROR"}
+        if _LOG_LEVEL not in os.environ:
+            logging.getLogger("vllm").setLevel(quiet[_LOG_LEVEL])  # of this process; it is imported
+        with as_engine_error("vLLM did not start"), environment(settings.environment() | quiet):
             engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
         await engine._prepare()
         return engine

@@ -151,6 +151,7 @@ class VllmSettings:
             "skip_tokenizer_init": not self.structured_output,
             "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,  # or every update draws a bar
         }
         if not _sees_gpus():
             # Read in parts, a prompt would have its first draws taken back, which the CPU's generator cannot: vLLM 0.32

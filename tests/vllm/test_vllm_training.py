@@ -83,6 +83,13 @@ def test_two_steps_with_adapters_on_vllm_in_this_process_agree_with_the_learner(
     require_sound(config(folder, {"source": "player", "label": "lora", "trainer_mode": "lora"}, vllm=VLLM))
 
 
+def test_a_runs_own_lines_are_not_buried_in_vllms_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    require_sound(config(folder, {"source": "player", "label": "quiet"}, vllm=VLLM))
+    said = [line for stream in capfd.readouterr() for line in stream.splitlines()]
+    print("\n".join(said))
+    assert not [line for line in said if "INFO" in line or "WARNING" in line or "Loading" in line]
+
+
 def test_a_run_whose_weights_are_handed_over_in_memory_plays_the_same_episodes(plain: RunConfig, folder: Path) -> None:
     training = {**TRAINING, "weight_sync": {"transfer": "shared_memory"}}
     run = config(folder, {"source": "player", "label": "handed-over"}, vllm=VLLM, training=training)
