@@ -82,7 +82,7 @@ class VllmEngine(GatedEngine):
 
     @classmethod
     async def start(cls, settings: VllmSettings) -> VllmEngine:
-        """Start vLLM and load the model; takes half a minute at least.
+        """Start vLLM and load the model; takes ten seconds at least.
 
         Raises:
             MissingExtraError: vLLM is not installed.
@@ -93,10 +93,9 @@ class VllmEngine(GatedEngine):
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise MissingExtraError(f"the vLLM engine needs: pip install 'gspo-gym[vllm]' ({error})") from error
-        quiet = {_LOG_LEVEL: "ERROR"}
         if _LOG_LEVEL not in os.environ:
-            logging.getLogger("vllm").setLevel(quiet[_LOG_LEVEL])  # of this process; it is imported
-        with as_engine_error("vLLM did not start"), environment(settings.environment() | quiet):
+            logging.getLogger("vllm").setLevel("ERROR")  # here; its processes are told by their environment
+        with as_engine_error("vLLM did not start"), environment({**settings.environment(), _LOG_LEVEL: "ERROR"}):
             engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
         await engine._prepare()
         return engine

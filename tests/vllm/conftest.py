@@ -1,7 +1,7 @@
 """For the tests with vLLM itself, on the CPU: an event loop that outlives a test, and engines that several tests share.
 
 `make vllm` runs these tests with an interpreter that has vLLM; every other stage leaves this folder out (`--ignore` in
-pyproject.toml). An engine takes half a minute to start and belongs to the loop that it was started in, so there is one
+pyproject.toml). An engine takes ten seconds to start and belongs to the loop that it was started in, so there is one
 loop, in a thread of its own, and an engine or a server for each configuration, shared by the whole session. A test that
 breaks an engine starts its own.
 """
