@@ -24,10 +24,11 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-# Two stages at a time, the longest first: each waits now and then for a deadline or for a process that starts.
+# Two stages at a time, for each waits now and then: for a download, a deadline, a process that starts. Those that can use
+# both cores come first, so that the two long ones that cannot end together.
 test: lint types
 	$(MAKE) --jobs 2 environments
-	$(MAKE) --jobs 2 vllm unit slow foreign openai-2
+	$(MAKE) --jobs 2 unit slow vllm foreign openai-2
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
