@@ -24,8 +24,8 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-# Two stages at a time, for each waits now and then: for a download, a deadline, a process that starts. Those that can use
-# both cores come first, so that the two long ones that cannot end together.
+# Two stages at a time, for each waits now and then: for a deadline, or a process that starts. The two that use both cores
+# come first; so the long ones that mostly use one, vllm and foreign, end side by side.
 test: lint types
 	$(MAKE) --jobs 2 environments
 	$(MAKE) --jobs 2 unit slow vllm foreign openai-2
