@@ -177,12 +177,12 @@ def check_books(run: Run, num_rollouts: int) -> None:
     assert kept == {Disposition.KEPT: num_rollouts, Disposition.RETRIED: len(ended) - num_rollouts}
     assert run.pool.ledger.num_in_flight == 0
     # Every request that arrived and failed is owed to a fault, but for those that a busy machine let run into the
-    # timeout. One that takes a connection just as the app closes it does not arrive, and is made again.
+    # timeout. Now and then one does not arrive and is made again: on a busy machine 1 of 3,330 has been seen.
     faults = sum(run.app.faults.values())
     timeouts = [e for e in entries if isinstance(e, Terminal) and e.outcome is Outcome.EPISODE_TIMEOUT]
     num_late = max(0, len(timeouts) - run.app.faults["hang"])
     assert run.app.num_rollouts <= num_rollouts + faults + num_late
-    assert run.counters.num_attempts >= run.app.num_rollouts
+    assert 0 <= run.counters.num_attempts - run.app.num_rollouts <= num_rollouts // 100
 
 
 def test_every_fault_is_of_a_kind() -> None:
