@@ -132,7 +132,24 @@ def test_memory_that_grows_is_told_in_bytes_an_episode() -> None:
     assert report.measurements["leaks_per_episode"]["bytes of memory"] == pytest.approx(50_000, rel=0.1)
 
 
-def test_what_only_one_of_the_played_tasks_leaks_is_found() -> None:
+def test_memory_that_grows_at_once_and_then_no_more_is_no_leak() -> None:
+    """Each half of 2 gets 10,000 bytes, which is more than 2 * 2,048; the two of 8 that follow get none."""
+    kept: list[bytes] = []
+    num_played = 0
+
+    async def play() -> None:
+        nonlocal num_played
+        num_played += 1
+        if num_played in (3, 5):
+            kept.append(bytes(10_000))
+
+    assert asyncio.run(find_leaks(play, num_episodes=4)) == []
+    assert num_played == 2 + 2 * 2 + 2 * 8
+
+
+# Of the 3 episodes in each half of 6, one leaks in one half and two in the other: the smaller number counts, 1/3.
+@pytest.mark.parametrize(("num_episodes", "told"), [(4, "0.5"), (6, "0.333")])
+def test_what_only_one_of_the_played_tasks_leaks_is_found(num_episodes: int, told: str) -> None:
     kept: list[Any] = []
 
     class KeepsSometimes(Greeter):
@@ -142,12 +159,12 @@ def test_what_only_one_of_the_played_tasks_leaks_is_found() -> None:
             return super().reset(seed=seed)
 
     try:
-        report = check(KeepsSometimes)
+        report = check(KeepsSometimes, num_leak_episodes=num_episodes)
     finally:
         for file in kept:
             file.close()
     problem, *_ = problems_of(report, "leaks")
-    assert "got 0.5 files an episode" in problem
+    assert f"got {told} files an episode" in problem
 
 
 @functools.lru_cache(maxsize=4)
