@@ -1,8 +1,8 @@
 """Scores finished episodes with a judge: asks, asks again, blends, writes down. What a pool awaits (`rollout.scoring`).
 
 An episode that gets no score raises `UnscoredError`, and the pool does with it what it was told; nothing becomes 0. A
-judge that is down is waited for (`judge.pausing`); one whose budget is spent ends the run, which can go on from its
-checkpoint.
+judge that is down is waited for (`judge.pausing`); one whose budget is spent, or that does not accept the key, ends the
+run, which can go on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from gspo_gym.errors import UnscoredError
-from gspo_gym.judge.base import Judge, JudgeBudgetError, JudgeError, Judgement, JudgeRequest, Rubrics
+from gspo_gym.judge.base import Judge, JudgeBudgetError, JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, blend, env_rewards
 from gspo_gym.recording_judgements import JudgedEpisode
 from gspo_gym.types import Task, Trajectory
@@ -90,7 +90,7 @@ class EpisodeScorer:
 
         Raises:
             UnscoredError: the judge has no score for it.
-            JudgeBudgetError: nor will it have one for any other. JudgeDriftError: nor is it to be believed.
+            JudgeStoppedError: nor will it have one for any other. JudgeDriftError: nor is it to be believed.
         """
         self._may_score()
         task = trajectory.task
@@ -142,10 +142,10 @@ class EpisodeScorer:
                 rubrics = await self._rubrics_of(task)
                 judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))
                 return blend(trajectory, judgement, self._weights, self._rewards), judgement
-            except JudgeBudgetError as error:
-                raise JudgeBudgetError(
-                    f"{error}: raise judge.options.max_calls or max_cost_usd, and go on with --resume"
-                ) from error
+            except JudgeStoppedError as error:
+                is_spent = isinstance(error, JudgeBudgetError)
+                advice = "raise judge.options.max_calls or max_cost_usd" if is_spent else "mend that"
+                raise type(error)(f"{error}: {advice}, and go on with --resume") from error
             except JudgeError as error:
                 if attempts_left <= 0:
                     raise UnscoredError(f"{self._judge.name}: {error} ({self._max_attempts} attempts)") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.audit_stats import agreement
-from gspo_gym.judge.base import Judge, JudgeBudgetError, JudgeCost, JudgeDownError, JudgeError, JudgeRequest, Rubrics
+from gspo_gym.judge.base import Judge, JudgeCost, JudgeDownError, JudgeError, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.recording_judgements import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
@@ -87,7 +87,7 @@ async def rescore(
 
     Raises:
         ConfigError: a part that has a weight is in no rubric.
-        JudgeDownError, JudgeBudgetError: the judge cannot go on.
+        JudgeDownError, JudgeStoppedError: the judge cannot go on.
         RecordError: an episode's rewards were blended with a judge's, and what they were before is not known.
     """
     known = before or {}
@@ -102,7 +102,7 @@ async def rescore(
         old = known.get((trajectory.trajectory_id, trajectory.attempt))
         try:
             after = await _judge_again(judge, rubrics, _as_played(trajectory, old), weights)
-        except (JudgeDownError, JudgeBudgetError):
+        except (JudgeDownError, JudgeStoppedError):
             raise
         except (JudgeError, UnscoredError) as error:
             return Rescored(trajectory, old, None, str(error))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from gspo_gym.circuit import CircuitBreaker
 from gspo_gym.errors import ConfigError
-from gspo_gym.judge.base import JudgeCost, JudgeDownError, JudgeError
+from gspo_gym.judge.base import JudgeCost, JudgeDeniedError, JudgeDownError, JudgeError
 from gspo_gym.judge.budget import JudgeBudget, Reservation
 from gspo_gym.openai_client import OpenAIClient
 from gspo_gym.retries import AttemptError, Retries, RetryCounters, RetrySettings, Sleep
@@ -25,6 +25,7 @@ Clock = Callable[[], float]
 
 # What an attempt may have cost although there is no answer: its time ran out, or what came cannot be read.
 _ANSWERED_KINDS = ("timeout", "json", "content")
+_UNAUTHORISED = 401  # not 403, with which some providers refuse what one episode says
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class Asking:
 
         Raises:
             JudgeDownError: it answers nobody. JudgeBudgetError: a limit is reached.
-            JudgeError: the last attempt failed. RefusedError: it will not do this (4xx).
+            JudgeDeniedError: it does not accept the key (401).
+            JudgeError: the last attempt failed. RefusedError: it will not do this (any other 4xx).
         """
         call_id = uuid.uuid4().hex  # an identity, not randomness
         attempts: list[Reservation] = []
@@ -167,9 +169,11 @@ class Asking:
             if error.kind not in _ANSWERED_KINDS:
                 reservation.settle(JudgeCost(num_calls=1))
             raise
-        except self._client.refused_error:
+        except self._client.refused_error as error:
             self._breaker.succeed()
             reservation.settle(JudgeCost(num_calls=1))
+            if error.status == _UNAUTHORISED:
+                raise JudgeDeniedError(f"{error}; expected a key that it accepts, see api_key_env") from None
             raise
         finally:
             self._num_in_flight -= 1

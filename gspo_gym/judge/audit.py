@@ -28,12 +28,12 @@ from gspo_gym.judge.audit_stats import (
 )
 from gspo_gym.judge.base import (
     Judge,
-    JudgeBudgetError,
     JudgeCost,
     JudgeDownError,
     JudgeError,
     Judgement,
     JudgeRequest,
+    JudgeStoppedError,
     Review,
     Rubrics,
 )
@@ -125,7 +125,7 @@ class JudgeAudit:
 
         Raises:
             ConfigError: no episodes, or labels that do not fit the rubrics.
-            JudgeDownError, JudgeBudgetError: the judge cannot go on.
+            JudgeDownError, JudgeStoppedError: the judge cannot go on.
         """
         if not labelled:
             raise ConfigError("audit: expected labelled episodes, got none")
@@ -168,7 +168,7 @@ class JudgeAudit:
         async def one(trajectory: Trajectory) -> Answer:
             try:
                 return await judge.judge(JudgeRequest(trajectory, rubrics, task_app=trajectory.task.env_id))
-            except (JudgeDownError, JudgeBudgetError):
+            except (JudgeDownError, JudgeStoppedError):
                 raise
             except JudgeError as error:
                 return error

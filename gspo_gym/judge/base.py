@@ -26,8 +26,16 @@ class JudgeDownError(JudgeError):
     """The judge answers nobody: no connection, or nothing but 5xx. Waiting may help; another episode will not."""
 
 
-class JudgeBudgetError(JudgeError):
-    """The calls or the money allowed are spent: nothing is judged until somebody raises the limit."""
+class JudgeStoppedError(JudgeError):
+    """Nothing is judged until somebody acts; asking again, or about another episode, changes nothing."""
+
+
+class JudgeBudgetError(JudgeStoppedError):
+    """The calls or the money allowed are spent."""
+
+
+class JudgeDeniedError(JudgeStoppedError):
+    """The endpoint does not accept the key, has no such model, or wants to be paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +217,7 @@ class Judge(Protocol):
         """Every review that the rubrics ask for.
 
         Raises:
-            JudgeError: this episode has no score. JudgeDownError, JudgeBudgetError: nor has any other, for now.
+            JudgeError: this episode has no score. JudgeDownError, JudgeStoppedError: nor has any other, for now.
         """
         ...
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, Clock
-from gspo_gym.judge.base import JudgeCost, JudgeError
+from gspo_gym.judge.base import JudgeCost, JudgeDeniedError, JudgeError
 from gspo_gym.judge.budget import JudgeBudget
 from gspo_gym.judge.model_settings import ModelJudgeSettings
 from gspo_gym.judge.prompt import Question, build_messages
@@ -22,6 +22,7 @@ from gspo_gym.openai_client import OpenAIClient, RefusedError
 from gspo_gym.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.seeding import child_seed
 
+_DENIED = (402, 404)  # no money; no such model or address
 _SEED_LIMIT = 2**31  # what servers of C's int accept
 _TOKENS_OF_A_MESSAGE = 64  # what templates put around one, at most
 
@@ -57,7 +58,8 @@ class ChatJudgeModel:
         """The verdict, and what all attempts at it have cost. Every answer has a nonce and a seed of its own.
 
         Raises:
-            JudgeDownError, JudgeBudgetError: see `Asking.ask`. JudgeError: it refused, or gave no verdict.
+            JudgeDownError, JudgeBudgetError, JudgeDeniedError: see `Asking.ask`; the last for want of money (402) or
+                of such a model (404), too. JudgeError: it refused, or gave no verdict.
         """
         try:
             try:
@@ -72,7 +74,9 @@ class ChatJudgeModel:
         except JudgeError:
             raise
         except ServiceError as error:
-            raise JudgeError(f"{self._settings.name}: {error}") from error
+            is_denied = isinstance(error, RefusedError) and error.status in _DENIED
+            kind = JudgeDeniedError if is_denied else JudgeError
+            raise kind(f"{self._settings.name}: {error}") from error
 
     async def close(self) -> None:
         """Give the connections back."""

@@ -2,8 +2,9 @@
 the contract's later form has it.
 
 An episode that cannot be scored is answered with status "failed" and a reason, never with a number. A judge that is
-down is 503, one whose budget is spent 402, a rubric or an episode that is none 422. Called by `gspo-gym judge serve`,
-which puts a guard before it; for notebooks see `remote.serving.BackgroundServer`.
+down, or whose model does not accept its key, is 503, one whose budget is spent 402, a rubric or an episode that is none
+422. Called by `gspo-gym judge serve`, which puts a guard before it; for notebooks see
+`remote.serving.BackgroundServer`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any
 import fastapi
 
 from gspo_gym.errors import ConfigError, RecordError, UnknownNameError
-from gspo_gym.judge.base import Judge, JudgeBudgetError, JudgeDownError, JudgeError, JudgeRequest, Rubrics
+from gspo_gym.judge.base import (
+    Judge,
+    JudgeBudgetError,
+    JudgeDeniedError,
+    JudgeDownError,
+    JudgeError,
+    JudgeRequest,
+    Rubrics,
+)
 from gspo_gym.judge.http_contract import LATER_ROUTE, ROUTE, ScoreRequest, judgement_to_wire
 from gspo_gym.judge.rubric_files import parse_task_rubrics
 from gspo_gym.judge.rubric_merge import RubricsPatch, merge_rubrics
@@ -54,7 +63,7 @@ def create_judge_app(
             judgement = await judge.judge(request)
         except JudgeBudgetError as error:
             raise _error(402, "judge_budget", str(error)) from error
-        except JudgeDownError as error:
+        except (JudgeDownError, JudgeDeniedError) as error:
             raise _error(503, "judge_down", str(error)) from error
         except JudgeError as error:
             return {"status": "failed", "event_reviews": [], "event_totals": [], "details": {"error": str(error)}}

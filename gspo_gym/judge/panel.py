@@ -19,6 +19,7 @@ from gspo_gym.judge.base import (
     Judge,
     JudgeBudgetError,
     JudgeCost,
+    JudgeDeniedError,
     JudgeDownError,
     JudgeError,
     Judgement,
@@ -65,7 +66,7 @@ class PanelJudge:
         """See `Judge.judge`.
 
         Raises:
-            JudgeBudgetError, JudgeDownError: too few answers, and a member is out of its budget, or down.
+            JudgeBudgetError, JudgeDeniedError, JudgeDownError: too few answers, and a member has such a reason.
             JudgeError: too few answers, for other reasons.
         """
         calls = [asyncio.ensure_future(judge.judge(request)) for judge in self._judges]
@@ -92,7 +93,7 @@ class PanelJudge:
             await judge.close()
 
     def _too_few(self, errors: Sequence[JudgeError]) -> JudgeError:
-        kinds: tuple[type[JudgeError], ...] = (JudgeBudgetError, JudgeDownError)
+        kinds: tuple[type[JudgeError], ...] = (JudgeBudgetError, JudgeDeniedError, JudgeDownError)
         kind = next((kind for kind in kinds if any(isinstance(error, kind) for error in errors)), JudgeError)
         num_answers = len(self._judges) - len(errors)
         return kind(

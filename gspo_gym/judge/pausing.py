@@ -68,7 +68,7 @@ class PausingJudge:
         """As the judge behind it, but for JudgeDownError, which it waits out.
 
         Raises:
-            JudgeError: this episode has no score, or nothing will have one any more (JudgeBudgetError).
+            JudgeError: this episode has no score, or nothing will have one any more (JudgeStoppedError).
         """
         while True:
             if self._pause is not None:

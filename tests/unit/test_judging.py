@@ -15,7 +15,15 @@ import pytest
 from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.errors import UnscoredError
-from gspo_gym.judge.base import JudgeBudgetError, JudgeDownError, JudgeError, Judgement, JudgeRequest, Rubrics
+from gspo_gym.judge.base import (
+    JudgeBudgetError,
+    JudgeDeniedError,
+    JudgeDownError,
+    JudgeError,
+    Judgement,
+    JudgeRequest,
+    Rubrics,
+)
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.drift import JudgeDriftError
 from gspo_gym.judge.pausing import PausingJudge
@@ -192,18 +200,25 @@ def test_an_incomplete_judgement_is_as_bad_as_none() -> None:
         asyncio.run(scorer(good)(episode([0.0, 1.0, 1.0])))
 
 
-def test_a_spent_budget_ends_the_collection_and_says_how_to_go_on() -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (JudgeBudgetError("spent"), r"spent: raise judge.options.max_calls .* --resume"),
+        (JudgeDeniedError("HTTP 401"), r"HTTP 401: mend that, and go on with --resume"),
+    ],
+)
+def test_what_stops_the_judge_ends_the_collection_and_says_how_to_go_on(error: JudgeError, message: str) -> None:
     num_calls = 0
 
     def answer(_: JudgeRequest) -> Judgement:
         nonlocal num_calls
         num_calls += 1
         if num_calls > 5:
-            raise JudgeBudgetError("5 calls are spent")
+            raise error
         return judgement([1.0, 0.0], outcome=0.5)
 
     pool = pool_of(scorer(answer))
-    with pytest.raises(JudgeBudgetError, match=r"5 calls are spent: raise judge.options.max_calls .* --resume"):
+    with pytest.raises(type(error), match=message):
         asyncio.run(pool.collect(requests(4)))
     pool.ledger.assert_balanced()
 

@@ -21,6 +21,7 @@ from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import (
     JudgeBudgetError,
     JudgeCost,
+    JudgeDeniedError,
     JudgeDownError,
     JudgeError,
     Judgement,
@@ -248,9 +249,9 @@ def test_numbers_that_json_has_no_name_for_are_no_scores() -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "num_asked"),
     [
-        (400, JudgeError, 1), (401, JudgeError, 1), (403, JudgeError, 1), (404, JudgeError, 1), (422, JudgeError, 1),
-        (307, JudgeError, 1), (402, JudgeBudgetError, 1), (429, JudgeError, 2), (500, JudgeDownError, 2),
-        (503, JudgeDownError, 2),
+        (400, JudgeError, 1), (401, JudgeDeniedError, 1), (403, JudgeError, 1), (404, JudgeError, 1),
+        (422, JudgeError, 1), (307, JudgeError, 1), (402, JudgeBudgetError, 1), (429, JudgeError, 2),
+        (500, JudgeDownError, 2), (503, JudgeDownError, 2),
     ],
 )  # fmt: skip
 def test_what_will_not_get_better_is_not_asked_again_and_what_is_down_says_so(

@@ -25,6 +25,7 @@ from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import (
     JudgeBudgetError,
     JudgeCost,
+    JudgeDeniedError,
     JudgeDownError,
     JudgeError,
     Judgement,
@@ -240,6 +241,14 @@ def test_failures_arrive_at_the_client_as_what_they_are_and_never_as_numbers(err
         with pytest.raises(JudgeError, match=str(error)) as raised:
             over_http(server.url, request("heron"))
         assert type(raised.value) is type(error)
+
+
+def test_a_client_waits_while_the_key_of_the_model_behind_it_is_not_accepted() -> None:
+    with (
+        BackgroundServer(create_judge_app(Listening(JudgeDeniedError("HTTP 401")))) as server,
+        pytest.raises(JudgeDownError, match="HTTP 401"),
+    ):
+        over_http(server.url, request("heron"))
 
 
 def five(payload: Json) -> float:

@@ -21,7 +21,7 @@ from judged_episodes import BOTH, EVENT, OUTCOME, episode, request
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.asking import AskingSettings
-from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
+from gspo_gym.judge.base import JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.budget import JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt
@@ -44,6 +44,7 @@ class Model:
         self.headers: list[dict[str, str]] = []
         self.change: Callable[[Json, int], Json] = lambda answer, number: answer
         self.refuses: Callable[[Json], bool] = lambda body: False
+        self.refusal = 400
         self.fails: Callable[[int], bool] = lambda number: False
         app = fastapi.FastAPI()
 
@@ -53,7 +54,7 @@ class Model:
             self.bodies.append(body)
             self.headers.append(dict(http.headers))
             if self.refuses(body):
-                return JSONResponse({"error": {"message": f"no; {http.headers['authorization']}"}}, 400)
+                return JSONResponse({"error": {"message": f"no; {http.headers['authorization']}"}}, self.refusal)
             if self.fails(len(self.bodies)):
                 return JSONResponse({"error": {"message": "busy"}}, 503)
             answer = completion(honest_verdict(read_prompt(body["messages"])), body["messages"])
@@ -187,6 +188,24 @@ def test_what_an_endpoint_refuses_in_any_form_is_an_error_without_the_key(
     assert model.headers[0]["authorization"] == "Bearer sk-123456"  # and no proxy was used
     assert "no; Bearer ***" in str(error)
     assert "sk-123456" not in "".join(traceback.format_exception(error)) + repr(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "num_asked"),
+    [  # twice where the schema may have been why
+        (400, JudgeError, 2), (401, JudgeDeniedError, 1), (402, JudgeDeniedError, 1), (403, JudgeError, 1),
+        (404, JudgeDeniedError, 2),
+    ],
+)  # fmt: skip
+def test_what_no_other_episode_would_change_is_told_apart(
+    url: str, model: Model, status: int, kind: type, num_asked: int
+) -> None:
+    model.refuses, model.refusal = (lambda body: True), status
+    (error,) = judge_all(url, request("heron"))
+    assert type(error) is kind
+    assert f"HTTP {status}" in str(error)
+    assert ("expected a key that it accepts, see api_key_env" in str(error)) == (status == 401)
+    assert len(model.bodies) == num_asked
 
 
 def test_equal_episodes_are_asked_the_same_question_whatever_their_place_and_others_another(

@@ -13,6 +13,7 @@ from gspo_gym.judge.base import (
     CriterionScore,
     JudgeBudgetError,
     JudgeCost,
+    JudgeDeniedError,
     JudgeDownError,
     JudgeError,
     Judgement,
@@ -108,6 +109,7 @@ def test_flags_of_all_members_are_kept_once() -> None:
         ((says(1.0), says(1.0), JudgeError("no")), 2, Judgement),
         ((says(1.0), JudgeError("no"), JudgeDownError("down")), 2, JudgeDownError),
         ((says(1.0), JudgeBudgetError("spent"), JudgeDownError("down")), 2, JudgeBudgetError),
+        ((says(1.0), JudgeDownError("down"), JudgeDeniedError("no key")), 2, JudgeDeniedError),
         ((JudgeDownError("a"), JudgeDownError("b")), 1, JudgeDownError),
         ((says(1.0), KeyError("a bug")), 1, KeyError),  # our own mistakes are not missing members
     ],

@@ -9,7 +9,7 @@ import pytest
 from rule_judge import RuleJudge, said_by_policy, spoken_episode
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.judge.base import JudgeBudgetError, JudgeError, Rubrics
+from gspo_gym.judge.base import JudgeBudgetError, JudgeDeniedError, JudgeError, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.recording_episodes import write_episodes
@@ -115,14 +115,17 @@ def test_judgements_of_other_turns_are_refused(tmp_path: Path) -> None:
         asyncio.run(rescore(finds("x"), Rubrics(EVENT, OUTCOME), [shorter], BLEND, before={("a", 0): done.after}))
 
 
-def test_what_gets_no_score_is_told_apart_from_0_and_what_was_scored_is_kept_when_the_budget_ends() -> None:
+@pytest.mark.parametrize("stopped", [JudgeBudgetError("nothing left"), JudgeDeniedError("HTTP 401")])
+def test_what_gets_no_score_is_told_apart_from_0_and_what_was_scored_is_kept_when_the_judge_stops(
+    stopped: JudgeStoppedError,
+) -> None:
     episodes = [spoken_episode(name, ["y"]) for name in ("good", "bad", "spent")]
 
     def rule(trajectory: Trajectory, criterion: Criterion, place: int, turn: int) -> float:
         if trajectory.trajectory_id == "bad":
             raise JudgeError("half a verdict")
         if trajectory.trajectory_id == "spent":
-            raise JudgeBudgetError("nothing left")
+            raise stopped
         return 1.0
 
     done: list[JudgedEpisode] = []
@@ -131,7 +134,7 @@ def test_what_gets_no_score_is_told_apart_from_0_and_what_was_scored_is_kept_whe
     assert (bad.after, bad.reason) == (None, "half a verdict")
     assert [each.trajectory_id for each in done] == ["good"]
     assert good.after is done[0]
-    with pytest.raises(JudgeBudgetError, match="nothing left"):
+    with pytest.raises(type(stopped), match=str(stopped)):
         asyncio.run(rescore(RuleJudge(rule), rubrics, episodes, BLEND, on_judged=done.append))
     assert [each.trajectory_id for each in done] == ["good", "good"]
 
