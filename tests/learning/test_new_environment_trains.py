@@ -1,7 +1,7 @@
-"""From nothing to the first training step of an environment of one's own, in under two minutes, as a newcomer does it.
+"""From nothing to the first training steps of an environment of one's own, as a newcomer does it.
 
 The real commands, each in a process of its own: `env new`, `pip install -e`, `env check`, `train` with the config that
-was written. The two minutes are the deadline of all of them together.
+was written. It prints how long that took: 14 seconds (text) and 34 (tool) on two idle cores.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from gspo_gym.authoring.new import KINDS
 from gspo_gym.recording import read_events, read_metrics
 
-DEADLINE_SECONDS = 120
+HANG_SECONDS = 600  # of one command
 
 
 def make_home(folder):
@@ -30,14 +30,14 @@ def make_home(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_environment_is_trained_on_within_two_minutes(kind, tmp_path):
+def test_a_new_environment_is_trained_on(kind, tmp_path):
     started = time.monotonic()
     python = make_home(tmp_path / "venv")
     project = tmp_path / "first-try-env"
 
     def run(*command, program=python, folder=project):
-        left = DEADLINE_SECONDS - (time.monotonic() - started)
-        done = subprocess.run([program, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=left)
+        command = [program, "-m", *command]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

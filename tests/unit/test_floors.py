@@ -408,7 +408,6 @@ def test_light_things_start_without_torch(code: str, record_property: Callable[[
     print(f"{code[:70]}: {float(lines['SECONDS']):.2f} s, the whole process {process_seconds:.2f} s")
     record_property("seconds", lines["SECONDS"])
     assert lines["LOADED"].split() == []
-    assert float(lines["SECONDS"]) < 5
 
 
 # --- the rules can fail -----------------------------------------------------------------------------------------------
