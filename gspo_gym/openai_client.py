@@ -25,11 +25,13 @@ class RefusedError(ServiceError):
 
     Attributes:
         status: HTTP's; 0 where it is not known.
+        answer: all that it said, of which the message may repeat a part only. No error shows it.
     """
 
-    def __init__(self, message: str, *, status: int = 0) -> None:
+    def __init__(self, message: str, *, status: int = 0, answer: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.answer = answer
 
 
 class OpenAIClient:
@@ -129,7 +131,7 @@ class OpenAIClient:
             text = f"{text} {error.response.text}".strip()
         message = f"{self.base_url}: HTTP {status}: {self._readable(text)}"
         if status != 429 and status < 500:
-            return self.refused_error(message, status=status)
+            return self.refused_error(message, status=status, answer=error.response.text)
         return self.attempt_error(
             message, kind=str(status), retry_after_seconds=retry_after_seconds(error.response.headers)
         )

@@ -35,8 +35,10 @@ class JudgeModelSettings(Settings):
     python: str | None = Field(
         default=None, description='a function of yours in place of a model, as "module:function" (it runs here)'
     )
-    temperature: float = Field(default=0.0, ge=0, description="of the judging model")
-    send_temperature: bool = Field(default=True, description="false for models that refuse to be told one")
+    temperature: float | None = Field(
+        default=None, ge=0, description="of the judging model; absent: 0, or its own if it refuses to be told one"
+    )
+    send_temperature: bool = Field(default=True, description="false: it samples at its own, without having been told")
     max_output_tokens: int = Field(default=4096, gt=0, description="tokens that the judging model may write in a call")
     structured_output: Literal["auto", "schema", "text"] = Field(
         default="auto",

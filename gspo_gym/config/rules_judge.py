@@ -200,8 +200,12 @@ def _panel_is_complete(panel: Sequence[Mapping[str, Any]] | None) -> str | None:
         return None
     if len(panel) == 1:
         return "expected two judges at least, got one: write it into [judge.options]"
-    found = (_is_one_judge(entry, f"member {number}") for number, entry in enumerate(panel))
-    return next((problem for problem in found if problem is not None), None)
+    for number, entry in enumerate(panel):
+        if problem := _is_one_judge(entry, f"member {number}"):
+            return problem
+        if entry.get("temperature") is not None and entry.get("send_temperature") is False:
+            return f"member {number}: temperature has no effect with send_temperature = false: remove one of them"
+    return None
 
 
 def _gold_is_complete(
@@ -252,9 +256,9 @@ def _cost_has_prices(
     return f"needs prices: give {' and '.join(names)} of every model, or limit max_calls instead"
 
 
-def _samples_differ(samples: int | None, temperature: float | None, panel: Any) -> str | None:
+def _samples_differ(samples: int | None, temperature: float | None, is_sent: bool | None, panel: Any) -> str | None:
     """(Any: members are not looked at.)"""
-    if samples is None or samples == 1 or temperature is None or temperature > 0 or panel:
+    if samples is None or samples == 1 or (temperature or 0.0) > 0 or not is_sent or panel:
         return None
     return f"{samples} samples at judge.options.temperature = 0 are one and the same: raise that, or set 1"
 
@@ -356,7 +360,14 @@ JUDGE_RULES = (
         ),
         _cost_has_prices,
     ),
-    Rule(("judge.options.samples", "judge.options.temperature", "judge.panel"), _samples_differ),
+    Rule(
+        ("judge.options.samples", "judge.options.temperature", "judge.options.send_temperature", "judge.panel"),
+        _samples_differ,
+    ),
+    *(
+        no_effect(f"judge.{who}.temperature", None, f"judge.{who}.send_temperature", bool, "have it sent")
+        for who in ("options", "gold")
+    ),
     Rule(("judge.options.aggregate", "judge.options.samples", "judge.panel"), _aggregates_several),
     Rule(("judge.options.weights", "judge.options.tracks"), _weights_are_of_tracks),
 )

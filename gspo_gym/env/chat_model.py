@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.chat_api import message_from_wire, message_to_wire
+from gspo_gym.chat_fields import refused_fields, without
 from gspo_gym.errors import ConfigError, EnvError, EnvTimeoutError, MissingExtraError, RecordError
 from gspo_gym.types import Message
 
@@ -27,7 +28,7 @@ class ChatModelSettings:
         model: its name at the endpoint.
         base_url: such as "http://127.0.0.1:8000/v1"; None is OpenAI's own.
         api_key_env: the environment variable that holds the key; a local server without one needs none.
-        temperature: of sampling. max_tokens: of one answer.
+        temperature: of sampling. max_tokens: of one answer, its reasoning included where the model reasons.
         timeout_seconds: for one answer, retries included. max_retries: of transport errors, 429 and 5xx.
     """
 
@@ -69,6 +70,7 @@ class ChatModel:
         key = os.environ.get(settings.api_key_env)
         if key is None and settings.base_url is None:
             raise ConfigError(f"ChatModel: expected an API key in the variable {settings.api_key_env}, it is not set")
+        self._refused: frozenset[str] = frozenset()  # fields that the endpoint takes no request with
         self._client: AsyncOpenAI = openai.AsyncOpenAI(
             base_url=settings.base_url, api_key=key or "none", max_retries=settings.max_retries
         )
@@ -87,11 +89,12 @@ class ChatModel:
         import openai
 
         settings = self.settings
+        limit = "max_completion_tokens" if settings.base_url is None else "max_tokens"
         request: dict[str, Any] = {
             "model": settings.model,
             "messages": [message_to_wire(message) for message in messages],
             "temperature": settings.temperature,
-            "max_tokens": settings.max_tokens,
+            limit: settings.max_tokens,
         }
         if tools:
             request["tools"] = list(tools)
@@ -100,7 +103,7 @@ class ChatModel:
         where = f"{settings.model} at {settings.base_url or 'OpenAI'}"
         try:
             async with asyncio.timeout(settings.timeout_seconds):
-                answer = await self._client.chat.completions.create(**request)
+                answer = await self._ask(request)
         except TimeoutError:
             raise EnvTimeoutError(f"{where}: no answer within {settings.timeout_seconds:g} seconds") from None
         except openai.OpenAIError as error:
@@ -110,6 +113,24 @@ class ChatModel:
     async def close(self) -> None:
         """Give the connections back."""
         await self._client.close()
+
+    async def _ask(self, request: Mapping[str, Any]) -> Any:
+        """The answer (Any: an endpoint may give any); what the endpoint refuses by name is left out from then on."""
+        import openai
+
+        refused = self._refused
+        while True:
+            body = without(request, refused)
+            try:
+                answer = await self._client.chat.completions.create(**body)
+            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+                more = refused_fields(error.response.text, body, optional=("seed",)) - refused
+                if not more:
+                    raise
+                refused |= more
+            else:
+                self._refused |= refused
+                return answer
 
 
 def _message(answer: Any, where: str) -> Message:  # Any: an endpoint may answer with anything

@@ -1,16 +1,19 @@
 """One question to a judging model as a chat completion: request, structured output, and the strict reading of it.
 
-Whether an endpoint holds answers to a JSON schema is found out by asking it (`structured_output = "auto"`): it is given
-one until it refuses a request that it accepts without. What makes a verdict is decided by `verdict.py` either way.
+What an endpoint can do is found out by asking it: whether it holds answers to a JSON schema (`structured_output =
+"auto"`) and takes a seed and a temperature. What it refuses, and accepts a request without, it is not sent again. What
+makes a verdict is decided by `verdict.py` either way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from gspo_gym.chat_fields import refused_fields, without
 from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, Clock
 from gspo_gym.judge.base import JudgeCost, JudgeDeniedError, JudgeError
@@ -22,6 +25,11 @@ from gspo_gym.openai_client import OpenAIClient, RefusedError
 from gspo_gym.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.seeding import child_seed
 
+_log = logging.getLogger(__name__)
+
+_SCHEMA = "response_format"
+_NO_NONCE = "0" * NONCE_DIGITS
+_ABOUT_THE_REQUEST = (400, 404, 415, 422, 501)
 _DENIED = (402, 404)  # no money; no such model or address
 _SEED_LIMIT = 2**31  # what servers of C's int accept
 _TOKENS_OF_A_MESSAGE = 64  # what templates put around one, at most
@@ -47,7 +55,7 @@ class ChatJudgeModel:
             settings.url, api_key=settings.read_key(), timeout_seconds=settings.asking.timeout_seconds
         )
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
-        self._uses_schema = settings.structured_output != "text"
+        self._refused = frozenset({_SCHEMA} if settings.structured_output == "text" else ())
 
     @property
     def counters(self) -> RetryCounters:
@@ -61,61 +69,74 @@ class ChatJudgeModel:
             JudgeDownError, JudgeBudgetError, JudgeDeniedError: see `Asking.ask`; the last for want of money (402) or
                 of such a model (404), too. JudgeError: it refused, or gave no verdict.
         """
-        try:
+        refused = self._refused
+        while True:
             try:
-                return await self._ask(question, nonce_of, seed, with_schema=self._uses_schema)
+                answer = await self._ask(question, nonce_of, seed, refused)
+            except JudgeError:
+                raise
             except RefusedError as error:
-                may_be_the_schema = error.status in (400, 404, 415, 422, 501)
-                if not (self._uses_schema and self._settings.structured_output == "auto" and may_be_the_schema):
-                    raise
-                answer = await self._ask(question, nonce_of, seed, with_schema=False)
-                self._uses_schema = False  # it was the schema
+                more = self._perhaps_because_of(error, self._request(question, _NO_NONCE, seed, refused)) - refused
+                if not more:
+                    kind = JudgeDeniedError if error.status in _DENIED else JudgeError
+                    raise kind(f"{self._settings.name}: {error}") from error
+                refused |= more
+            except ServiceError as error:
+                raise JudgeError(f"{self._settings.name}: {error}") from error
+            else:
+                self._leave_out(refused)
                 return answer
-        except JudgeError:
-            raise
-        except ServiceError as error:
-            is_denied = isinstance(error, RefusedError) and error.status in _DENIED
-            kind = JudgeDeniedError if is_denied else JudgeError
-            raise kind(f"{self._settings.name}: {error}") from error
 
     async def close(self) -> None:
         """Give the connections back."""
         await self._asking.close()
 
     async def _ask(
-        self, question: Question, nonce_of: Callable[[int], str], seed: int, *, with_schema: bool
+        self, question: Question, nonce_of: Callable[[int], str], seed: int, refused: Collection[str]
     ) -> tuple[Verdict, JudgeCost]:
         nonce = ""
 
         def body(num_answers: int) -> Mapping[str, Any]:
             nonlocal nonce
             nonce = nonce_of(num_answers)
-            return self._request(question, nonce, child_seed(seed, "answer", num_answers), with_schema=with_schema)
+            return self._request(question, nonce, child_seed(seed, "answer", num_answers), refused)
 
         def read(answer: Any) -> Verdict:
             return parse_verdict(_text_of(answer), nonce=nonce, parts=question.parts)
 
         return await self._asking.ask("/chat/completions", body, read, self._cost_of, most=self._most(question))
 
-    def _request(self, question: Question, nonce: str, seed: int, *, with_schema: bool) -> dict[str, Any]:
+    def _request(self, question: Question, nonce: str, seed: int, refused: Collection[str]) -> dict[str, Any]:
         settings = self._settings
+        schema = {"name": "verdict", "strict": True, "schema": verdict_schema(nonce, question.parts)}
         request: dict[str, Any] = {
             "model": settings.model,
             "messages": build_messages(question, nonce),
             settings.max_tokens_field: settings.max_output_tokens,
+            "seed": seed % _SEED_LIMIT,
+            _SCHEMA: {"type": "json_schema", "json_schema": schema},
         }
         if settings.temperature is not None:
             request["temperature"] = settings.temperature
-        if settings.sends_seed:
-            request["seed"] = seed % _SEED_LIMIT
-        if with_schema:
-            schema = {"name": "verdict", "strict": True, "schema": verdict_schema(nonce, question.parts)}
-            request["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return request
+        return without(request, refused)
+
+    def _perhaps_because_of(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
+        """Which fields of the request to try without: those that the refusal names, or else the schema."""
+        if error.status not in _ABOUT_THE_REQUEST:
+            return frozenset()
+        optional = {"seed"} if self._settings.must_take_temperature else {"seed", "temperature"}
+        named = refused_fields(error.answer, request, optional=optional)
+        return named or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())
+
+    def _leave_out(self, refused: frozenset[str]) -> None:
+        """From now on."""
+        if new := refused - self._refused:
+            self._refused |= new
+            _log.warning("%s refuses %s and is asked without", self._settings.name, ", ".join(sorted(new)))
 
     def _most(self, question: Question) -> JudgeCost:
         """What one attempt costs at most: no token has fewer bytes than one."""
-        messages = build_messages(question, "0" * NONCE_DIGITS)
+        messages = build_messages(question, _NO_NONCE)
         num_bytes = sum(len(message["content"].encode()) for message in messages)
         tokens = num_bytes + _TOKENS_OF_A_MESSAGE * (len(messages) + 1)
         return self._settings.prices.cost_of(tokens, self._settings.max_output_tokens)

@@ -37,11 +37,11 @@ class ModelJudgeSettings:
             while the transcript fits and the turns are few.
         structured_output: "schema": the endpoint must hold answers to a schema; "text": it is not asked to; "auto": it
             is, until it refuses. Answers are read with the same strictness in any case.
-        temperature: of sampling; None: not sent, for models that take none.
+        temperature: of sampling; None: not sent. A model that refuses to be told one samples at its own,
+        must_take_temperature: unless that is an error.
         max_output_tokens: of one answer, its reasoning included where the model reasons.
         max_transcript_chars: longer episodes are shortened by the rule in `transcript.py`.
         show_reasoning: whether the judge reads what the policy thought before it answered.
-        sends_seed: whether a request carries a seed, which follows from the episode's content.
         shuffles_criteria: whether criteria are shown in an order that follows from the episode's content, because
             models prefer what stands first; otherwise in the rubric's.
         sample: which of several samples of the same judge this is; others get other seeds and cache entries.
@@ -57,10 +57,10 @@ class ModelJudgeSettings:
     mode: Mode = "auto"
     structured_output: StructuredOutput = "auto"
     temperature: float | None = 0.0
+    must_take_temperature: bool = False
     max_output_tokens: int = 4096
     max_transcript_chars: int = 60_000
     show_reasoning: bool = False
-    sends_seed: bool = True
     shuffles_criteria: bool = True
     sample: int = 0
     seed: int = 0

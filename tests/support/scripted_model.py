@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Json = dict[str, Any]
-Say = Callable[[Json], Json | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """HTTP 400 with this body (Any: providers have forms of their own)."""
+
+    answer: Any
+
+
+Say = Callable[[Json], Json | int | Refused]
 
 
 @dataclass(slots=True)
@@ -41,7 +50,8 @@ class ScriptedModel:
     """An ASGI application.
 
     Attributes:
-        say: gives the message for a request, or the status of an error; a message may hold `gspo_gym` and `overflow`.
+        say: gives the message for a request, the status of an error, or a refusal; a message may hold `gspo_gym` and
+            `overflow`.
         asked: the requests.
         is_asked: set when one comes in. hangs: answers nothing until its client leaves, and sets `is_left` then.
     """
@@ -79,8 +89,10 @@ class ScriptedModel:
         await send({"type": "http.response.start", "status": status, "headers": wire})
         await send({"type": "http.response.body", "body": content})
 
-    def _answer(self, body: Json) -> tuple[int, Json]:
+    def _answer(self, body: Json) -> tuple[int, Any]:
         said = self.say(body)
+        if isinstance(said, Refused):
+            return 400, said.answer
         if isinstance(said, int):
             return said, {"error": {"message": "on purpose", "type": "server_error", "code": None}}
         if said.get("overflow"):
@@ -98,7 +110,7 @@ class ScriptedModel:
         return 200, {**head, "choices": [choice], "usage": usage, **extra}
 
 
-def in_turn(*messages: Json | int) -> Say:
+def in_turn(*messages: Json | int | Refused) -> Say:
     """These answers, in the order of the requests."""
     remaining = iter(messages)
     return lambda _body: next(remaining)

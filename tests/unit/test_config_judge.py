@@ -160,6 +160,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"judge.options.samples": 3},
         "judge.options.samples: 3 samples at judge.options.temperature = 0 are one and the same: raise that, or set 1",
     ),
+    "a temperature that is not sent": (
+        {"judge.options.temperature": 0.5, "judge.options.send_temperature": False},
+        "judge.options.temperature: has no effect with judge.options.send_temperature = false: have it sent, or remove "
+        "this",
+    ),
+    "a temperature that gold is not sent": (
+        {"judge.gold": {"provider": "openai", "model": "better", "temperature": 0.5, "send_temperature": False}},
+        "judge.gold.temperature: has no effect with judge.gold.send_temperature = false: have it sent, or remove this",
+    ),
+    "a temperature that a member is not sent": (
+        {**PANEL, "judge.panel": [MEMBER, {**MEMBER, "temperature": 0.5, "send_temperature": False}]},
+        "judge.panel: member 1: temperature has no effect with send_temperature = false: remove one of them",
+    ),
     "a median of one": (
         {"judge.options.aggregate": "median"},
         'judge.options.aggregate: "median" of one judge and one sample has no effect: remove this',
@@ -267,6 +280,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     },
     "samples that differ": {"judge.options.samples": 3, "judge.options.temperature": 0.7,
                             "judge.options.aggregate": "median"},
+    "samples at a temperature of its own": {"judge.options.samples": 3, "judge.options.send_temperature": False},
     "a budget": {"judge.options.max_cost_usd": 1.0, "judge.options.usd_per_million_input_tokens": 0.1,
                  "judge.options.usd_per_million_output_tokens": 0.4},
     "a gold judge": {"judge.gold": {"provider": "openai", "model": "better"}},

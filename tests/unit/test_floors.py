@@ -26,6 +26,7 @@ FLOORS = {
     "settings": 1,
     "types": 1,
     "chat_api": 1,
+    "chat_fields": 1,
     "files": 1,
     "table_files": 1,
     "retries": 1,

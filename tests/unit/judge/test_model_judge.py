@@ -18,6 +18,7 @@ import fastapi
 import pytest
 from fastapi.responses import JSONResponse
 from judged_episodes import BOTH, EVENT, OUTCOME, episode, request
+from provider_refusals import gemini_unknown, openai_parameter, openai_value
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.asking import AskingSettings
@@ -43,7 +44,7 @@ class Model:
         self.bodies: list[Json] = []
         self.headers: list[dict[str, str]] = []
         self.change: Callable[[Json, int], Json] = lambda answer, number: answer
-        self.refuses: Callable[[Json], bool] = lambda body: False
+        self.refuses: Callable[[Json], Any] = lambda body: False  # or True, or what it says
         self.refusal = 400
         self.fails: Callable[[int], bool] = lambda number: False
         app = fastapi.FastAPI()
@@ -53,8 +54,9 @@ class Model:
             body = await http.json()
             self.bodies.append(body)
             self.headers.append(dict(http.headers))
-            if self.refuses(body):
-                return JSONResponse({"error": {"message": f"no; {http.headers['authorization']}"}}, self.refusal)
+            if refused := self.refuses(body):
+                plain = {"error": {"message": f"no; {http.headers['authorization']}"}}
+                return JSONResponse(plain if refused is True else refused, self.refusal)
             if self.fails(len(self.bodies)):
                 return JSONResponse({"error": {"message": "busy"}}, 503)
             answer = completion(honest_verdict(read_prompt(body["messages"])), body["messages"])
@@ -188,6 +190,62 @@ def test_what_an_endpoint_refuses_in_any_form_is_an_error_without_the_key(
     assert model.headers[0]["authorization"] == "Bearer sk-123456"  # and no proxy was used
     assert "no; Bearer ***" in str(error)
     assert "sk-123456" not in "".join(traceback.format_exception(error)) + repr(error)
+
+
+def refuses_a_temperature(body: Json) -> Any:
+    return openai_value("temperature", body["temperature"]) if body.get("temperature", 1) != 1 else False
+
+
+def refuses_a_seed(body: Json) -> Any:
+    return gemini_unknown("seed") if "seed" in body else False
+
+
+def wants_the_other_limit(body: Json) -> Any:
+    return openai_parameter("max_tokens", "max_completion_tokens") if "max_tokens" in body else False
+
+
+@pytest.mark.parametrize(
+    ("refuses", "changed"),
+    [
+        (refuses_a_temperature, {"temperature": None}),
+        (refuses_a_seed, {"seed": None}),
+        (wants_the_other_limit, {"max_tokens": None, "max_completion_tokens": 77}),
+    ],
+)
+def test_a_field_that_an_endpoint_refuses_by_name_is_left_out_from_then_on_and_nothing_else(
+    url: str, model: Model, refuses: Callable[[Json], Any], changed: Json, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.refuses = refuses
+    judged = judge_all(url, request("heron"), request("cobalt"), max_output_tokens=77)
+    assert [answer.outcome_total for answer in judged] == [0.5, 0.5]
+    first, *others = model.bodies
+    assert len(others) == 2  # the first again, and the second at once
+    named = ("temperature", "seed", "max_tokens", "max_completion_tokens", "response_format")
+    for body in others:
+        for name in named:
+            assert (name in body) == (changed[name] is not None if name in changed else name in first)
+        assert body.get("max_completion_tokens", body.get("max_tokens")) == 77
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("judge.chat_model")] == [
+        f"local:stub refuses {next(iter(changed))} and is asked without"
+    ]
+
+
+def test_a_temperature_that_must_be_taken_and_what_is_refused_in_any_form_are_errors_of_one_more_call_at_most(
+    url: str, model: Model
+) -> None:
+    model.refuses = refuses_a_temperature
+    (error,) = judge_all(url, request("heron"), temperature=0.5, must_take_temperature=True)
+    assert isinstance(error, JudgeError)
+    assert "'temperature' does not support 0.5" in str(error)
+    model.bodies.clear()
+    model.refuses = lambda body: gemini_unknown("seed", "temperature")  # whatever is sent
+    (error,) = judge_all(url, request("heron"), structured_output="text")
+    assert isinstance(error, JudgeError)
+    assert [("seed" in body, "temperature" in body) for body in model.bodies] == [(True, True), (False, False)]
+    model.bodies.clear()
+    model.refuses = lambda body: False
+    (judged,) = judge_all(url, request("heron"))
+    assert isinstance(judged, Judgement)
 
 
 @pytest.mark.parametrize(
