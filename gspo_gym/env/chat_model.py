@@ -142,5 +142,7 @@ def _message(answer: Any, where: str) -> Message:  # Any: an endpoint may answer
     except RecordError as error:
         raise EnvError(str(error)) from error
     if not message.content and not message.tool_calls:
-        raise EnvError(f"{where}: expected a text or a tool call, got an empty message")
+        is_cut_off = getattr(choices[0], "finish_reason", None) == "length"
+        advice = ", cut off while it reasoned: raise max_tokens" if is_cut_off else ""
+        raise EnvError(f"{where}: expected a text or a tool call, got an empty message{advice}")
     return message

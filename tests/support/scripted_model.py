@@ -50,8 +50,8 @@ class ScriptedModel:
     """An ASGI application.
 
     Attributes:
-        say: gives the message for a request, the status of an error, or a refusal; a message may hold `gspo_gym` and
-            `overflow`.
+        say: gives the message for a request, the status of an error, or a refusal; a message may hold `gspo_gym`,
+            `overflow` and `finish_reason`.
         asked: the requests.
         is_asked: set when one comes in. hangs: answers nothing until its client leaves, and sets `is_left` then.
     """
@@ -98,9 +98,10 @@ class ScriptedModel:
         if said.get("overflow"):
             error = {"message": "too long", "type": "invalid_request_error", "code": "context_length_exceeded"}
             return 400, {"error": error}
+        about = ("gspo_gym", "finish_reason")
         extra = {"gspo_gym": said["gspo_gym"]} if "gspo_gym" in said else {}
-        message = {"role": "assistant", **{key: value for key, value in said.items() if key != "gspo_gym"}}
-        reason = "tool_calls" if said.get("tool_calls") else "stop"
+        message = {"role": "assistant", **{key: value for key, value in said.items() if key not in about}}
+        reason = said.get("finish_reason") or ("tool_calls" if said.get("tool_calls") else "stop")
         choice: Json = {"index": 0, "message": message, "finish_reason": reason}
         if body.get("logprobs"):
             token = {"token": "x", "logprob": -0.25, "bytes": None, "top_logprobs": []}
