@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `evaluate`."""
     parser.add_argument("config", help="the TOML file that names the environment and its limits")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
-    parser.add_argument("--model", metavar="BASE", help="which weights; without it, model.base of the config")
+    who = "a checkpoint's folder, a hub id, scripted:NAME of the environment, or openai:MODEL[@URL] behind an endpoint"
+    parser.add_argument("--model", metavar="BASE", help=f"{who}; without it, model.base of the config")
     parser.add_argument("--against", metavar="BASE", help="a second model on the same seeds, compared pair by pair")
     parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
     add_task_url(parser)
