@@ -108,7 +108,7 @@ class ChatModel:
             raise EnvTimeoutError(f"{where}: no answer within {settings.timeout_seconds:g} seconds") from None
         except openai.OpenAIError as error:
             raise EnvError(f"{where}: {type(error).__name__}: {str(error)[:300]}") from error
-        return _message(answer, where)
+        return _message(answer, where, settings.max_tokens)
 
     async def close(self) -> None:
         """Give the connections back."""
@@ -133,7 +133,7 @@ class ChatModel:
                 return answer
 
 
-def _message(answer: Any, where: str) -> Message:  # Any: an endpoint may answer with anything
+def _message(answer: Any, where: str, max_tokens: int) -> Message:  # Any: an endpoint may answer with anything
     choices = getattr(answer, "choices", None)
     if not choices or not hasattr(getattr(choices[0], "message", None), "to_dict"):
         raise EnvError(f"{where}: expected a chat completion with a message, got {answer!r:.200}")
@@ -143,6 +143,6 @@ def _message(answer: Any, where: str) -> Message:  # Any: an endpoint may answer
         raise EnvError(str(error)) from error
     if not message.content and not message.tool_calls:
         is_cut_off = getattr(choices[0], "finish_reason", None) == "length"
-        advice = ", cut off while it reasoned: raise max_tokens" if is_cut_off else ""
+        advice = f", cut off at {max_tokens} tokens: it needs more of them" if is_cut_off else ""
         raise EnvError(f"{where}: expected a text or a tool call, got an empty message{advice}")
     return message

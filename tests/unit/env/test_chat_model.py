@@ -122,7 +122,7 @@ def test_a_temperature_that_is_refused_is_an_error() -> None:
         (calls(("look", '{"at":')), "the arguments of 'look' are not JSON"),
         (calls(("look", "[1]")), "expected a tool call"),
         (text(""), "expected a text or a tool call, got an empty message"),
-        (text("") | {"finish_reason": "length"}, "got an empty message, cut off while it reasoned: raise max_tokens"),
+        (text("") | {"finish_reason": "length"}, "got an empty message, cut off at 512 tokens: it needs more of them"),
         (500, "InternalServerError"),
     ],
 )
