@@ -53,8 +53,9 @@ class WorkerProcess:
         Returns at once. Killing what is dead already, or has been killed, changes nothing.
         """
         if self._exit_status is None:
-            self.channel.close()
+            # Hung up on first, an idle one would end by itself, and look as if nobody had ended it.
             self._exit_status = self._server.kill(self.pid)
+            self.channel.close()
         return self._exit_status
 
 
