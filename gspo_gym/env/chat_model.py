@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.chat_api import message_from_wire, message_to_wire
-from gspo_gym.chat_fields import refused_fields, without
+from gspo_gym.chat_fields import RefusedFields, refused_fields, without
 from gspo_gym.errors import ConfigError, EnvError, EnvTimeoutError, MissingExtraError, RecordError
 from gspo_gym.types import Message
 
@@ -70,7 +70,7 @@ class ChatModel:
         key = os.environ.get(settings.api_key_env)
         if key is None and settings.base_url is None:
             raise ConfigError(f"ChatModel: expected an API key in the variable {settings.api_key_env}, it is not set")
-        self._refused: frozenset[str] = frozenset()  # fields that the endpoint takes no request with
+        self._fields = RefusedFields(settings.model)
         self._client: AsyncOpenAI = openai.AsyncOpenAI(
             base_url=settings.base_url, api_key=key or "none", max_retries=settings.max_retries
         )
@@ -118,19 +118,13 @@ class ChatModel:
         """The answer (Any: an endpoint may give any); what the endpoint refuses by name is left out from then on."""
         import openai
 
-        refused = self._refused
-        while True:
-            body = without(request, refused)
-            try:
-                answer = await self._client.chat.completions.create(**body)
-            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                more = refused_fields(error.response.text, body, optional=("seed",)) - refused
-                if not more:
-                    raise
-                refused |= more
-            else:
-                self._refused |= refused
-                return answer
+        def send(refused: frozenset[str]) -> Any:
+            return self._client.chat.completions.create(**without(request, refused))
+
+        def is_about(error: openai.APIStatusError, refused: frozenset[str]) -> frozenset[str]:
+            return refused_fields(error.response.text, without(request, refused), optional=("seed",))
+
+        return await self._fields.ask(send, is_about, (openai.BadRequestError, openai.UnprocessableEntityError))
 
 
 def _message(answer: Any, where: str, max_tokens: int) -> Message:  # Any: an endpoint may answer with anything

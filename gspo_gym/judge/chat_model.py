@@ -8,12 +8,11 @@ makes a verdict is decided by `verdict.py` either way.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from gspo_gym.chat_fields import refused_fields, without
+from gspo_gym.chat_fields import RefusedFields, refused_fields, without
 from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, Clock
 from gspo_gym.judge.base import JudgeCost, JudgeDeniedError, JudgeError
@@ -24,8 +23,6 @@ from gspo_gym.judge.verdict import NONCE_DIGITS, Verdict, VerdictError, parse_ve
 from gspo_gym.openai_client import OpenAIClient, RefusedError
 from gspo_gym.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.seeding import child_seed
-
-_log = logging.getLogger(__name__)
 
 _SCHEMA = "response_format"
 _NO_NONCE = "0" * NONCE_DIGITS
@@ -55,7 +52,7 @@ class ChatJudgeModel:
             settings.url, api_key=settings.read_key(), timeout_seconds=settings.asking.timeout_seconds
         )
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
-        self._refused = frozenset({_SCHEMA} if settings.structured_output == "text" else ())
+        self._fields = RefusedFields(settings.name, {_SCHEMA} if settings.structured_output == "text" else ())
 
     @property
     def counters(self) -> RetryCounters:
@@ -69,23 +66,20 @@ class ChatJudgeModel:
             JudgeDownError, JudgeBudgetError, JudgeDeniedError: see `Asking.ask`; the last for want of money (402) or
                 of such a model (404), too. JudgeError: it refused, or gave no verdict.
         """
-        refused = self._refused
-        while True:
-            try:
-                answer = await self._ask(question, nonce_of, seed, refused)
-            except JudgeError:
-                raise
-            except RefusedError as error:
-                more = self._perhaps_because_of(error, self._request(question, _NO_NONCE, seed, refused)) - refused
-                if not more:
-                    kind = JudgeDeniedError if error.status in _DENIED else JudgeError
-                    raise kind(f"{self._settings.name}: {error}") from error
-                refused |= more
-            except ServiceError as error:
-                raise JudgeError(f"{self._settings.name}: {error}") from error
-            else:
-                self._leave_out(refused)
-                return answer
+
+        def is_about(error: RefusedError, refused: frozenset[str]) -> frozenset[str]:
+            return self._is_about(error, self._request(question, _NO_NONCE, seed, refused))
+
+        try:
+            return await self._fields.ask(
+                lambda refused: self._ask(question, nonce_of, seed, refused), is_about, (RefusedError,)
+            )
+        except JudgeError:
+            raise
+        except ServiceError as error:
+            is_denied = isinstance(error, RefusedError) and error.status in _DENIED
+            kind = JudgeDeniedError if is_denied else JudgeError
+            raise kind(f"{self._settings.name}: {error}") from error
 
     async def close(self) -> None:
         """Give the connections back."""
@@ -120,19 +114,13 @@ class ChatJudgeModel:
             request["temperature"] = settings.temperature
         return without(request, refused)
 
-    def _perhaps_because_of(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
-        """Which fields of the request to try without: those that the refusal names, or else the schema."""
+    def _is_about(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
+        """Which fields of the request a refusal may be about: those that the refusal names, or else the schema."""
         if error.status not in _ABOUT_THE_REQUEST:
             return frozenset()
         optional = {"seed"} if self._settings.must_take_temperature else {"seed", "temperature"}
         named = refused_fields(error.answer, request, optional=optional)
         return named or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())
-
-    def _leave_out(self, refused: frozenset[str]) -> None:
-        """From now on."""
-        if new := refused - self._refused:
-            self._refused |= new
-            _log.warning("%s refuses %s and is asked without", self._settings.name, ", ".join(sorted(new)))
 
     def _most(self, question: Question) -> JudgeCost:
         """What one attempt costs at most: no token has fewer bytes than one."""

@@ -37,8 +37,8 @@ class ModelJudgeSettings:
             while the transcript fits and the turns are few.
         structured_output: "schema": the endpoint must hold answers to a schema; "text": it is not asked to; "auto": it
             is, until it refuses. Answers are read with the same strictness in any case.
-        temperature: of sampling; None: not sent. A model that refuses to be told one samples at its own,
-        must_take_temperature: unless that is an error.
+        temperature: of sampling; None: not sent.
+        must_take_temperature: a model that refuses to be told one is an error; otherwise it samples at its own.
         max_output_tokens: of one answer, its reasoning included where the model reasons.
         max_transcript_chars: longer episodes are shortened by the rule in `transcript.py`.
         show_reasoning: whether the judge reads what the policy thought before it answered.

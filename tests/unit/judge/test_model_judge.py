@@ -225,7 +225,7 @@ def test_a_field_that_an_endpoint_refuses_by_name_is_left_out_from_then_on_and_n
         for name in named:
             assert (name in body) == (changed[name] is not None if name in changed else name in first)
         assert body.get("max_completion_tokens", body.get("max_tokens")) == 77
-    assert [record.getMessage() for record in caplog.records if record.name.endswith("judge.chat_model")] == [
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("chat_fields")] == [
         f"local:stub refuses {next(iter(changed))} and is asked without"
     ]
 
@@ -238,14 +238,12 @@ def test_a_temperature_that_must_be_taken_and_what_is_refused_in_any_form_are_er
     assert isinstance(error, JudgeError)
     assert "'temperature' does not support 0.5" in str(error)
     model.bodies.clear()
-    model.refuses = lambda body: gemini_unknown("seed", "temperature")  # whatever is sent
-    (error,) = judge_all(url, request("heron"), structured_output="text")
+    model.refuses = lambda body: len(model.bodies) <= 2 and gemini_unknown("seed", "temperature")  # whatever is sent
+    error, judged = judge_all(url, request("heron"), request("cobalt"), structured_output="text")
     assert isinstance(error, JudgeError)
-    assert [("seed" in body, "temperature" in body) for body in model.bodies] == [(True, True), (False, False)]
-    model.bodies.clear()
-    model.refuses = lambda body: False
-    (judged,) = judge_all(url, request("heron"))
-    assert isinstance(judged, Judgement)
+    assert judged.outcome_total == 0.5
+    asked = [("seed" in body, "temperature" in body) for body in model.bodies]
+    assert asked == [(True, True), (False, False), (True, True)]  # what did not help is not remembered
 
 
 @pytest.mark.parametrize(
