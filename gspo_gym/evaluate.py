@@ -47,7 +47,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from gspo_gym import build
     from gspo_gym.config.apps import with_task_url
     from gspo_gym.config.run_config import load_config
-    from gspo_gym.evaluation import compare, comparison_table, evaluation_table
+    from gspo_gym.evaluation import compare, comparison_table, evaluation_table, in_one_unit
     from gspo_gym.settings import parse_seeds
 
     overrides = list(arguments.overrides)
@@ -56,7 +56,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
     config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
     names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
-    results = {name: run_evaluation(config, name) for name in names}
+    results = in_one_unit({name: run_evaluation(config, name) for name in names})
     answer: dict[str, Any] = {"evaluations": {name: result.to_dict() for name, result in results.items()}}
     comparison = None
     if arguments.against:

@@ -7,8 +7,8 @@ Anything that acts can be evaluated: give the pool an `EngineActor` or a `Script
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -36,20 +36,53 @@ class EvaluationRow:
     env_return: float | None = None
 
 
+ScoreName = Literal["success_rate", "mean_return"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreUnit:
+    """What the scores of a run are measured in: decided once, at its start, so that all of them can be compared.
+
+    Attributes:
+        name: which number of an evaluation is its score.
+        success_of: the environments over which a success rate is taken: those that say whether a task was achieved.
+            () for a mean return, which is over all of them.
+    """
+
+    name: ScoreName
+    success_of: tuple[str, ...] = ()
+
+    @classmethod
+    def at_start(cls, first: Evaluation, *, has_success_goal: bool) -> ScoreUnit:
+        """Return the unit of a run whose first evaluation this is.
+
+        It is the success rate of the environments that declared a success or a failure in it. If none did, it is the
+        mean return, unless the run is to stop at a success rate (`has_success_goal`): then all of them have one, and
+        their episodes were merely cut off before it showed.
+        """
+        parts = first.parts or (first,)
+        declaring = tuple(part.env_id for part in parts if part.success_rate is not None)
+        if not declaring and has_success_goal:
+            declaring = tuple(part.env_id for part in parts)
+        return cls("success_rate", declaring) if declaring else cls("mean_return")
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Episodes of one environment over given seeds, in the order of the seeds.
 
     Every mean is over the episodes that did not fail (`num_episodes` of them). An episode in which the environment
     declared neither success nor failure (it was cut off first) is not a success; but if it declared nothing in any
-    episode, it has no such notion and `success_rate` is None.
+    episode, nor `unit` says that it has such a notion, `success_rate` is None.
 
-    `parts` are the evaluations of single environments that this one joins; see `join`.
+    `parts` are the evaluations of single environments that this one joins; see `join`. `unit` is what the score is
+    measured in; None: what this evaluation alone suggests.
     """
 
     env_id: str
     rows: tuple[EvaluationRow, ...]
     parts: tuple[Evaluation, ...] = ()
+    unit: ScoreUnit | None = None
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -112,9 +145,11 @@ class Evaluation:
     @property
     def _rows_with_success(self) -> tuple[EvaluationRow, ...]:
         """Episodes that count, of environments that have a notion of success."""
+        named = () if self.unit is None else self.unit.success_of
         if self.parts:
-            return tuple(row for part in self.parts for row in part._rows_with_success)
-        is_declared = any(row.success is not None for row in self.scored_rows)
+            counted = [part for part in self.parts if not named or part.env_id in named]
+            return tuple(row for part in counted for row in part._rows_with_success)
+        is_declared = self.env_id in named or any(row.success is not None for row in self.scored_rows)
         return self.scored_rows if is_declared else ()
 
     @property
@@ -123,16 +158,31 @@ class Evaluation:
         return sum(row.num_turns for row in self.scored_rows) / self.num_episodes
 
     @property
+    def score_name(self) -> ScoreName:
+        """What the score is: as `unit` says; without one, the success rate where there is one."""
+        if self.unit is not None:
+            return self.unit.name
+        return "mean_return" if self.success_rate is None else "success_rate"
+
+    @property
     def score(self) -> float:
-        """The one number that says how good: the success rate, or the mean return where there is none."""
-        return self.mean_return if self.success_rate is None else self.success_rate
+        """The one number that says how good; see `score_name`. A success rate over no scored episode is 0."""
+        return self.mean_return if self.score_name == "mean_return" else self.success_rate or 0.0
+
+    def in_unit(self, unit: ScoreUnit) -> Evaluation:
+        """Return this evaluation measured in a run's unit; parts that have no success keep their mean return."""
+        without = ScoreUnit("mean_return")
+        parts = (replace(part, unit=unit if part.env_id in unit.success_of else without) for part in self.parts)
+        return replace(self, unit=unit, parts=tuple(parts))
 
     def summary(self) -> dict[str, Any]:
-        """JSON values: what matters, without intervals and single episodes."""
+        """Return what matters as JSON values, without single episodes; `score` names the number that counts."""
         return {
+            "score": self.score_name,
             "mean_return": self.mean_return,
             **({} if self.mean_env_return is None else {"mean_env_return": self.mean_env_return}),
             "success_rate": self.success_rate,
+            "success_interval": _as_list(self.success_interval),
             "num_episodes": self.num_episodes,
             "seeds": list(self.seeds),
             **({"parts": {part.env_id: part.summary() for part in self.parts}} if self.parts else {}),
@@ -155,7 +205,6 @@ class Evaluation:
             "env_id": self.env_id,
             **self.summary(),
             "mean_return_interval": _as_list(self.mean_return_interval),
-            "success_interval": _as_list(self.success_interval),
             "mean_turns": self.mean_turns,
             "num_failed": self.num_failed,
             "rows": [asdict(row) | {"outcome": row.outcome.value} for row in self.rows],
@@ -190,6 +239,13 @@ async def evaluate(
     checked = parse_seeds(seeds)
     groups = await pool.run_tasks([Task(env_id, seed, dict(options or {})) for seed in checked], label=label)
     return Evaluation(env_id, tuple(_row_of(group, env_return_of) for group in groups))
+
+
+def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
+    """Return evaluations of the same environments, by name, in the unit of the first one that has a success rate."""
+    units = [ScoreUnit.at_start(evaluation, has_success_goal=False) for evaluation in evaluations.values()]
+    unit = next((unit for unit in units if unit.name == "success_rate"), ScoreUnit("mean_return"))
+    return {name: evaluation.in_unit(unit) for name, evaluation in evaluations.items()}
 
 
 def join(parts: Sequence[Evaluation]) -> Evaluation:

@@ -80,7 +80,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "judge_gold_failed": "a comparison of the judge with gold came to nothing; data: of which step, reason",
         "judge_drift": "the judge and gold have drifted apart; data: of which step, reason",
         "uncommitted": "episodes with weights that were never committed were left out; data: how many",
-        "finished": "the run ended; data: its status",
+        "finished": "the run ended; data: its status, and why it failed",
         "sink_failed": "a sink of [tracking] raised and gets nothing more; data: which, and its error",
         "nonfinite_metrics": "metrics that were NaN or infinite, and so are null in their line; data: name -> value",
     }
@@ -89,11 +89,13 @@ EVENTS: Mapping[str, str] = MappingProxyType(
 SUMMARY: Mapping[str, str] = MappingProxyType(
     {
         "status": "how the run ended",
+        "error": "why it failed; null if it did not",
         "policy_name": "the user's name for who played",
         "rescored": "whether an endpoint played what was learned from, and the policy evaluations only",
         "steps": "training steps taken",
         "episodes": "episodes trained on",
         "wall_seconds": "seconds of training and evaluation",
+        "score": "what scores are measured in, success_rate or mean_return; null before the first evaluation",
         "initial_eval": "the evaluation before the first step",
         "final_eval": "the last evaluation",
         "best_eval": "the evaluation with the highest score",

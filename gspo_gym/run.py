@@ -164,17 +164,20 @@ async def _train(
         weight_sync=weight_sync,
         judging=judging,
     )
-    status = "completed"
+    status, reason = "completed", None
     try:
         await trainer.run()
         if judging is not None:
             await judging.finish()
     except BaseException as error:
-        status = "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
+        is_stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        status, reason = ("interrupted", None) if is_stopped else ("failed", f"{type(error).__name__}: {error}")
         raise
     finally:
-        recorder.event("finished", trainer.state.step, {"status": status})
-        summary = _summary(status, trainer.state, config)
+        recorder.event(
+            "finished", trainer.state.step, {"status": status, **({} if reason is None else {"error": reason})}
+        )
+        summary = {"error": reason, **_summary(status, trainer.state, config)}
         recorder.summary(summary)
     return summary
 
@@ -229,6 +232,7 @@ def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any
         "steps": state.step,
         "episodes": state.num_episodes,
         "wall_seconds": state.wall_seconds,
+        "score": None if state.score_unit is None else state.score_unit.name,
         "initial_eval": state.initial_eval,
         "final_eval": state.final_eval,
         "best_eval": state.best_eval,

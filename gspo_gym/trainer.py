@@ -13,17 +13,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gspo_gym.collect import Collected, ConstantGroups, batch_metrics, collect_groups
 from gspo_gym.errors import ConfigError
-from gspo_gym.evaluation import Evaluation
+from gspo_gym.evaluation import Evaluation, ScoreUnit
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch, build_batch
 from gspo_gym.learning.credit import played, returns_of
 from gspo_gym.learning.mismatch import MismatchAlarm
-from gspo_gym.learning.running import RunningReturns
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.recording import RunRecorder
@@ -33,6 +32,7 @@ from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.summary import rollout_metrics, source_metrics
 from gspo_gym.schedule import OnDemand, PlayedAhead, Schedule, staleness_metrics
 from gspo_gym.seeding import training_seed
+from gspo_gym.train_state import TrainState as TrainState
 from gspo_gym.types import Task, TrajectoryGroup
 from gspo_gym.weight_sync import require_committed, versions_of
 
@@ -106,53 +106,6 @@ class TrainPlan:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainState:
-    """Where a run stands; saved with every checkpoint, so that a resumed run goes on as if nothing had happened.
-
-    The evaluations are summaries as in summary.json. `wall_seconds` are those of training steps and evaluations.
-    `num_tasks` counts the groups that were asked for, and with them the tasks; `pending_tasks` are the numbers of those
-    that were played ahead and not trained on: a resumed run plays them again, before all others. `running` are the
-    statistics of all returns so far.
-    """
-
-    step: int = 0
-    num_tasks: int = 0
-    pending_tasks: tuple[int, ...] = ()
-    num_episodes: int = 0
-    sampled_tokens: int = 0
-    trained_tokens: int = 0
-    wall_seconds: float = 0.0
-    initial_eval: Mapping[str, Any] | None = None
-    final_eval: Mapping[str, Any] | None = None
-    best_eval: Mapping[str, Any] | None = None
-    curve: tuple[tuple[int, float], ...] = field(default=())  # (step, success rate or mean return) of each evaluation
-    running: RunningReturns = field(default_factory=RunningReturns)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        curve = tuple((int(step), float(score)) for step, score in values["curve"])
-        pending = tuple(int(number) for number in values.get("pending_tasks", ()))
-        running = RunningReturns(**values.get("running", {}))
-        return cls(**{**values, "curve": curve, "running": running, "pending_tasks": pending})
-
-    def after_evaluation(self, evaluation: Evaluation) -> TrainState:
-        """With this evaluation as the latest, and as the first or the best where it is."""
-        summary = {"step": self.step, **evaluation.summary()}
-        score = evaluation.score
-        is_best = self.best_eval is None or score > max(score for _, score in self.curve)
-        return dataclasses.replace(
-            self,
-            initial_eval=self.initial_eval or summary,
-            final_eval=summary,
-            best_eval=summary if is_best else self.best_eval,
-            curve=(*self.curve, (self.step, score)),
-        )
-
-
 # Plays the evaluation's episodes with the present weights; the text names the occasion.
 Evaluate = Callable[[str], Awaitable[Evaluation]]
 SaveCheckpoint = Callable[[TrainState], None]
@@ -192,6 +145,7 @@ class Trainer:
         """
         self.plan = plan
         self.state = state or TrainState()
+        self._saved = state  # None: a run that begins has no checkpoint
         self._schedule = self._make_schedule(pool, weight_version)
         self._publish = publish
         self._learner = learner
@@ -220,18 +174,15 @@ class Trainer:
         plan = self.plan
         self._progress.started(plan.num_steps)
         try:
-            if self.state.initial_eval is None:
-                await self._run_evaluation()
+            await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in
             while self.state.step < plan.num_steps and not self._is_goal_reached():
                 await self._run_step()
-                if self.state.step % plan.evaluate_every == 0 or self.state.step == plan.num_steps:
-                    await self._run_evaluation()
+                await self._evaluate_if_due()
                 if self.state.step % plan.checkpoint_every == 0:
-                    await self._block(lambda: self._save_checkpoint(self.state))
-            if self.state.step % plan.checkpoint_every != 0:
-                await self._block(lambda: self._save_checkpoint(self.state))
+                    await self._save()
+            await self._save()
         except JudgeError:  # raised while episodes are played, so that the weights are those of `state`
-            await self._block(lambda: self._save_checkpoint(self.state))
+            await self._save()
             raise
         finally:
             self._progress.finished()
@@ -243,7 +194,8 @@ class Trainer:
 
         A step whose groups teach nothing takes no update and is a step all the same: the weights get its number.
         """
-        started, step = self._clock(), self.state.step + 1
+        started, step, unit = self._clock(), self.state.step + 1, self.state.score_unit
+        success_of = () if unit is None else unit.success_of
         self._schedule.begin(step)
         collected = self._only_committed(await self._collect(), step)
         num_late = self._schedule.finish()
@@ -255,8 +207,12 @@ class Trainer:
         finished = self._clock()
         is_ahead = self.plan.max_staleness > 0  # then episodes are played all the time, not only while a step waits
         metrics = {
-            **rollout_metrics(collected.groups, seconds=(finished if is_ahead else played_at) - started),
-            **(source_metrics(collected.groups) if self.plan.mixture else {}),
+            **rollout_metrics(
+                collected.groups,
+                seconds=(finished if is_ahead else played_at) - started,
+                success_of=success_of,
+            ),
+            **(source_metrics(collected.groups, success_of=success_of) if self.plan.mixture else {}),
             **(staleness_metrics(collected.groups, version=step - 1, num_dropped=num_late) if is_ahead else {}),
             **learned,
             **batch_metrics(collected, built),
@@ -375,16 +331,34 @@ class Trainer:
             self._recorder.episodes(f"step_{step:06d}", [t for group in collected.groups for t in group.trajectories])
         self._progress.stepped(step, metrics)
 
+    async def _evaluate_if_due(self) -> None:
+        """Evaluate before the first step, every so many, and after the last, unless this step has its evaluation."""
+        plan, step = self.plan, self.state.step
+        is_due = step % plan.evaluate_every == 0 or step >= plan.num_steps
+        if is_due and step != self.state.last_evaluated:
+            await self._run_evaluation()
+
     async def _run_evaluation(self) -> None:
         # Weights change in `_run_step` only, so an evaluation has one version, also while episodes are played ahead.
         started = self._clock()
         step = self.state.step
-        evaluation = await self._evaluate(f"eval_{step:06d}")
+        played = await self._evaluate(f"eval_{step:06d}")
+        unit = self.state.score_unit or ScoreUnit.at_start(
+            played, has_success_goal=self.plan.stop_at_success_rate is not None
+        )
+        evaluation = played.in_unit(unit)
         self.state = dataclasses.replace(
-            self.state.after_evaluation(evaluation), wall_seconds=self.state.wall_seconds + self._clock() - started
+            self.state.after_evaluation(evaluation, unit),
+            wall_seconds=self.state.wall_seconds + self._clock() - started,
         )
         self._recorder.event("evaluation", step, evaluation.to_dict())
         self._progress.note(f"step {step}: {evaluation.sentence()}")
+
+    async def _save(self) -> None:
+        """Save a checkpoint of the present state, unless the newest one holds it."""
+        if self._saved is not self.state:
+            await self._block(lambda: self._save_checkpoint(self.state))
+            self._saved = self.state
 
     def _is_goal_reached(self) -> bool:
         goal, latest = self.plan.stop_at_success_rate, self.state.final_eval

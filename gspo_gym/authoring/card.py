@@ -54,15 +54,21 @@ class PlayerRecord:
 
     @property
     def success_rate(self) -> float | None:
-        """Of the episodes that declared success or failure; None: none did."""
-        declared = [run.success for run in self.runs if run.success is not None]
-        return sum(declared) / len(declared) if declared else None
+        """The share of the episodes that succeeded, undecided ones included; None: none declared success or failure."""
+        count = self._num_successes
+        return None if count is None else count / len(self.runs)
 
     @property
     def success_interval(self) -> Interval | None:
         """Its 95% interval (Wilson)."""
-        declared = [run.success for run in self.runs if run.success is not None]
-        return wilson_interval(sum(declared), len(declared)) if declared else None
+        count = self._num_successes
+        return None if count is None else wilson_interval(count, len(self.runs))
+
+    @property
+    def _num_successes(self) -> int | None:
+        if all(run.success is None for run in self.runs):
+            return None
+        return sum(run.success is True for run in self.runs)
 
     @property
     def mean_interval(self) -> Interval | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gspo_gym.doctor.checks import Check
 from gspo_gym.doctor.view import Finding, RunView
@@ -155,7 +154,7 @@ def episodes_are_an_endpoints(run: RunView) -> Finding | None:
 
 def evaluation_fell(run: RunView) -> Finding | None:
     """The last evaluation is clearly worse than the best one."""
-    scores = [score for event in run.events_of("evaluation") if (score := _score(event)) is not None]
+    scores = _scores(run)
     if len(scores) < 2:
         return None
     best, last = max(scores, key=lambda score: score.value), scores[-1]
@@ -175,7 +174,7 @@ def evaluation_fell(run: RunView) -> Finding | None:
 
 def evaluation_does_not_improve(run: RunView) -> Finding | None:
     """No evaluation is clearly better than the one before training."""
-    scores = [score for event in run.events_of("evaluation") if (score := _score(event)) is not None]
+    scores = _scores(run)
     if len(scores) < 3 or run.num_steps < MIN_STEPS_FOR_A_TREND:
         return None
     first, best = scores[0], max(scores, key=lambda score: score.value)
@@ -301,7 +300,7 @@ def sink_failed(run: RunView) -> Finding | None:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """An evaluation's success rate, or mean return where there is none, with its 95% interval."""
+    """An evaluation's score in the run's unit, with its 95% interval."""
 
     step: int
     name: str
@@ -313,14 +312,15 @@ class _Score:
         return f"{self.name} {self.value:.3f} at step {self.step} ({self.low:.3f} to {self.high:.3f})"
 
 
-def _score(event: Mapping[str, Any]) -> _Score | None:
-    """None: the evaluation scored too few episodes to have an interval. Any: JSON."""
-    data = event["data"]
-    for name, interval in (("success_rate", "success_interval"), ("mean_return", "mean_return_interval")):
-        if data.get(name) is not None and data.get(interval) is not None:
-            low, high = data[interval]
-            return _Score(event["step"], name.replace("_", " "), data[name], low, high)
-    return None
+def _scores(run: RunView) -> list[_Score]:
+    """Return the scores of all evaluations, in the run's unit, without those of too few episodes for an interval."""
+    name = run.score_name
+    interval = "success_interval" if name == "success_rate" else "mean_return_interval"
+    return [
+        _Score(event["step"], name.replace("_", " "), event["data"][name], *event["data"][interval])
+        for event in run.events_of("evaluation")
+        if event["data"].get(name) is not None and event["data"].get(interval) is not None
+    ]
 
 
 CHECKS: tuple[Check, ...] = (

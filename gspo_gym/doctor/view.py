@@ -113,6 +113,12 @@ class RunView:
         return [event for event in self.events if event["kind"] == kind]
 
     @property
+    def score_name(self) -> str:
+        """What the run's scores are measured in, as its first evaluation says."""
+        first: Mapping[str, Any] = next((event["data"] for event in self.events_of("evaluation")), {})
+        return str(first.get("score", "mean_return" if first.get("success_rate") is None else "success_rate"))
+
+    @property
     def is_succeeding(self) -> bool:
         """The last quarter's episodes succeed nine times of ten, so that little is left to learn; not if rescored."""
         success = self.recent("rollout/success_rate")

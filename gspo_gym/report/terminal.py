@@ -16,7 +16,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gspo_gym.evaluation_stats import wilson_interval
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.report.curve import text_curve
 from gspo_gym.types import Message, Trajectory
@@ -27,8 +26,7 @@ _SPEAKER_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "
 def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
     """All of it, for a run whose episodes lie in `folder`."""
     before, after = summary["initial_eval"], summary["final_eval"]
-    label = "mean return" if after["success_rate"] is None else "success rate"
-    print_curve(console, summary["curve"], label=f"{label} on held-out seeds")
+    print_curve(console, summary["curve"], label=f"{summary['score'].replace('_', ' ')} on held-out seeds")
     print_before_after(console, before, after)
     first, last = (read_episodes(_evaluation_file(folder, e["step"])) for e in (before, after))
     seed = _most_improved(first, last)
@@ -126,6 +124,5 @@ def _spoken(message: Message) -> str:
 def _rate(summary: Mapping[str, Any]) -> str:
     if summary["success_rate"] is None:
         return "-"
-    rate, count = summary["success_rate"], summary["num_episodes"]
-    interval = wilson_interval(round(rate * count), count)
-    return f"{rate:.3f}  (95%: {interval.low:.3f} to {interval.high:.3f})"
+    low, high = summary["success_interval"]
+    return f"{summary['success_rate']:.3f}  (95%: {low:.3f} to {high:.3f})"

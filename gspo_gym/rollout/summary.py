@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from gspo_gym.types import FinishReason, Outcome, ParseStatus, TrajectoryGroup
@@ -13,7 +13,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
     {
         "rollout/reward_mean": "mean return over kept episodes",
         "rollout/reward_std": "population standard deviation of the return over kept episodes",
-        "rollout/success_rate": "share of kept episodes that achieved the task; absent if the environment never says",
+        "rollout/success_rate": "share of kept episodes that achieved the task, over environments that say so; absent "
+        "where none does",
         "rollout/num_episodes": "kept episodes",
         "rollout/num_dropped": "episodes asked for and not kept, whatever the reason",
         "rollout/num_dropped_groups": "groups of which no episode was kept",
@@ -35,8 +36,17 @@ SOURCE_PREFIX = "source/"
 _SOURCE_METRICS = ("reward_mean", "success_rate", "turns_mean", "num_episodes", "num_dropped", "num_dropped_groups")
 
 
-def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dict[str, float]:
-    """Means over the kept episodes of these groups; `seconds` is how long collecting them took."""
+def rollout_metrics(
+    groups: Sequence[TrajectoryGroup], *, seconds: float, success_of: Collection[str] = ()
+) -> dict[str, float]:
+    """Return means over the kept episodes of these groups.
+
+    Args:
+        groups: with an episode at least.
+        seconds: how long collecting them took.
+        success_of: the environments that say whether a task was achieved; there an episode that was cut off undecided
+            is no success. (): those that say so in one of these episodes.
+    """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for episode in episodes for turn in episode.turns]
     returns = [episode.reward for episode in episodes]
@@ -59,8 +69,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dic
         "rollout/events_mean": sum(len({name for turn in e.turns for name in turn.events}) for e in episodes)
         / len(episodes),
     }
-    if any(episode.success is not None for episode in episodes):
-        metrics["rollout/success_rate"] = sum(episode.success is True for episode in episodes) / len(episodes)
+    declaring = success_of or {episode.task.env_id for episode in episodes if episode.success is not None}
+    if decided := [episode.success is True for episode in episodes if episode.task.env_id in declaring]:
+        metrics["rollout/success_rate"] = sum(decided) / len(decided)
     terms: defaultdict[str, float] = defaultdict(float)
     for turn in turns:
         for name, value in turn.reward_terms.items():
@@ -68,15 +79,18 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, seconds: float) -> dic
     return metrics | {TERM_PREFIX + name: total / len(episodes) for name, total in sorted(terms.items())}
 
 
-def source_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """What matters of each environment by itself; of one that lost all its episodes, what was lost."""
+def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[str] = ()) -> dict[str, float]:
+    """Return what matters of each environment by itself; of one that lost all its episodes, what was lost.
+
+    `success_of`: see `rollout_metrics`.
+    """
     by_env: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in groups:
         by_env[group.task.env_id].append(group)
     metrics: dict[str, float] = {}
     for env_id, own in sorted(by_env.items()):
         if any(group.trajectories for group in own):
-            values = rollout_metrics(own, seconds=math.inf)
+            values = rollout_metrics(own, seconds=math.inf, success_of={env_id} & set(success_of))
         else:
             values = {"rollout/num_episodes": 0.0, **_losses(own)}
         named = {name: values[f"rollout/{name}"] for name in _SOURCE_METRICS if f"rollout/{name}" in values}

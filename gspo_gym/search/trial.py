@@ -10,13 +10,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.recording import read_events
 from gspo_gym.search.settings import Metric
+from gspo_gym.types import Outcome
 
 TRAIN = (sys.executable, "-m", "gspo_gym.train")
 _GRACE_SECONDS = 10.0  # for a run to write its summary after it is told to stop
@@ -47,23 +49,27 @@ class TrialResult:
         return max(values) if metric.startswith("best_") else values[-1]
 
 
-def read_evaluations(run_folder: Path, metric: Metric) -> list[tuple[int, float]]:
-    """(iteration, value) of every evaluation that a run has recorded.
+def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False) -> list[tuple[int, float]]:
+    """Return (iteration, value) of every evaluation that a run has recorded.
+
+    An evaluation in which every episode was cut off before it was decided has a success rate of 0; a run that is over
+    and has only such evaluations has none.
 
     Raises:
         ConfigError: the environment declares no success, and the metric is a success rate.
     """
     which, _, name = metric.partition("_")
-    found = []
-    for event in read_events(run_folder):
-        if event["kind"] == "evaluation":
-            value = event["data"][name]
-            if value is None:
-                raise ConfigError(
-                    f"search.metric: {metric}: the environment declares no success; use {which}_mean_return"
-                )
-            found.append((int(event["step"]), float(value)))
-    return found
+    events = [event for event in read_events(run_folder) if event["kind"] == "evaluation"]
+    undecided = [event["data"] for event in events if event["data"][name] is None]
+    if any(map(_ends_without_success, undecided)) or (is_over and events and len(undecided) == len(events)):
+        raise ConfigError(f"search.metric: {metric}: the environment declares no success; use {which}_mean_return")
+    return [(int(event["step"]), float(event["data"][name] or 0.0)) for event in events]
+
+
+def _ends_without_success(evaluation: Mapping[str, Any]) -> bool:
+    """Whether an environment ended an episode by itself and declared nothing. Any: JSON of an evaluation's event."""
+    ended = Outcome.TERMINATED.value
+    return any(row["outcome"] == ended and row["success"] is None for row in evaluation.get("rows", ()))
 
 
 async def run_trial(
@@ -101,7 +107,7 @@ async def run_trial(
                 break
     finally:
         await _stop(process)
-    evaluations = read_evaluations(run_folder, metric)
+    evaluations = read_evaluations(run_folder, metric, is_over=True)
     error = None
     if is_late:
         error = f"took longer than search.trial_timeout_seconds = {timeout_seconds:g}"

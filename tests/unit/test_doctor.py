@@ -423,6 +423,35 @@ def test_an_evaluation_that_fell_is_one_whose_interval_lies_below_the_best_ones(
     assert "lower it to 0.001" in finding.suggestion
 
 
+def test_all_scores_of_a_run_are_in_the_unit_of_its_first_evaluation():
+    # no success was declared at first, so the mean return counts: 2.0 that fell to 0.9, whatever the success rate says
+    undecided = {"score": "mean_return", "success_rate": None, "success_interval": None}
+    later = {"score": "mean_return", "success_rate": 0.9, "success_interval": [0.8, 0.95]}
+    run = a_run(
+        {},
+        events=[
+            {
+                "kind": "evaluation",
+                "step": 0,
+                "data": {**undecided, "mean_return": 2.0, "mean_return_interval": [1.8, 2.2]},
+            },
+            {
+                "kind": "evaluation",
+                "step": 20,
+                "data": {**later, "mean_return": 0.9, "mean_return_interval": [0.7, 1.1]},
+            },
+        ],
+    )
+    evidence = only(play.evaluation_fell(run)).evidence
+    assert "mean return 2.000 at step 0 (1.800 to 2.200) against mean return 0.900" in evidence
+    # and the other way round: success at first, and then nothing decided is a success rate of 0, not a mean return
+    decided = {"score": "success_rate", "mean_return": 0.9, "mean_return_interval": [0.8, 1.0]}
+    rates = [(0.9, [0.8, 0.95]), (0.0, [0.0, 0.1])]
+    data = [{**decided, "success_rate": rate, "success_interval": interval} for rate, interval in rates]
+    events = [{"kind": "evaluation", "step": 20 * i, "data": each} for i, each in enumerate(data)]
+    assert "success rate 0.900 at step 0" in only(play.evaluation_fell(a_run({}, events=events))).evidence
+
+
 def test_evaluations_that_do_not_improve_are_those_whose_best_interval_holds_the_first_score():
     first, same, better = (0.4, 0.33, 0.47), (0.45, 0.38, 0.52), (0.5, 0.41, 0.57)
     assert play.evaluation_does_not_improve(a_run({}, events=evaluations(first, same, same))) is not None
@@ -531,7 +560,7 @@ def write_run(folder: Path, metrics: Mapping[str, float], *, failures: int = 0) 
         {
             "status": "completed", "policy_name": "policy", "rescored": False, "steps": 40, "episodes": 40,
             "wall_seconds": 1.0, "initial_eval": evaluation, "final_eval": evaluation, "best_eval": evaluation,
-            "sampled_tokens": 1, "trained_tokens": 1, "curve": [],
+            "sampled_tokens": 1, "trained_tokens": 1, "curve": [], "score": "success_rate", "error": None,
         }
     )  # fmt: skip
     recorder.close()

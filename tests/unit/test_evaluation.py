@@ -24,10 +24,12 @@ from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.evaluation import (
     Evaluation,
     EvaluationRow,
+    ScoreUnit,
     compare,
     comparison_table,
     evaluate,
     evaluation_table,
+    in_one_unit,
     join,
 )
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
@@ -301,9 +303,51 @@ def test_the_score_is_the_success_rate_or_else_the_mean_return() -> None:
     assert evaluation(row(0, 5.0), row(1, 2.0)).score == 3.5
 
 
+def test_the_unit_of_a_run_is_what_its_first_evaluation_declares() -> None:
+    declared, silent = evaluation(row(0, 2.0, False)), evaluation(row(0, 2.0), env_id="Maze-v0")
+    assert ScoreUnit.at_start(declared, has_success_goal=False) == ScoreUnit("success_rate", ("Dice-v0",))
+    assert ScoreUnit.at_start(silent, has_success_goal=False) == ScoreUnit("mean_return")
+    # who stops at a success rate says that there is one: these episodes were cut off before it showed
+    assert ScoreUnit.at_start(silent, has_success_goal=True) == ScoreUnit("success_rate", ("Maze-v0",))
+    both = join([declared, silent])
+    assert ScoreUnit.at_start(both, has_success_goal=True) == ScoreUnit("success_rate", ("Dice-v0",))
+
+
+def test_an_evaluation_keeps_the_unit_of_its_run_whatever_its_episodes_declare() -> None:
+    cut_off, good = evaluation(row(0, 2.0), row(1, 2.0)), evaluation(row(0, 0.9, True), row(1, 0.9, None))
+    by_success, by_return = ScoreUnit("success_rate", ("Dice-v0",)), ScoreUnit("mean_return")
+    assert [each.in_unit(by_success).score for each in (cut_off, good)] == [0.0, 0.5]  # undecided is no success
+    assert cut_off.in_unit(by_success).success_rate == 0.0
+    assert [each.in_unit(by_return).score for each in (cut_off, good)] == [2.0, 0.9]
+    assert good.in_unit(by_return).success_rate == 0.5  # it is told all the same
+
+
+def test_a_success_rate_over_several_environments_is_always_over_the_same_ones() -> None:
+    unit = ScoreUnit("success_rate", ("Dice-v0",))
+    dice, maze = evaluation(row(0, 1.0, True), row(1, 0.0)), evaluation(row(0, 5.0, False), env_id="Maze-v0")
+    both = join([dice, maze]).in_unit(unit)  # the maze declares something now, which it did not at the start
+    assert (both.score, both.success_rate) == (0.5, 0.5)
+    assert [part.score for part in both.parts] == [0.5, 5.0]
+    assert both.parts[1].success_rate == 0.0
+
+
+def test_models_that_are_compared_are_shown_in_one_unit() -> None:
+    shown = in_one_unit({"cut off": evaluation(row(0, 2.0)), "good": evaluation(row(0, 0.9, True))})
+    assert {name: each.success_rate for name, each in shown.items()} == {"cut off": 0.0, "good": 1.0}
+    assert in_one_unit({"a": evaluation(row(0, 2.0))})["a"].success_rate is None
+
+
 def test_the_summary_holds_the_four_facts_and_the_sentence_says_them() -> None:
     result = evaluation(row(0, 1.0, True), row(1, None), row(2, 0.5, False))
-    assert result.summary() == {"mean_return": 0.75, "success_rate": 0.5, "num_episodes": 2, "seeds": [0, 1, 2]}
+    interval = wilson_interval(1, 2)
+    assert result.summary() == {
+        "score": "success_rate",
+        "mean_return": 0.75,
+        "success_rate": 0.5,
+        "success_interval": [interval.low, interval.high],
+        "num_episodes": 2,
+        "seeds": [0, 1, 2],
+    }
     # Wilson for 1 of 2 is symmetric about 1/2: half width 1.96 sqrt(1/8 + 3.8415/16) / (1 + 1.9207) = 0.4055.
     assert result.sentence() == (
         "success 0.500 (95% 0.095 to 0.905), mean return 0.750, 1.00 turns, 2 episodes, 1 failed and left out"

@@ -73,6 +73,7 @@ FLOORS = {
     "collect": 5,
     "schedule": 5,
     "trainer": 5,
+    "train_state": 5,
     "warmup": 5,
     "config": 6,
     "config_commands": 7,

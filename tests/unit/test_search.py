@@ -287,6 +287,26 @@ def test_a_score_is_of_the_last_evaluation_or_of_the_best() -> None:
     assert result.score("best_mean_return") == 0.6
 
 
+def write_evaluations(folder: Path, *evaluations: dict[str, Any]) -> Path:
+    lines = [{"schema": 1, "kind": "evaluation", "step": i, "data": data} for i, data in enumerate(evaluations)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_episodes_that_were_cut_off_undecided_are_no_successes(tmp_path: Path) -> None:
+    cut_off = {"success_rate": None, "mean_return": 2.0, "rows": [{"outcome": "max_turns", "success": None}]}
+    good = {"success_rate": 0.9, "mean_return": 0.9, "rows": [{"outcome": "terminated", "success": True}]}
+    folder = write_evaluations(tmp_path, cut_off, good)
+    assert read_evaluations(folder, "final_success_rate", is_over=True) == [(0, 0.0), (1, 0.9)]
+    assert read_evaluations(folder, "final_mean_return", is_over=True) == [(0, 2.0), (1, 0.9)]
+
+
+def test_an_environment_that_ends_an_episode_and_declares_nothing_has_no_success(tmp_path: Path) -> None:
+    ended = {"success_rate": None, "mean_return": 2.0, "rows": [{"outcome": "terminated", "success": None}]}
+    with pytest.raises(ConfigError, match="use best_mean_return"):
+        read_evaluations(write_evaluations(tmp_path, ended), "best_success_rate")
+
+
 def test_a_folder_without_a_run_has_no_evaluations(tmp_path: Path) -> None:
     assert read_evaluations(tmp_path / "nothing", "final_success_rate") == []
 

@@ -27,6 +27,7 @@ from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError
 from gspo_gym.evaluation import Evaluation, EvaluationRow
+from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.models import tiny_tokenizer
@@ -90,6 +91,8 @@ class Parts:
     evaluations: list[str] = field(default_factory=list)
     saved: list[TrainState] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    episodes: Sequence[tuple[float, bool | None]] = ((1.0, None),)  # (return, success) of the only one, by evaluation
+    judge_stops_at: int | None = None  # the number of the evaluation in which nothing can be scored any more
 
     def update(self, batch: TrainBatch) -> Any:
         self.log.append("update")
@@ -108,9 +111,14 @@ class Parts:
         self.versions.append(version)
 
     async def evaluate(self, label: str) -> Evaluation:
+        number = len(self.evaluations)
+        if number == self.judge_stops_at:
+            raise JudgeError("the key is not accepted any more")
         self.log.append("evaluate")
         self.evaluations.append(label)
-        return Evaluation("test/Letters-v0", (EvaluationRow(0, 1.0, None, 1, Outcome.TERMINATED),))
+        earned, success = self.episodes[min(number, len(self.episodes) - 1)]
+        outcome = Outcome.MAX_TURNS if success is None else Outcome.TERMINATED
+        return Evaluation("test/Letters-v0", (EvaluationRow(0, earned, success, 1, outcome),))
 
 
 def make_plan(**changes: Any) -> TrainPlan:
@@ -136,9 +144,11 @@ def train(
     same_for: int = 2,
     concurrency: int = 8,
     state: TrainState | None = None,
+    parts: Parts | None = None,
 ) -> tuple[Parts, TrainState]:
     """Run the plan, from `state` on; `same_for` 1: every group is constant."""
-    parts = Parts(version=0 if state is None else state.step)
+    parts = parts or Parts()
+    parts.version = 0 if state is None else state.step
     pool = RolloutPool(
         play=episode_player(
             make_env=lambda task: Letters(task, same_for),
@@ -187,6 +197,59 @@ def test_constant_groups_are_trained_on_by_default_and_counted(tmp_path: Path) -
     assert sum(constant) > 0
     assert all(line["batch/refilled_groups"] == line["batch/dropped_constant_groups"] == 0 for line in lines)
     assert state.num_episodes == 48
+
+
+def test_all_scores_of_a_run_are_in_one_unit(tmp_path: Path) -> None:
+    # every episode of the first evaluation was cut off undecided, with a return of 2.0; later ones succeed for 0.9
+    parts = Parts(episodes=[(2.0, None), (0.9, True), (0.95, True)])
+    _, state = train(tmp_path / "undecided", make_plan(), parts=parts)
+    assert state.curve == ((0, 2.0), (2, 0.9), (4, 0.95))  # mean returns, all of them
+    assert state.best_eval is not None
+    assert state.best_eval["step"] == 0
+    # a run that is to stop at a success rate has one from the start, and an undecided episode is no success
+    parts = Parts(episodes=[(2.0, None), (0.9, True)])
+    _, state = train(tmp_path / "goal", make_plan(stop_at_success_rate=1.0), parts=parts)
+    assert state.curve == ((0, 0.0), (2, 1.0))
+    assert state.best_eval is not None
+    assert (state.best_eval["step"], state.best_eval["score"]) == (2, "success_rate")
+    # what declares success at first has a success rate of 0, and not a mean return, when nothing is decided any more
+    parts = Parts(episodes=[(0.5, True), (2.0, None)])
+    _, state = train(tmp_path / "declared", make_plan(), parts=parts)
+    assert state.curve == ((0, 1.0), (2, 0.0), (4, 0.0))
+
+
+def test_a_resumed_run_keeps_the_unit_that_it_began_with(tmp_path: Path) -> None:
+    parts = Parts(episodes=[(0.5, True), (0.5, True)])
+    train(tmp_path, make_plan(num_steps=2), parts=parts)
+    restored = TrainState.from_dict(json.loads(json.dumps(parts.saved[-1].to_dict())))
+    _, state = train(tmp_path, make_plan(), state=restored, parts=Parts(episodes=[(2.0, None)]))
+    assert state.curve == ((0, 1.0), (2, 1.0), (4, 0.0))
+
+
+@pytest.mark.parametrize("stopped_at", [0, 1, 2])
+def test_an_evaluation_in_which_the_judge_stopped_is_made_when_the_run_goes_on(tmp_path: Path, stopped_at: int) -> None:
+    plan = make_plan(checkpoint_every=3)
+    whole, expected = train(tmp_path / "whole", plan)
+    first = Parts(judge_stops_at=stopped_at)
+    with pytest.raises(JudgeError, match="not accepted"):
+        train(tmp_path / "parts", plan, parts=first)
+    assert first.saved[-1].step == 2 * stopped_at  # evaluations are due at the steps 0, 2, 4
+    restored = TrainState.from_dict(json.loads(json.dumps(first.saved[-1].to_dict())))
+    second, state = train(tmp_path / "parts", plan, state=restored)
+    assert first.evaluations + second.evaluations == whole.evaluations
+    assert state.final_eval is not None
+    assert state.final_eval["step"] == 4
+    assert state.curve == expected.curve
+    assert contents(first) + contents(second) == contents(whole)
+    assert second.saved[-1] == state  # the last checkpoint holds the evaluation that was missing
+
+
+def test_a_run_that_is_made_shorter_ends_with_an_evaluation_of_its_last_step(tmp_path: Path) -> None:
+    parts, _ = train(tmp_path, make_plan(checkpoint_every=1))
+    at_three = parts.saved[2]
+    assert at_three.step == 3
+    later, state = train(tmp_path, make_plan(num_steps=2), state=at_three)
+    assert (later.evaluations, later.saved) == (["eval_000003"], [state])
 
 
 def test_what_samples_sleeps_while_the_learner_works_and_is_awake_for_all_else(tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import gymnasium
 import pytest
 
-from gspo_gym.authoring.card import make_card
+from gspo_gym.authoring.card import PlayerRecord, make_card
 from gspo_gym.authoring.card_text import card_as_markdown, histogram
 from gspo_gym.cli import main
 from gspo_gym.env.core import TextEnv
+from gspo_gym.env.playing import Playthrough
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, UnknownNameError
+from gspo_gym.types import StepResult
 
 
 class Parity(TextEnv):
@@ -65,6 +67,15 @@ def test_records_are_what_the_episodes_add_up_to() -> None:
     # Wilson's interval for 5 of 10, z = 1.96: centre 0.5, half width z sqrt(1/40 + z^2/400) / (1 + z^2/10) = 0.2634
     assert chance.success_interval is not None
     assert (chance.success_interval.low, chance.success_interval.high) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+
+
+def test_an_undecided_episode_is_no_success_of_a_player() -> None:
+    def played(success: bool | None) -> Playthrough:
+        return Playthrough(0, (), (), (StepResult((), reward=1.0, success=success, terminated=True),))
+
+    record = PlayerRecord("random", tuple(played(success) for success in (True, None, None, None)), ())
+    assert record.success_rate == 0.25
+    assert PlayerRecord("random", (played(None),), ()).success_rate is None
 
 
 def test_the_card_has_everything_that_an_environment_says_of_itself() -> None:

@@ -5,6 +5,7 @@ import io
 import numpy as np
 from rich.console import Console
 
+from gspo_gym.evaluation import Evaluation, EvaluationRow, join
 from gspo_gym.report.curve import text_curve
 from gspo_gym.report.progress import LiveProgress, QuietProgress, make_progress
 from gspo_gym.report.terminal import print_before_after, print_episode
@@ -13,6 +14,12 @@ from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajec
 
 def console(*, is_terminal=False):
     return Console(record=True, width=120, force_terminal=is_terminal, file=io.StringIO())
+
+
+def evaluation(*, successes=0, failures=0, silent=0, env_id="test/Env-v0"):
+    ends = [True] * successes + [False] * failures + [None] * silent
+    rows = (EvaluationRow(seed, 1.0, success, 1, Outcome.TERMINATED) for seed, success in enumerate(ends))
+    return Evaluation(env_id, tuple(rows))
 
 
 def make_trajectory():
@@ -41,13 +48,21 @@ def test_an_episode_shows_each_answer_with_its_own_reward_and_the_return():
 
 def test_before_and_after_stand_beside_each_other_with_intervals():
     out = console()
-    before = {"step": 0, "success_rate": 0.5, "mean_return": 0.25, "num_episodes": 10}
-    after = {"step": 40, "success_rate": 1.0, "mean_return": 1.0, "num_episodes": 10}
+    before = {"step": 0, **evaluation(successes=5, failures=5).summary()}
+    after = {"step": 40, **evaluation(successes=10, failures=0).summary()}
     print_before_after(out, before, after)
     text = out.export_text()
     # Wilson 95%: 5 of 10 is 0.237 to 0.763; 10 of 10 is 0.722 to 1 (Wikipedia's closed form: 1 / (1 + z^2/n) = 0.7225)
     assert "0.500  (95%: 0.237 to 0.763)" in text
     assert "1.000  (95%: 0.722 to 1.000)" in text
+
+
+def test_the_interval_of_a_success_rate_is_of_the_episodes_that_it_is_a_rate_of():
+    out = console()
+    # 10 episodes of an environment that declares success, beside 90 of one that does not: the rate is over 10
+    both = join([evaluation(successes=5, failures=5), evaluation(silent=90, env_id="test/Silent-v0")])
+    print_before_after(out, {"step": 0, **both.summary()}, {"step": 40, **both.summary()})
+    assert "0.500  (95%: 0.237 to 0.763)" in out.export_text()
 
 
 def test_a_long_curve_is_averaged_into_its_columns():

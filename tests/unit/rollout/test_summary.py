@@ -70,6 +70,22 @@ def test_an_environment_that_never_declares_success_has_no_rate_of_it(groups):
     assert "rollout/success_rate" not in rollout_metrics(silent, seconds=1.0)
 
 
+def test_a_success_rate_is_over_the_environments_that_declare_success(groups):
+    declared = rollout_metrics(groups, seconds=1.0)["rollout/success_rate"]
+    other = dataclasses.replace(groups[0].task, env_id="silent")
+    silent = [
+        dataclasses.replace(
+            group,
+            task=other,
+            trajectories=tuple(dataclasses.replace(t, task=other, success=None) for t in group.trajectories),
+        )
+        for group in groups
+    ]
+    assert rollout_metrics([*groups, *silent], seconds=1.0)["rollout/success_rate"] == declared
+    # of one that is known to declare it, episodes that were all cut off are no successes
+    assert rollout_metrics(silent, seconds=1.0, success_of=("silent",))["rollout/success_rate"] == 0.0
+
+
 def test_each_environment_of_a_mixture_has_its_own_numbers(groups):
     alone = rollout_metrics(groups, seconds=1.0)
     env_id = groups[0].task.env_id
