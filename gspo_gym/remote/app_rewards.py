@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from gspo_gym.remote.contracts import (
 )
 from gspo_gym.types import Message, Outcome, Turn
 
-_TOLERANCE = 1e-6  # relative and absolute: below it, two sums of the same rewards do not differ
+_TOLERANCE = 1e-6  # of the largest sum of absolute rewards: below it, two sums of the same rewards do not differ
 _MAX_SHOWN = 200  # characters of an app's error
 _ENDINGS = {
     outcome.value: outcome
@@ -106,7 +106,7 @@ def _read_outcome_response(response: OutcomeResponse) -> AppRollout:
     decisions = tuple(AppDecision(reward) for reward in info.event_rewards or ())
     sources = [("outcome_reward", info.outcome_reward), *_sum_of(decisions, "the sum of event_rewards")]
     warnings: list[str] = []
-    episode_return, source = _first_of(sources, warnings)
+    episode_return, source = _first_of(sources, warnings, decisions)
     success = info.details.get("success")
     return AppRollout(
         generation="B",
@@ -145,7 +145,7 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
         ("metrics.outcome_score", None if is_ours else metrics.outcome_score),
         *_sum_of(decisions, "the sum of the steps' rewards"),
     ]
-    episode_return, source = _first_of(sources, warnings)
+    episode_return, source = _first_of(sources, warnings, decisions)
     success = metrics.details.get("success")
     return AppRollout(
         generation="A",
@@ -185,19 +185,26 @@ def _sum_of(decisions: Sequence[AppDecision], name: str) -> list[tuple[str, floa
     return [(name, sum(rewards))] if rewards else []
 
 
-def _first_of(sources: Sequence[tuple[str, float | None]], warnings: list[str]) -> tuple[float | None, str]:
-    """The first value that is there, and its name; warns if the last, a sum of rewards, is another."""
+def _first_of(
+    sources: Sequence[tuple[str, float | None]], warnings: list[str], decisions: Sequence[AppDecision]
+) -> tuple[float | None, str]:
+    """The first value that is there, and its name; warns if the last, the sum of the decisions' rewards, is another."""
+    parts = [decision.reward for decision in decisions if decision.reward is not None]
     present = [(name, value) for name, value in sources if value is not None]
     if not present:
         return None, ""
     (source, first), (other, last) = present[0], present[-1]
-    if other.startswith("the sum") and not _is_close(first, last):
+    if not math.isfinite(abs(first) + sum(map(abs, parts))):  # then their difference might not be a number
+        raise AppAnswerError(f"{source} and the steps' rewards: expected a finite sum of sizes, got {first:g} and more")
+    if other.startswith("the sum") and not _is_close(first, last, parts):
         warnings.append(f"returns differ: {source} is {first:g} and counts, but {other} is {last:g}")
     return first, source
 
 
-def _is_close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+def _is_close(a: float, b: float, parts: Iterable[float]) -> bool:
+    """Return whether two sums are equal but for rounding; `parts` are what was summed, and give the scale."""
+    scale = max(abs(a), abs(b), sum(map(abs, parts)))
+    return abs(a - b) <= _TOLERANCE * scale
 
 
 def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Outcome:
@@ -228,7 +235,8 @@ def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[Ap
 
 def _decision_of(step: RolloutStep, number: int, warnings: list[str]) -> AppDecision:
     details = StepDetails.model_validate((step.info or {}).get(EXTENSION) or {})
-    if details.reward_terms and not _is_close(sum(details.reward_terms.values()), step.reward or 0.0):
+    terms = details.reward_terms.values()
+    if terms and not _is_close(sum(terms), step.reward or 0.0, terms):
         raise AppAnswerError(f"step {number}: expected reward_terms that sum to the reward, {step.reward}")
     return AppDecision(
         step.reward, details.reward_terms, tuple(details.events) or _achievements(step, number, warnings)
@@ -301,9 +309,8 @@ def join_rewards(turns: Sequence[Turn], rollout: AppRollout) -> JoinedTurns:
             )
     if not turns:
         return JoinedTurns((), warning)
-    earned = sum(decision.reward for decision in decisions if decision.reward is not None)
-    if rollout.episode_return is not None and not _is_close(earned, rollout.episode_return):
-        decisions[-1] = _with_rest(decisions[-1], rollout.episode_return - earned)
+    if rollout.episode_return is not None:
+        decisions[-1] = _with_rest(decisions, rollout.episode_return)
     joined = (
         replace(turn, reward=decision.reward, reward_terms=decision.reward_terms, events=decision.events)
         for turn, decision in zip(turns, decisions, strict=True)
@@ -311,8 +318,17 @@ def join_rewards(turns: Sequence[Turn], rollout: AppRollout) -> JoinedTurns:
     return JoinedTurns(tuple(joined), warning)
 
 
-def _with_rest(decision: AppDecision, rest: float) -> AppDecision:
-    if decision.reward is None:
-        return replace(decision, reward=rest)
-    terms = dict(decision.reward_terms) or {"step": decision.reward}
-    return replace(decision, reward=decision.reward + rest, reward_terms={**terms, "rest_of_return": rest})
+def _with_rest(decisions: Sequence[AppDecision], episode_return: float) -> AppDecision:
+    """The last decision, with what the return is more or less than the sum of all rewards.
+
+    Where no decision was scored, it gets the whole return, 0 included: the episode was scored, and is worth that.
+    """
+    last = decisions[-1]
+    rewards = [decision.reward for decision in decisions if decision.reward is not None]
+    if rewards and _is_close(episode_return, sum(rewards), rewards):
+        return last
+    rest = episode_return - sum(rewards)
+    if last.reward is None:
+        return replace(last, reward=rest)
+    terms = dict(last.reward_terms) or {"step": last.reward}
+    return replace(last, reward=last.reward + rest, reward_terms={**terms, "rest_of_return": rest})

@@ -290,6 +290,36 @@ def test_an_app_without_steps_gives_its_return_to_the_last_turn_without_a_warnin
     assert joined.warning is None
 
 
+@pytest.mark.parametrize("generation", ["A", "B"])
+@pytest.mark.parametrize("num_steps", [0, 2, 3])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-9, -3.5, 1e300])
+def test_a_return_beside_null_step_rewards_is_the_episodes_whatever_number_it_is(
+    value: float, num_steps: int, generation: str
+) -> None:
+    """Two turns were captured. Nothing but the return was scored, so their rewards sum to it, 0 included."""
+    rewards: list[float | None] = [None] * num_steps
+    if generation == "A":
+        rollout = told(answer(rewards, mean_return=value))
+    else:
+        reward_info = {"outcome_reward": value, "event_rewards": rewards}
+        rollout = told({"trace_correlation_id": "trace_5f", "reward_info": reward_info})
+    assert [turn.reward for turn in join_rewards(turns(2), rollout).turns] == [None, value]
+
+
+def test_a_small_return_beside_rewards_of_0_is_no_rounding() -> None:
+    """0 + 0 has no rounding: what a return of 1e-9 is more is the last turn's, and said."""
+    rollout = told(answer([0.0, 0.0], mean_return=1e-9))
+    assert rollout.warnings[0].startswith("returns differ")
+    assert [turn.reward for turn in join_rewards(turns(2), rollout).turns] == [0.0, 1e-9]
+
+
+def test_rewards_that_cancel_are_0_but_for_rounding() -> None:
+    """0.1 + 0.2 - 0.3 is 5.6e-17 in floating point, and 0 is what the app says."""
+    rollout = told(answer([0.1, 0.2, -0.3], mean_return=0.0))
+    assert rollout.warnings == ()
+    assert [turn.reward for turn in join_rewards(turns(3), rollout).turns] == [0.1, 0.2, -0.3]
+
+
 def test_no_turns_join_to_none() -> None:
     assert join_rewards([], rollout_of(1.0)).turns == ()
 
