@@ -105,7 +105,7 @@ class Task:
 class FinishReason(enum.Enum):
     """Why a generation ended."""
 
-    STOP = "stop"  # the model sampled a stop token, which is the last of token_ids
+    STOP = "stop"  # the last of token_ids is a stop token, or completes a stop string of the caller
     LENGTH = "length"  # max_tokens ran out
 
 

@@ -40,12 +40,12 @@ def require_possible(completion: Completion, *, max_tokens: int, vocab_size: int
 def read_chat(completion: Completion, *, renderer: Renderer, opening: Sequence[int], stops: Sequence[str]) -> Answer:
     """The message that a completion behind `opening` says; its whole text is the content where it cannot be parsed."""
     completion, text, is_cut = _cut_at_stops(completion, stops, renderer, opening)
-    is_closed = int(completion.token_ids[-1]) in renderer.stop_token_ids
-    parsed = renderer.parse(text, is_truncated=not is_closed)
+    is_stopped = is_cut or int(completion.token_ids[-1]) in renderer.stop_token_ids
+    parsed = renderer.parse(text, is_truncated=not is_stopped)
+    finish: WireFinish = "stop" if is_stopped else "length"
     if isinstance(parsed, ParseFailure):
-        finish: WireFinish = "stop" if is_closed or is_cut else "length"
         return Answer(completion, Message("assistant", text), parsed.status, parsed.error, finish)
-    finish = "tool_calls" if parsed.tool_calls else "stop" if is_closed or is_cut else "length"
+    finish = "tool_calls" if parsed.tool_calls else finish
     return Answer(completion, parsed, ParseStatus.OK, None, finish)
 
 
@@ -61,7 +61,8 @@ def _cut_at_stops(
 ) -> tuple[Completion, str, bool]:
     """The completion up to the token that completes the first stop string, the text before it, and if there was one.
 
-    What remains is an exact sample of a policy that is stopped there: whether it is depends on its own tokens only.
+    What remains is an exact sample of a policy that is stopped there: whether it is depends on its own tokens only. Its
+    finish reason is STOP, whatever the engine said of the tokens that were cut off.
     """
     ids = completion.token_ids.tolist()
     whole = renderer.decode([*opening, *ids])
@@ -79,7 +80,7 @@ def _cut_at_stops(
     cut = Completion(
         token_ids=completion.token_ids[:low],
         logprobs=completion.logprobs[:low],
-        finish_reason=completion.finish_reason if low == len(ids) else FinishReason.LENGTH,
+        finish_reason=FinishReason.STOP,
         weight_version=completion.weight_version[:low],
     )
     return cut, renderer.decode([*opening, *ids[:low]])[:-lost], True

@@ -144,7 +144,7 @@ def test_a_stop_string_ends_the_answer_and_the_tokens_behind_it_are_dropped(
     assert capture.calls[1].appends
     build = build_trajectory_parts(capture)
     assert build.trained_fraction == 1.0
-    assert build.turns[0].finish_reason.value == "length"
+    assert build.turns[0].finish_reason.value == "stop"
 
 
 def test_stop_strings_that_are_not_said_change_nothing() -> None:
