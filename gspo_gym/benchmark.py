@@ -1,6 +1,6 @@
 """How fast engines sample multi-turn episodes: `python -m gspo_gym.benchmark engines`.
 
-`faults`, `isolation`, `pipeline`, `gateway` and `weights` are other measurements, in files named after them.
+`faults`, `isolation`, `pipeline`, `gateway`, `weights` and `mutants` are other measurements, in files named after them.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -27,12 +27,13 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCri
 from gspo_gym.benchmark_faults import run_faults
 from gspo_gym.benchmark_gateway import run_gateway
 from gspo_gym.benchmark_isolation import run_isolation
+from gspo_gym.benchmark_mutants import run_mutants
 from gspo_gym.benchmark_pipeline import Workload, run_pipeline
 from gspo_gym.benchmark_vllm import has_vllm, running_vllm
 from gspo_gym.benchmark_weights import run_weights
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local import LocalEngine
-from gspo_gym.errors import EngineError, GymError
+from gspo_gym.errors import EngineError, GymError, UsageError
 from gspo_gym.models import load_policy
 from gspo_gym.seeding import child_seed, generator
 
@@ -236,8 +237,14 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights"]
+    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights", "mutants"]
     parser.add_argument("what", choices=choices, help="what to measure")
+    parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
+    parser.add_argument("--count", type=int, default=20, help="mutants: how many a file (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="mutants: which ones (default: %(default)s)")
+    parser.add_argument(
+        "--tests", nargs="+", default=[], help="mutants: test files instead of those which import the module"
+    )
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults, 200 for isolation")
@@ -253,6 +260,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
+    if arguments.what == "mutants":
+        return run_mutants(arguments.files, count=arguments.count, seed=arguments.seed, tests=arguments.tests)
+    if arguments.files:
+        raise UsageError(f"{arguments.what} takes no files, got {' '.join(arguments.files)}")
     if arguments.what == "pipeline":
         torch.set_num_threads(arguments.threads)
         return run_pipeline(Workload(num_groups=arguments.groups), repeats=arguments.repeats)

@@ -1,0 +1,165 @@
+"""The mutants tool, on a small checkout of which it is known what its tests notice."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gspo_gym.benchmark import main
+from gspo_gym.benchmark_mutants import copied_checkout, find_tests, run_mutants, try_mutants
+from gspo_gym.benchmark_mutations import draw_mutants
+from gspo_gym.errors import UsageError
+
+FILES = {
+    "gspo_gym/__init__.py": "",
+    "gspo_gym/age.py": """
+        # Old enough.
+        def is_adult(age: int = 18) -> bool:
+            return age >= 18
+    """,
+    "tests/test_age.py": """
+        from gspo_gym.age import is_adult
+        def test_thirty_and_three() -> None:
+            assert is_adult(18) and not is_adult(3)
+    """,
+    "tests/test_hanging.py": """
+        import os, pathlib, subprocess, sys
+        def test_waits_for_its_own_process() -> None:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            pathlib.Path("child").write_text(str(child.pid))
+            child.wait()
+    """,
+}
+
+
+def write_tree(root: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(textwrap.dedent(text), encoding="utf-8")
+    return root
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_survivors_are_those_that_the_tests_cannot_notice_and_the_checkout_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_tree(tmp_path, FILES)
+    before = contents(root)
+    assert run_mutants(["gspo_gym/age.py"], count=99, seed=0, tests=[], root=root) == 0
+    printed = capsys.readouterr().out
+    # 18 and 3 tell `>=` from `>` and `<`, a value from None, and 18 from 19. Not 18 from 17, and not the default, which
+    # no test takes. Of the 7 changes (`>`, `<`, None, 2 constants, 2 defaults) 4 die.
+    survived = [line for line in printed.splitlines() if line.startswith("+")]
+    assert sorted(survived) == [
+        "+    return age >= 17",
+        "+def is_adult(age: int = 17) -> bool:",
+        "+def is_adult(age: int = 19) -> bool:",
+    ]
+    assert "gspo_gym/age.py: 4 of 7 died" in printed
+    assert "0.57" in printed  # 4 / 7
+    assert contents(root) == before
+
+
+@pytest.mark.slow
+def test_tests_that_hang_are_ended_with_every_process_they_started(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, FILES)
+    with copied_checkout(root) as copied:
+        assert copied.run([Path("tests/test_hanging.py")], seconds=8) == 124
+        child = int((copied.copy / "child").read_text())
+        while is_running(child):  # until the kernel has ended it
+            pass
+        (copied.copy / "tests/test_age.py").write_text("def test_fails() -> None:\n    assert 1 == 2\n")
+        with pytest.raises(UsageError, match="its tests end with status 1 without a mutant"):
+            try_mutants(copied, Path("gspo_gym/age.py"), tests=[Path("tests/test_age.py")], count=1, seed=0)
+
+
+def test_tests_are_found_by_name_and_by_import_narrowest_first(tmp_path: Path) -> None:
+    root = write_tree(
+        tmp_path,
+        {
+            "gspo_gym/room/pool.py": "",
+            "gspo_gym/room/doc.py": "# >>> 1\n",
+            "tests/unit/room/test_pool.py": "import gspo_gym.room.pool",
+            "tests/unit/room/test_pool_limits.py": "from gspo_gym.room import pool\nimport gspo_gym.errors",
+            "tests/unit/other/test_pool.py": "import gspo_gym.other.pool",
+            "tests/unit/test_wide.py": "from gspo_gym.room.pool import A\nimport gspo_gym.x, gspo_gym.y",
+            "tests/contract/test_narrow.py": "from gspo_gym.room.pool import A",
+            "tests/unit/test_none.py": "from gspo_gym.room.pools import A",
+        },
+    )
+    assert [str(test) for test in find_tests(Path("gspo_gym/room/pool.py"), root)] == [
+        "tests/unit/room/test_pool.py",
+        "tests/unit/room/test_pool_limits.py",
+        "tests/contract/test_narrow.py",
+        "tests/unit/test_wide.py",
+    ]
+    assert find_tests(Path("gspo_gym/room/doc.py"), root) == (Path("gspo_gym/room/doc.py"),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if a < b:\n    f()\n", {"if a <= b:", "if a >= b:", "    pass"}),
+        ("x = (a - b) * c\n", {"x = (a + b) * c", "x = (a - b) / c"}),
+        ("x = a[0] and not b\n", {"x = a[1] and not b", "x = a[0] or not b", "x = a[0] and b"}),
+        (
+            "x = max(a, 'ü', b % 2)\n",
+            {"x = a", "x = max(a, 'ü', b * 2)", "x = max(a, 'ü', b % 3)", "x = max(a, 'ü', b % 1)"},
+        ),
+        ("while go():\n    n += 1\n", {"while not go():", "    pass", "    n -= 1", "    n += 2", "    n += 0"}),
+        (
+            "def f(x: Literal[1] = True) -> 1:\n    return x\n",
+            {"def f(x: Literal[1] = False) -> 1:", "    return None"},
+        ),
+        ("def f():\n    '''Say 1.'''\n    assert a < 1\n    return None\n", set()),
+        ("x = [*zip(a, b, strict=True)], f'{1 + a}'\n", set()),
+        ("x = c if a else b\n", {"x = c if not a else b"}),
+        ("x = 0 < a <= b\n", {"x = 1 < a <= b", "x = 0 <= a <= b", "x = 0 < a < b"}),
+        ("if a:\n    raise E('no')\n", {"if not a:", "    pass"}),
+    ],
+)
+def test_every_change_is_one_line_and_the_rest_of_the_text_stays(old: str, new: set[str]) -> None:
+    mutants = draw_mutants(old, "x.py", count=99, seed=0)
+    changed = [[line for line in m.text.splitlines() if line not in old.splitlines()] for m in mutants]
+    assert sorted(line for lines in changed for line in lines) == sorted(new)
+    assert all(len(m.text.splitlines()) == len(old.splitlines()) for m in mutants)
+
+
+def test_the_draw_is_seeded_per_file_and_without_replacement() -> None:
+    text = "\n".join(f"x{i} = y < {i + 1}" for i in range(40))
+    first = draw_mutants(text, "a.py", count=20, seed=3)
+    assert first == draw_mutants(text, "a.py", count=20, seed=3)
+    assert len({mutant.text for mutant in first}) == 20
+    assert first != draw_mutants(text, "a.py", count=20, seed=4)
+    assert first != draw_mutants(text, "b.py", count=20, seed=3)
+    assert [mutant.line for mutant in first] == sorted(mutant.line for mutant in first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mutants"], "name the files to mutate"),
+        (["mutants", "README.md"], "README.md: expected a Python file below"),
+        (["mutants", "/etc/hostname"], "expected a Python file below"),
+        (["faults", "gspo_gym/types.py"], "faults takes no files"),
+    ],
+)
+def test_arguments_that_name_no_file_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
