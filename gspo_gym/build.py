@@ -44,6 +44,7 @@ from gspo_gym.models_adapters import is_adapter
 from gspo_gym.models_options import check_options, prepare_for_training
 from gspo_gym.models_quantization import is_quantized
 from gspo_gym.recording import RunRecorder
+from gspo_gym.recording_resume import LEDGER_FILE
 from gspo_gym.recording_sinks import Sink, open_sinks
 from gspo_gym.report.progress import Progress
 from gspo_gym.rollout.ledger import Ledger
@@ -254,7 +255,7 @@ def build_trainer(
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
     return Trainer(
         build_plan(config),
-        pool=build_training_pool(config, player, Ledger(recorder.folder / "ledger.jsonl"), judging),
+        pool=build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging),
         publish=weight_sync.after_step,
         learner=learner,
         evaluate=build_evaluate(config, player, recorder.episodes, judging),

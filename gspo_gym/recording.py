@@ -7,8 +7,9 @@
         episodes/*.jsonl    one trajectory a line, see `recording_episodes.py`
         summary.json        what came out
         checkpoints/        see `checkpoints.py`
+        ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
         judgements.jsonl    where a judge scores: what it said, and what each reward was made of
-        discarded/          what a resumed run did again: the lines and episodes of steps after its checkpoint
+        discarded/          what a resumed run did again: lines and episodes recorded after its checkpoint
 
 Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`
 removes. `time` is in seconds since 1970. Called by the trainer; draws nothing and decides nothing.
@@ -31,6 +32,7 @@ from gspo_gym.files import append_line, cut_torn_line, replace_file, sync, whole
 from gspo_gym.judging import METRICS as JUDGE_METRICS
 from gspo_gym.learning.metrics import METRICS as LEARNING_METRICS
 from gspo_gym.recording_episodes import SCHEMA_VERSION, write_episodes
+from gspo_gym.recording_resume import LEDGER_FILE, discard_later
 from gspo_gym.recording_sinks import Sink, evaluation_numbers
 from gspo_gym.remote.app_metrics import METRICS as APP_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
@@ -165,21 +167,31 @@ class RunRecorder:
         folder: Path,
         step: int,
         *,
+        is_played_again: Callable[[str], bool] = lambda _: False,
         policy_name: str = "policy",
         sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.time,
     ) -> RunRecorder:
-        """Go on with a run after `step`: what was recorded of later steps moves to discarded/, so that none is twice.
+        """Go on with a run after the checkpoint of `step`: what was recorded later moves to discarded/.
+
+        `is_played_again` says which trajectory ids of the ledger are played again.
 
         Raises:
             ConfigError: the folder holds no run.
-            RecordError: a line of metrics.jsonl is damaged.
+            RecordError: a line of its records is damaged.
         """
         if not (folder / "config.toml").exists():
             raise ConfigError(f"{folder}: there is no run to resume (no config.toml)")
-        for name in ("metrics.jsonl", "events.jsonl"):
+        for name in ("metrics.jsonl", "events.jsonl", LEDGER_FILE):
             cut_torn_line(folder / name)
-        data = _discard_after(folder, step)
+        data = discard_later(
+            folder,
+            step,
+            metrics=read_metrics(folder),
+            events=read_events(folder),
+            episode_files=[path for path in sorted((folder / "episodes").glob("*.jsonl")) if _step_of(path) > step],
+            is_played_again=is_played_again,
+        )
         recorder = cls(folder, last_step=step, policy_name=policy_name, sinks=sinks, clock=clock)
         recorder.event("resumed", step, data)
         return recorder
@@ -307,24 +319,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise RecordError(f"{path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {text[:60]!r}")
         lines.append(line)
     return lines
-
-
-def _discard_after(folder: Path, step: int) -> dict[str, Any]:
-    """Move metrics lines and episode files of steps after `step` into a new folder in discarded/; says what moved."""
-    metrics = read_metrics(folder)
-    later = [line for line in metrics if line["step"] > step]
-    files = [path for path in sorted((folder / "episodes").glob("*.jsonl")) if _step_of(path) > step]
-    if not later and not files:
-        return {}
-    number = 1 + sum(1 for _ in (folder / "discarded").glob("resume_*"))
-    target = folder / "discarded" / f"resume_{number:03d}"
-    target.mkdir(parents=True)
-    # The copy is complete before the original is cut, so a crash in between duplicates and loses nothing.
-    replace_file(target / "metrics.jsonl", "".join(_dump(line) + "\n" for line in later))
-    replace_file(folder / "metrics.jsonl", "".join(_dump(line) + "\n" for line in metrics if line["step"] <= step))
-    for path in files:
-        path.replace(target / path.name)
-    return {"folder": str(target.relative_to(folder)), "metrics_lines": len(later), "episode_files": len(files)}
 
 
 def _step_of(path: Path) -> int:

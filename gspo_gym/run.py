@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
 from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress, QuietProgress, make_progress
+from gspo_gym.schedule import is_played_again
 from gspo_gym.trainer import TrainState
 from gspo_gym.warmup import warm_up
 from gspo_gym.weight_sync import WeightSync
@@ -129,7 +131,15 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
             progress.note(line)
         sinks = build.build_sinks(config, resume_step=state.step)
         name = config.rollout.policy_name
-        recorder = RunRecorder.resume(config.run_folder, state.step, policy_name=name, sinks=sinks)
+        recorder = RunRecorder.resume(
+            config.run_folder,
+            state.step,
+            is_played_again=partial(
+                is_played_again, step=state.step, num_tasks=state.num_tasks, pending_tasks=state.pending_tasks
+            ),
+            policy_name=name,
+            sinks=sinks,
+        )
         stack.callback(recorder.close)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -276,6 +276,18 @@ class PlayedAhead:
         self._ending.discard(playing)
         if not playing.cancelled():
             playing.exception()  # nobody else asks; what ends an engine ends the groups that are trained on, too
+
+
+def is_played_again(trajectory_id: str, *, step: int, num_tasks: int, pending_tasks: Collection[int]) -> bool:
+    """Whether a run that goes on after `step` plays this episode again; of both schedules' names.
+
+    `num_tasks` and `pending_tasks` are those of the checkpoint, see `Schedule`.
+    """
+    group = trajectory_id.partition("/")[0]
+    number = int(group.rpartition("_")[2])
+    if group.startswith("step_"):
+        return number > step
+    return number >= num_tasks or number in pending_tasks
 
 
 def oldest_version(trajectory: Trajectory) -> int:

@@ -119,7 +119,7 @@ class Ledger:
 
     def _append(self, entry: Entry) -> None:
         if self._path is not None:
-            append_line(self._path, json.dumps(_to_json(entry)))
+            append_line(self._path, json.dumps(entry_to_json(entry)))
         self._entries.append(entry)
 
 
@@ -153,7 +153,20 @@ def read_ledger(path: Path) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _to_json(entry: Entry) -> dict[str, Any]:
+def close_lost(entries: Iterable[Entry]) -> list[Terminal]:
+    """Return an end for every attempt that has none, because the process that played it was killed."""
+    open_attempts: dict[tuple[str, int], None] = {}  # in the order in which they were dispatched
+    for entry in entries:
+        if isinstance(entry, Dispatched):
+            open_attempts[entry.trajectory_id, entry.attempt] = None
+        else:
+            open_attempts.pop((entry.trajectory_id, entry.attempt), None)
+    reason = "the process that played it ended"
+    return [Terminal(*key, Outcome.CANCELLED, Disposition.DROPPED, reason) for key in open_attempts]
+
+
+def entry_to_json(entry: Entry) -> dict[str, Any]:
+    """Return the JSON values (hence Any) of an entry's line."""
     fields = asdict(entry)
     if isinstance(entry, Terminal):
         fields |= {"outcome": entry.outcome.value, "disposition": entry.disposition.value}

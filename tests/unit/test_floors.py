@@ -50,6 +50,7 @@ FLOORS = {
     "judging_gold": 4,
     "judging_run": 4,
     "recording_sinks": 4,
+    "recording_resume": 4,
     "checkpoints": 4,
     "models": 4,
     "models_adapters": 4,

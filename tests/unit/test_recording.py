@@ -33,6 +33,7 @@ from gspo_gym.recording_episodes import (
     trajectory_to_json,
     write_episodes,
 )
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
 
 
@@ -315,11 +316,19 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
     assert sorted(path.stem for path in (folder / "episodes").iterdir()) == kept
     event = read_events(folder)[-1]
     assert (event["kind"], event["step"]) == ("resumed", 3)
-    assert event["data"] == {"folder": "discarded/resume_001", "metrics_lines": 2, "episode_files": 3}
+    assert event["data"] == {
+        "folder": "discarded/resume_001",
+        "metrics_lines": 2,
+        "event_lines": 0,
+        "ledger_lines": 0,
+        "episode_files": 3,
+    }
     moved = folder / "discarded" / "resume_001"
     assert [line["step"] for line in read_metrics(moved)] == [4, 5]
     assert sorted(path.name for path in moved.iterdir()) == [
         "eval_000005.jsonl",
+        "events.jsonl",
+        "ledger.jsonl",
         "metrics.jsonl",
         "step_000004.jsonl",
         "step_000005.jsonl",
@@ -331,6 +340,55 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
     RunRecorder.resume(folder, 2)
     assert [line["step"] for line in read_metrics(folder)] == [1, 2]
     assert [line["loss/total"] for line in read_metrics(folder / "discarded" / "resume_002")] == [3.0, 40.0]
+
+
+def test_events_after_the_checkpoint_that_a_run_goes_on_from_are_discarded(recorder: RunRecorder) -> None:
+    for kind, step in [
+        ("evaluation", 0),
+        ("no_update", 1),
+        ("checkpoint", 2),  # saved when the judge stopped in the evaluation of this step, and again after it
+        ("finished", 2),
+        ("resumed", 2),
+        ("evaluation", 2),
+        ("checkpoint", 2),
+        ("judge_paused", 2),  # while step 3 was played
+        ("no_update", 3),
+        ("evaluation", 4),
+        ("finished", 4),
+    ]:
+        recorder.event(kind, step)
+    RunRecorder.resume(recorder.folder, 2)
+    kinds = ["started", "evaluation", "no_update", "checkpoint", "finished", "resumed", "evaluation", "checkpoint"]
+    assert [event["kind"] for event in read_events(recorder.folder)] == [*kinds, "resumed"]
+    discarded = read_events(recorder.folder / "discarded" / "resume_001")
+    assert [event["kind"] for event in discarded] == ["judge_paused", "no_update", "evaluation", "finished"]
+
+
+def test_without_an_event_of_the_checkpoint_the_steps_decide_which_events_stay(recorder: RunRecorder) -> None:
+    for kind, step in [("evaluation", 0), ("evaluation", 2), ("no_update", 3)]:  # killed between saving and saying so
+        recorder.event(kind, step)
+    RunRecorder.resume(recorder.folder, 2)
+    assert [e["kind"] for e in read_events(recorder.folder)] == ["started", "evaluation", "evaluation", "resumed"]
+
+
+def test_a_resumed_ledger_has_each_attempt_once_and_with_an_end(recorder: RunRecorder) -> None:
+    path = recorder.folder / "ledger.jsonl"
+    earlier = Ledger(path)
+    for name in ("kept", "killed", "again"):
+        earlier.dispatch(Dispatched(name, 0, "test/Env-v0#1", 1, 2))
+    earlier.settle(Terminal("kept", 0, Outcome.TERMINATED, Disposition.KEPT))
+    with path.open("a") as file:
+        file.write('{"event": "termi')  # torn by a kill
+    RunRecorder.resume(recorder.folder, 2, is_played_again=lambda name: name == "again")
+    later = Ledger(path)
+    later.dispatch(Dispatched("again", 0, "test/Env-v0#1", 1, 2))
+    later.settle(Terminal("again", 0, Outcome.TERMINATED, Disposition.KEPT))
+    entries = read_ledger(path)
+    assert imbalances(entries) == []
+    ends = {entry.trajectory_id: entry.outcome for entry in entries if isinstance(entry, Terminal)}
+    assert ends == {"kept": Outcome.TERMINATED, "killed": Outcome.CANCELLED, "again": Outcome.TERMINATED}
+    (moved,) = read_ledger(recorder.folder / "discarded" / "resume_001" / "ledger.jsonl")
+    assert moved.trajectory_id == "again"
 
 
 def test_resuming_where_nothing_came_later_discards_nothing(recorder: RunRecorder) -> None:

@@ -8,14 +8,20 @@ Pinned here:
 """
 
 import json
+import subprocess
+import sys
+import time
+from collections import Counter
 
 import pytest
 from safetensors.torch import load_file
 
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, UnknownNameError
+from gspo_gym.files import whole_lines
 from gspo_gym.recording import read_events, read_metrics
 from gspo_gym.recording_episodes import read_episodes
+from gspo_gym.rollout.ledger import imbalances, read_ledger
 from gspo_gym.train import run_training
 
 
@@ -83,6 +89,28 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "parts" / "test")] == [1, 2, 3, 4]
     for name in ("episodes", "sampled_tokens", "trained_tokens", "final_eval", "initial_eval"):
         assert resumed[name] == whole[name]
+
+
+def test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one(tmp_path):
+    """Killed by the system at any moment after step 3, while checkpoints are of steps 2, 4, ..."""
+    config = make_config(tmp_path / "parts", iterations=60)
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml())
+    metrics = tmp_path / "parts" / "test" / "metrics.jsonl"
+    with subprocess.Popen([sys.executable, "-m", "gspo_gym.train", str(file)], stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+            time.sleep(0.01)
+        process.kill()
+    num_done = len(whole_lines(metrics))
+    total = num_done + 2
+    run_training(make_config(tmp_path / "whole", iterations=total))
+    run_training(make_config(tmp_path / "parts", iterations=total), resume=True)
+    whole, parts = tmp_path / "whole" / "test", tmp_path / "parts" / "test"
+    assert [line["step"] for line in read_metrics(parts)] == list(range(1, total + 1))
+    assert imbalances(read_ledger(parts / "ledger.jsonl")) == []
+    assert Counter(read_ledger(parts / "ledger.jsonl")) == Counter(read_ledger(whole / "ledger.jsonl"))
+    told = [(event["kind"], event["step"]) for event in read_events(parts) if event["kind"] != "resumed"]
+    assert told == [(event["kind"], event["step"]) for event in read_events(whole)]
 
 
 def test_a_lora_run_resumes_from_its_adapter(tmp_path):

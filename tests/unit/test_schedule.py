@@ -24,7 +24,7 @@ import pytest
 
 from gspo_gym.errors import EnginePoisonedError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest
-from gspo_gym.schedule import PlayedAhead, oldest_version, staleness_metrics
+from gspo_gym.schedule import PlayedAhead, is_played_again, oldest_version, staleness_metrics
 from gspo_gym.seeding import generator
 from gspo_gym.types import DroppedEpisode, Outcome, Segment, Task, Trajectory, TrajectoryGroup
 
@@ -382,3 +382,17 @@ def test_staleness_is_counted_from_the_oldest_sampled_token() -> None:
         "rollout/staleness_max": 2.0,
         "rollout/stale_dropped": 4.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("trajectory_id", "is_again"),
+    [
+        ("step_000002/group_0003/1", False),
+        ("step_000003/group_0000/0", True),
+        ("group_000004/0", False),  # trained on, or given up
+        ("group_000005/0", True),  # played ahead, and pending
+        ("group_000007/0", True),  # asked for after the checkpoint
+    ],
+)
+def test_what_a_checkpoint_of_step_two_has_not_trained_on_is_played_again(trajectory_id: str, is_again: bool) -> None:
+    assert is_played_again(trajectory_id, step=2, num_tasks=7, pending_tasks=(5, 6)) is is_again
