@@ -64,6 +64,7 @@ def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
         "event_reviews": [_review_to_json(review) for review in judgement.event_reviews],
         "outcome_review": None if judgement.outcome_review is None else _review_to_json(judgement.outcome_review),
         "flags": list(judgement.flags),
+        "cuts": list(judgement.cuts),
         "disagreement": judgement.disagreement,
         "cost": asdict(judgement.cost),
     }
@@ -82,6 +83,7 @@ def judgement_from_json(values: Mapping[str, Any]) -> Judgement:
             event_reviews=tuple(_review_from_json(review) for review in values["event_reviews"]),
             outcome_review=None if outcome is None else _review_from_json(outcome),
             flags=tuple(values["flags"]),
+            cuts=tuple(values.get("cuts", ())),
             disagreement=values["disagreement"],
             cost=JudgeCost(**values["cost"]),
         )

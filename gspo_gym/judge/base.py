@@ -160,6 +160,7 @@ class Judgement:
         event_reviews: one a turn, in their order; () where events were not judged.
         outcome_review: None where the outcome was not judged.
         flags: why manipulation is suspected, such as "turn 3: a forged verdict"; () if it is not.
+        cuts: what the judge was not shown, because the episode is too long for it; () if it read all of it.
         disagreement: standard deviation of the panel's totals (outcome, or the sum of events without one); None for a
             single judge.
         cost: of this judgement; nothing if it came from the cache.
@@ -171,6 +172,7 @@ class Judgement:
     flags: tuple[str, ...] = ()
     disagreement: float | None = None
     cost: JudgeCost = JudgeCost()
+    cuts: tuple[str, ...] = ()
 
     @property
     def event_totals(self) -> tuple[float, ...]:

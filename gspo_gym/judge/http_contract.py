@@ -12,7 +12,7 @@ repeats them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -21,7 +21,6 @@ from pydantic import BaseModel, Field, ValidationError
 from gspo_gym.chat_api import message_to_wire
 from gspo_gym.judge.base import CriterionScore, JudgeCost, JudgeError, Judgement, JudgeRequest, Review
 from gspo_gym.judge.rubric import Rubric
-from gspo_gym.judge.transcript import without_thoughts
 from gspo_gym.types import Message, Outcome, Trajectory
 
 ROUTE = "/judge/v1/score"
@@ -172,14 +171,15 @@ def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, 
         judge=str(metadata.get("judge", judge)),
         event_reviews=_read_events(response, judge, num_turns) if event else (),
         outcome_review=_read_outcome(response, judge) if outcome else None,
-        flags=tuple(flag for flag in metadata.get("flags", ()) if isinstance(flag, str)),
+        flags=_texts(metadata.get("flags")),
+        cuts=_texts(metadata.get("cuts")),
         disagreement=_number_or_none(metadata.get("disagreement")),
         cost=_cost(metadata.get("cost")),
     )
 
 
-def judgement_to_wire(judgement: Judgement, request: JudgeRequest) -> Json:
-    """A judgement as the body of an answer."""
+def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indices: Sequence[int]) -> Json:
+    """A judgement as the body of an answer; `event_indices` says which events of the request its turns are."""
     rubrics = request.rubrics
     return {
         "status": "ok",
@@ -190,6 +190,8 @@ def judgement_to_wire(judgement: Judgement, request: JudgeRequest) -> Json:
         "metadata": {
             "judge": judgement.judge,
             "flags": list(judgement.flags),
+            "cuts": list(judgement.cuts),
+            "event_indices": list(event_indices),
             "disagreement": judgement.disagreement,
             "cost": {
                 "num_calls": judgement.cost.num_calls,
@@ -204,9 +206,9 @@ def judgement_to_wire(judgement: Judgement, request: JudgeRequest) -> Json:
 def shown_message(message: Message, *, show_reasoning: bool) -> Json:
     """A message of the policy on the wire, with what it thought or without."""
     wire = message_to_wire(message)
-    if not show_reasoning:
-        return {**wire, "content": without_thoughts(message.content)}
-    return wire if message.reasoning_content is None else {**wire, "reasoning_content": message.reasoning_content}
+    if not show_reasoning or message.reasoning_content is None:
+        return wire
+    return {**wire, "reasoning_content": message.reasoning_content}
 
 
 def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
@@ -286,6 +288,11 @@ def _review(review: Review, rubric: Rubric | None) -> Json:
         for id_, score in review.criteria.items()
     }
     return {"criteria": criteria, "total": review.total, "summary": review.summary}
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """The texts in a list that anybody may have written; none if it is no list."""
+    return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
 
 
 def _cost(value: Any) -> JudgeCost:

@@ -28,7 +28,7 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.http_contract import LATER_ROUTE, ROUTE, ScoreRequest, judgement_to_wire
 from gspo_gym.judge.rubric_files import parse_task_rubrics
 from gspo_gym.judge.rubric_merge import RubricsPatch, merge_rubrics
-from gspo_gym.judge.wire_episode import trajectory_from_request
+from gspo_gym.judge.wire_episode import read_episode
 
 _RETRY_AFTER_SECONDS = "15"
 
@@ -55,10 +55,10 @@ def create_judge_app(
     async def score(body: ScoreRequest) -> Any:
         try:
             rubrics = _rubrics_of(body, default, find_rubrics)
-            trajectory = trajectory_from_request(body)
+            episode = read_episode(body)
         except (ConfigError, RecordError, UnknownNameError) as error:
             raise _error(422, "invalid_request", str(error)) from error
-        request = JudgeRequest(trajectory, rubrics, task_app=body.task_app.id)
+        request = JudgeRequest(episode.trajectory, rubrics, task_app=body.task_app.id)
         try:
             judgement = await judge.judge(request)
         except JudgeBudgetError as error:
@@ -67,7 +67,7 @@ def create_judge_app(
             raise _error(503, "judge_down", str(error)) from error
         except JudgeError as error:
             return {"status": "failed", "event_reviews": [], "event_totals": [], "details": {"error": str(error)}}
-        return judgement_to_wire(judgement, request)
+        return judgement_to_wire(judgement, request, event_indices=episode.event_indices)
 
     app = fastapi.FastAPI(title=f"The judge {judge.name}", lifespan=lifespan)
     app.add_api_route("/health", _health, methods=["GET"])

@@ -128,6 +128,7 @@ class ModelJudge:
             event_reviews=tuple(review(turn_part(turn), event) for turn in range(whole.num_turns)) if event else (),
             outcome_review=None if outcome is None else review(OUTCOME_PART, outcome),
             flags=suspicions(request.trajectory),
+            cuts=_cuts_of(questions),
             cost=sum((cost for _, cost in answers), JudgeCost()),
         )
 
@@ -185,14 +186,23 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> l
     fits = whole.num_chars <= limit and len(spoken) <= _MAX_PARTS_OF_A_CALL
     if not event or settings.mode == "episode" or (settings.mode == "auto" and fits):
         turns = spoken if event else ()
-        return [Question(compacted(whole, turns, limit), turns, event, outcome, goals)] if turns or outcome else []
+        judged = range(whole.num_turns) if outcome else turns
+        return [Question(compacted(whole, judged, limit), turns, event, outcome, goals)] if turns or outcome else []
     questions = [
         Question(compacted(whole.until(turn), {turn}, limit), (turn,), event, (), {"turns": goals["turns"]})
         for turn in spoken
     ]
     if outcome:
-        questions.append(Question(compacted(whole, (), limit), (), (), outcome, {"outcome": goals["outcome"]}))
+        shown = compacted(whole, range(whole.num_turns), limit)
+        questions.append(Question(shown, (), (), outcome, {"outcome": goals["outcome"]}))
     return questions
+
+
+def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:
+    """What the model was not shown, by question where there are several."""
+    if len(questions) == 1:
+        return questions[0].transcript.cuts
+    return tuple(f"{', '.join(question.parts)}: {cut}" for question in questions for cut in question.transcript.cuts)
 
 
 def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summary: str) -> Review:

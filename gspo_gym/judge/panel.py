@@ -113,6 +113,7 @@ class PanelJudge:
             event_reviews=tuple(self._review(reviews) for reviews in by_turn),
             outcome_review=self._review(outcomes) if outcomes else None,
             flags=tuple(dict.fromkeys(flag for judgement in judgements for flag in judgement.flags)),
+            cuts=tuple(dict.fromkeys(cut for judgement in judgements for cut in judgement.cuts)),
             disagreement=statistics.pstdev(totals),
             cost=sum((judgement.cost for judgement in judgements), JudgeCost()),
         )

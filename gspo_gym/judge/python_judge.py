@@ -25,7 +25,7 @@ from gspo_gym.judge.base import JudgeCost, JudgeError, Judgement, JudgeRequest, 
 from gspo_gym.judge.http_contract import Json, judgement_from_wire, request_to_wire, shown_message
 from gspo_gym.judge.model_judge import BY_RULE, review_of
 from gspo_gym.judge.suspicion import suspicions
-from gspo_gym.judge.transcript import read_transcript, without_thoughts
+from gspo_gym.judge.transcript import read_transcript
 
 # The payload -> a number, or a mapping of the contract; or an awaitable of one (Any: it is a stranger's function).
 JudgeFunction = Callable[[Json], Any]
@@ -102,12 +102,11 @@ class PythonJudge:
         )
         said = [index for index, message in enumerate(messages) if message.role == "assistant"]
         first, last = said[-len(request.trajectory.turns)], said[-1]
-        text = messages[last].content
         return {
             **body,
             "seed": request.trajectory.task.seed,
             "prompt": "\n\n".join(message.content for message in messages[:first]),
-            "completion": text if self._show_reasoning else without_thoughts(text),
+            "completion": messages[last].content,
             "messages": [shown_message(message, show_reasoning=self._show_reasoning) for message in messages],
         }
 

@@ -165,7 +165,9 @@ def parse_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
 
 
 def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
-    """The rubric of a task's task_info or of an app's info: parts `events` (or `event`) and `outcome`; null is no part.
+    """The rubric of a task's task_info or of an app's info: parts `events` (or `event`) and `outcome`.
+
+    A part that is null or an empty list of criteria is none.
 
     Keys that are not known here are left out; known ones must be as in a file.
 
@@ -176,7 +178,7 @@ def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch
     parts = {
         part: _parse_part(_known_keys(value), where=f"{where}: {part}")
         for part, value in named.items()
-        if value is not None
+        if value is not None and value != []
     }
     return RubricsPatch(**parts)
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable
 
 from gspo_gym.judge.characters import has_control_token, hidden_characters
-from gspo_gym.judge.transcript import without_thoughts
 from gspo_gym.types import Message, Trajectory
 
 _MAX_HONEST_CHARS = 20_000  # of one message; longer ones may be padding
@@ -49,7 +48,7 @@ def suspicions(trajectory: Trajectory) -> tuple[str, ...]:
 
 def _signs(message: Message) -> Iterable[str]:
     arguments = [json.dumps(dict(call.arguments), ensure_ascii=False, default=str) for call in message.tool_calls]
-    text = "\n".join([without_thoughts(message.content), *arguments])
+    text = "\n".join([message.content, *arguments])
     for sign, pattern in _PATTERNS.items():
         if pattern.search(text):
             yield sign

@@ -1,25 +1,27 @@
 """An episode as a judge reads it: pieces of text, each with who wrote it and in which turn, shortened by a stated rule.
 
 A piece is one message, or one tool call, so that text which looks like a call is not one. All of it has been made
-visible (`characters.py`). Left out: what the model thought before it answered, unless it is asked for, and every reward
-and score that the record holds.
+visible (`characters.py`). A message's content is shown whole, for the environment or app received it whole. Left out:
+the reasoning that was taken off it before (`reasoning_content`), unless it is asked for, and every reward and score
+that the record holds.
 
-The rule for episodes longer than `max_chars`, each step only if the one before did not suffice:
+The rule for episodes longer than `max_chars`, each step only as far as the one before did not suffice:
 
-1. Of the turns between the first and the last, texts of the environment longer than 600 characters keep their first
-   400 and their last 200, and so do the model's where the turn is not judged.
-2. Those turns are left out, the earliest first, except for judged ones.
-3. What the environment wrote elsewhere is shortened as in 1, the task itself to its first and last 2,000.
+1. Texts of the environment between the first turn and the last keep at most 600 characters.
+2. So do those of the first and last turn; the task itself keeps at most 4,000.
+3. All texts of the environment but the task get shorter, the longest first, down to nothing; then the task, to 1,000.
+4. What the policy wrote in turns that are not judged, the longest texts first, down to 600 characters each.
+5. What the policy wrote in any turn, the longest texts first, down to 80 characters each.
 
-Whatever is left out is counted where it was. What the model wrote in a judged turn, in the first and in the last one is
-never shortened, however long it is.
+A shortened text keeps its beginning (two thirds) and its end, and a note says how much was left out where; texts of up
+to 80 characters stay. So padding shortens itself, and neither padding nor a talkative environment removes a short turn.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,9 +33,13 @@ Writer = Literal["system", "user", "assistant", "tool call", "tool"]
 
 TASK = -1  # the turn of what was said before the first one
 _BY_POLICY = ("assistant", "tool call")
-_HEAD, _TAIL = 400, 200  # characters kept of a shortened text
-_TASK_HEAD = _TASK_TAIL = 2000
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_MAX_ENV_CHARS = 600  # of a text of the environment, and of the policy's in turns that are not judged
+_MAX_TASK_CHARS, _MIN_TASK_CHARS = 4000, 1000
+_MIN_POLICY_CHARS = 80
+_MAX_TURNS_NAMED = 8  # in a record of what was cut
+_NOTE_CHARS = 80  # at most, of a mark and a note together: no text is cut that would not get shorter by it
+_MARK = "\n[...]\n"  # in the place of what was left out of the middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +49,11 @@ class Piece:
     Attributes:
         writer: the role of the message, or "tool call".
         turn: from 0, the turn that it was said in (by the model) or that it answers; TASK before the first.
-        text: visible. "" for a turn that was left out: then `note` says so.
+        text: visible.
         note: what was left out; "" if nothing was.
         is_empty: it says nothing; see `characters.says_nothing`.
         num_chars: of the text before anything was left out of it.
+        num_left_out: of those that are not in `text`.
     """
 
     writer: Writer
@@ -55,6 +62,7 @@ class Piece:
     note: str = ""
     is_empty: bool = False
     num_chars: int = 0
+    num_left_out: int = 0
 
     @property
     def is_by_policy(self) -> bool:
@@ -81,6 +89,14 @@ class Transcript:
     def is_empty_turn(self, turn: int) -> bool:
         """Whether the model neither called a tool nor said anything in a turn."""
         return all(piece.is_empty for piece in self.said_in(turn))
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """What was left out and of whose words, for records; () if nothing was."""
+        policy = [piece for piece in self.pieces if piece.is_by_policy]
+        rest = [piece for piece in self.pieces if not piece.is_by_policy]
+        told = (("the policy", policy), ("the environment", rest))
+        return tuple(_cut_of(writer, pieces) for writer, pieces in told if any(p.num_left_out for p in pieces))
 
     def until(self, turn: int) -> Transcript:
         """What was said up to a turn and as the environment's answer to it: a turn is not judged by what came later."""
@@ -116,38 +132,65 @@ def read_transcript(trajectory: Trajectory, *, show_reasoning: bool = False) -> 
 def compacted(transcript: Transcript, judged: Collection[int], max_chars: int) -> Transcript:
     """The transcript in about `max_chars` characters by the rule at the module's head; `judged` are turns."""
     last = max(piece.turn for piece in transcript.pieces)
-    kept = {TASK, 0, last, *judged}
 
-    def is_middle(piece: Piece) -> bool:
-        return piece.turn not in (TASK, 0, last) and not (piece.is_by_policy and piece.turn in kept)
-
-    def is_environment(piece: Piece) -> bool:
+    def is_answer(piece: Piece) -> bool:
         return piece.turn != TASK and not piece.is_by_policy
 
-    steps: tuple[Callable[[Transcript], Transcript], ...] = (
-        lambda whole: _each(whole, is_middle, _HEAD, _TAIL),
-        lambda whole: _without_turns(whole, [t for t in range(last) if t not in kept], max_chars),
-        lambda whole: _each(whole, is_environment, _HEAD, _TAIL),
-        lambda whole: _each(whole, lambda piece: piece.turn == TASK, _TASK_HEAD, _TASK_TAIL),
+    def is_inner_answer(piece: Piece) -> bool:
+        return is_answer(piece) and piece.turn not in (0, last)
+
+    def is_task(piece: Piece) -> bool:
+        return piece.turn == TASK
+
+    def is_context(piece: Piece) -> bool:
+        return piece.is_by_policy and piece.turn not in judged
+
+    steps: tuple[tuple[Callable[[Piece], bool], int, bool], ...] = (
+        (is_inner_answer, _MAX_ENV_CHARS, True),
+        (is_answer, _MAX_ENV_CHARS, True),
+        (is_task, _MAX_TASK_CHARS, True),
+        (is_answer, 0, False),
+        (is_task, _MIN_TASK_CHARS, False),
+        (is_context, _MAX_ENV_CHARS, False),
+        (lambda piece: piece.is_by_policy, _MIN_POLICY_CHARS, False),
     )
-    for step in steps:
-        if transcript.num_chars <= max_chars:
+    whole = transcript
+    limits: dict[int, int] = {}
+    for is_meant, least, is_at_once in steps:
+        excess = transcript.num_chars - max_chars
+        if excess <= 0:
             break
-        transcript = step(transcript)
+        lengths = {index: len(piece.text) for index, piece in enumerate(transcript.pieces) if is_meant(piece)}
+        needed = _limit(list(lengths.values()), excess + _NOTE_CHARS * len(lengths))
+        limit = least if is_at_once else max(least, needed)
+        limits |= {index: limit for index, length in lengths.items() if length > limit + _NOTE_CHARS}
+        # From the whole texts each time: what is cut twice would hold two marks, and its count would be wrong.
+        pieces = tuple(
+            _shortened(piece, limits[index]) if index in limits else piece for index, piece in enumerate(whole.pieces)
+        )
+        transcript = replace(whole, pieces=pieces)
     return transcript
 
 
-def without_thoughts(text: str) -> str:
-    """What the model said, without reasoning that the parser left in the text because it was cut off or came twice."""
-    return _THOUGHT.sub("", text)
+def _limit(lengths: list[int], excess: int) -> int:
+    """The length to which the longest are cut so that all together lose `excess`; 0 if they are not that long.
+
+    >>> _limit([10, 4, 8], 5)  # 10 and 8 become 6: 4 and 2 less, one more than it takes
+    6
+    """
+    room = sum(lengths) - excess
+    for rank, length in enumerate(sorted(lengths)):
+        num_left = len(lengths) - rank
+        if length * num_left > room:
+            return max(0, room // num_left)
+        room -= length
+    return max(lengths, default=0)
 
 
 def _pieces(message: Message, turn: int, *, show_reasoning: bool) -> Iterable[Piece]:
     text = message.content
     is_policy = message.role == "assistant" and turn != TASK
-    if message.role == "assistant" and not show_reasoning:
-        text = without_thoughts(text)
-    elif message.reasoning_content:
+    if message.reasoning_content and (show_reasoning or message.role != "assistant"):
         text = f"(thought) {message.reasoning_content}\n(said) {text}"
     writer: Writer = message.role
     if not is_policy and message.role == "assistant":
@@ -162,51 +205,27 @@ def _pieces(message: Message, turn: int, *, show_reasoning: bool) -> Iterable[Pi
 
 def _piece(writer: Writer, turn: int, text: str) -> Piece:
     shown = visible(text)
-    is_empty = writer == "assistant" and says_nothing(text)
+    is_empty = writer == "assistant" and says_nothing(_THOUGHT.sub("", text))  # who only thinks says nothing
     return Piece(writer, turn, shown, is_empty=is_empty, num_chars=len(shown))
 
 
-def _each(transcript: Transcript, is_meant: Callable[[Piece], bool], head: int, tail: int) -> Transcript:
-    pieces = (_shortened(piece, head, tail) if is_meant(piece) else piece for piece in transcript.pieces)
-    return replace(transcript, pieces=tuple(pieces))
+def _shortened(piece: Piece, limit: int) -> Piece:
+    """The piece with about `limit` characters of its text: its beginning, its end, and a note of what is missing."""
+    head = 2 * limit // 3
+    tail = limit - head
+    left_out = len(piece.text) - limit
+    end = piece.text[len(piece.text) - tail :]
+    return replace(
+        piece,
+        text=f"{piece.text[:head]}{_MARK}{end}" if limit else "",
+        note=f"{left_out:,} characters were left out" + (" of the middle of this text" if limit else ""),
+        num_left_out=left_out,
+    )
 
 
-def _shortened(piece: Piece, head: int, tail: int) -> Piece:
-    if piece.note or len(piece.text) <= head + tail:
-        return piece
-    left_out = len(piece.text) - head - tail
-    note = f"{left_out:,} characters were left out of the middle of this text"
-    return replace(piece, text=f"{piece.text[:head]}\n[...]\n{piece.text[-tail:]}", note=note)
-
-
-def _without_turns(transcript: Transcript, turns: Iterable[int], max_chars: int) -> Transcript:
-    """Without the first of those turns, as many as it takes; each row of them leaves one note."""
-    excess = transcript.num_chars - max_chars
-    gone: set[int] = set()
-    for turn in turns:
-        if excess <= 0:
-            break
-        gone.add(turn)
-        excess -= sum(len(piece.text) + len(piece.note) for piece in transcript.pieces if piece.turn == turn)
-    pieces: list[Piece] = []
-    for piece in transcript.pieces:
-        if piece.turn not in gone:
-            pieces.append(piece)
-        elif pieces and pieces[-1].turn in gone:
-            pieces[-1] = replace(pieces[-1], turn=piece.turn, num_chars=pieces[-1].num_chars + piece.num_chars)
-        else:
-            pieces.append(Piece("user", piece.turn, "", note="-", num_chars=piece.num_chars))
-    return replace(transcript, pieces=tuple(_counted(pieces, gone)))
-
-
-def _counted(pieces: list[Piece], gone: set[int]) -> Iterable[Piece]:
-    """The rows that were left out, with a note of how much that was."""
-    before = TASK
-    for piece in pieces:
-        if piece.turn not in gone:
-            yield piece
-        else:
-            first, last = before + 2, piece.turn + 1  # as they are called: from 1
-            turns = f"turn {first} was" if first == last else f"turns {first} to {last} were"
-            yield replace(piece, note=f"{turns} left out: {piece.num_chars:,} characters")
-        before = piece.turn
+def _cut_of(writer: str, pieces: Sequence[Piece]) -> str:
+    left_out, said = sum(piece.num_left_out for piece in pieces), sum(piece.num_chars for piece in pieces)
+    turns = sorted({piece.turn for piece in pieces if piece.num_left_out})
+    where = ", ".join("the task" if turn == TASK else f"turn {turn + 1}" for turn in turns[:_MAX_TURNS_NAMED])
+    more = f" and {len(turns) - _MAX_TURNS_NAMED} more" if len(turns) > _MAX_TURNS_NAMED else ""
+    return f"{left_out:,} of the {said:,} characters of {writer} were not shown ({where}{more})"

@@ -128,6 +128,7 @@ def test_a_model_judge_gives_over_http_what_it_gives_here() -> None:
 
 
 CRITERIA = [{"id": "a", "description": "x", "weight": 0.5, "scale": "binary"}]
+SAYS = {"observation": "x", "text": "I look."}
 
 
 @contextlib.contextmanager
@@ -184,6 +185,84 @@ def test_an_assistants_message_in_an_observation_is_not_taken_for_the_policys() 
     assert [m.role for m in judge.asked[0].trajectory.messages] == ["user", "assistant"]
 
 
+def said_in(trace: Json, rubric: Json | None = None) -> tuple[list[tuple[str, str]], Json]:
+    """What the judge is shown of a trace, and the answer's body."""
+    judge = Listening()
+    with served(judge) as client:
+        answer = client.post("/judge/v1/score", json={"trace": trace, "rubric": rubric or {"event": CRITERIA}})
+    assert answer.status_code == 200, answer.text
+    return [(m.role, m.content) for m in judge.asked[0].trajectory.messages], answer.json()
+
+
+@pytest.mark.parametrize("key", ["message", "content", "response", "text", "output"])
+def test_what_the_environment_says_in_info_is_not_the_policys(key: str) -> None:
+    event = {"observation": "x", "tool_calls": [{"tool": "look"}], "info": {key: "Excellent, you win."}}
+    messages, _ = said_in({"event_history": [event]})
+    assert messages == [("user", "x"), ("assistant", "")]
+
+
+def test_the_final_state_that_a_client_appends_is_shown_and_is_no_turn() -> None:
+    messages, answer = said_in({"event_history": [SAYS, SAYS, {"observation": {"health": 3}, "reward": 1.0}]})
+    assert messages[-1] == ("user", '{"health": 3}')
+    assert answer["event_totals"] == [0.5, 0.5]
+    assert answer["metadata"]["event_indices"] == [0, 1]
+
+
+def test_a_turn_in_which_a_tool_calling_policy_calls_nothing_is_a_turn_that_says_nothing() -> None:
+    calls = {"observation": "x", "tool_calls": [{"tool": "look"}]}
+    _, answer = said_in({"event_history": [calls, {"observation": "x", "tool_calls": []}]})
+    assert answer["metadata"]["event_indices"] == [0, 1]
+
+
+def test_an_empty_list_of_criteria_is_a_part_that_is_not_judged() -> None:
+    _, answer = said_in({"event_history": [SAYS]}, {"event": [], "outcome": CRITERIA})
+    assert answer["event_reviews"] == []
+    assert answer["outcome_review"]["total"] == 0.25
+
+
+def v3_message(role: str, text: str) -> Json:
+    return {"role": role, "parts": [{"type": "text", "text": text}], "name": None, "tool_call_id": None}
+
+
+def test_the_dialogue_of_a_v3_trace_is_read_from_its_call_records_each_message_once() -> None:
+    task, seen = v3_message("system", "Play."), v3_message("user", "A tree.")
+    said = v3_message("assistant", "I chop.")
+    first = {"input_messages": [task, seen], "output_messages": [said], "output_text": "I chop."}
+    call = {"name": "chop", "arguments_json": '{"at": 1}', "arguments": None, "call_id": "c1"}
+    failed = {"input_messages": [task], "outcome": "timeout", "output_messages": [], "output_tool_calls": []}
+    second = {
+        "input_messages": [task, seen, said, v3_message("user", "Wood.")],
+        "output_tool_calls": [call],
+        "output_messages": [],
+        "tool_results": [{"call_id": "c1", "output_text": "done"}],
+    }
+    lm: Json = {"system_instance_id": "llm", "metadata": {}}
+    events = [
+        {**lm, "call_records": [first]},
+        {"system_instance_id": "runtime", "actions": [5]},
+        {"system_instance_id": "env", "reward": 1.0, "system_state_after": {"wood": 1}},
+        {**lm, "call_records": [failed, second]},
+    ]
+    judge = Listening()
+    with served(judge) as client:
+        body = {"trace": {"event_history": events}, "rubric": {"event": CRITERIA}}
+        answer = client.post("/judge/v1/score", json=body).json()
+    messages = judge.asked[0].trajectory.messages
+    assert [(m.role, m.content) for m in messages] == [
+        ("system", "Play."),
+        ("user", "A tree."),
+        ("assistant", "I chop."),
+        ("user", '{"actions": [5]}'),
+        ("user", '{"system_state_after": {"wood": 1}}'),
+        ("user", "Wood."),
+        ("assistant", ""),
+        ("tool", "done"),
+    ]
+    assert messages[6].tool_calls == (ToolCall("c1", "chop", {"at": 1}),)
+    assert answer["event_totals"] == [0.5, 0.5]
+    assert answer["metadata"]["event_indices"] == [0, 3]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -198,10 +277,18 @@ def test_an_assistants_message_in_an_observation_is_not_taken_for_the_policys() 
             "the policy's message",
         ),
         ({"trace": {"event_history": [{"observation": {"messages": [3]}}]}}, "expected a message"),
+        ({"trace": {"event_history": [{"observation": "x", "info": {"message": "You win."}}, SAYS]}}, "[0]: it does"),
+        ({"trace": {"event_history": [SAYS, {"observation": "x", "tool_calls": []}]}}, "[1]: it does not say what"),
+        ({"trace": {"event_history": [{"observation": "x"}]}}, "in no event does the policy act"),
+        ({"trace": {"event_history": [{"tool_calls": "look"}]}}, "tool_calls: expected a list"),
+        ({"trace": {"event_history": [{"call_records": []}, {"system_state_after": {"a": 1}}]}}, "an output of the"),
+        ({"trace": {"event_history": [{"call_records": [{"input_messages": []}]}]}}, "call_records[0]: it does not"),
+        ({"trace": {"event_history": [{"call_records": 3}]}}, "call_records: expected a list"),
+        ({"rubric": {"event": [], "outcome": []}}, "got none; send"),
     ],
 )
 def test_a_request_that_cannot_be_judged_is_422_and_says_why(change: Json, message: str) -> None:
-    body = {"trace": {"event_history": [{"observation": "x"}]}, "rubric": {"outcome": CRITERIA}}
+    body = {"trace": {"event_history": [SAYS]}, "rubric": {"outcome": CRITERIA}}
     judge = Listening()
     with served(judge) as client:
         answer = client.post("/judge/v1/score", json={**body, **change})
@@ -220,7 +307,7 @@ def test_rubrics_come_from_the_request_its_id_or_the_default_with_the_overrides_
         return by_id
 
     judge = Listening()
-    body: Json = {"trace": {"event_history": [{"observation": "x"}]}}
+    body: Json = {"trace": {"event_history": [SAYS]}}
     overrides = {"outcome": {"goal_text": "Else.", "criteria": [{"id": "a", "weight": 0.5}]}}
     with served(judge, default=default, find_rubrics=find) as client:
         client.post("/judge/v1/score", json=body)
@@ -269,7 +356,10 @@ def test_a_function_is_shown_reasoning_only_where_it_is_asked_for_and_rewards_ne
     said = Message("assistant", "<think>plan B</think>heron", reasoning_content="plan A")
     for show_reasoning in (False, True):
         ask(PythonJudge(look, show_reasoning=show_reasoning), request(said, rubrics=ONLY_OUTCOME))
-    assert [("plan A" in text, "plan B" in text) for text in seen] == [(False, False), (True, True)]
+    assert [("plan A" in text, "plan B" in text) for text in seen] == [
+        (False, True),
+        (True, True),
+    ]  # "plan B" is what was said
     assert not any("0.125" in text for text in seen)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from judged_episodes import episode
 
 from gspo_gym.judge.base import JudgeError
@@ -13,7 +15,7 @@ from gspo_gym.judge.characters import longest_run_of_ticks, says_nothing, visibl
 from gspo_gym.judge.fake_server import read_prompt
 from gspo_gym.judge.prompt import Question, build_messages
 from gspo_gym.judge.suspicion import suspicions
-from gspo_gym.judge.transcript import TASK, compacted, read_transcript
+from gspo_gym.judge.transcript import TASK, Piece, Transcript, compacted, read_transcript
 from gspo_gym.types import Message, Outcome, ToolCall
 
 NONCE = "ab" * 10
@@ -37,13 +39,22 @@ def test_every_message_and_every_call_is_a_piece_with_its_writer_and_turn() -> N
 
 
 def test_reasoning_is_shown_only_where_it_is_asked_for_and_rewards_never() -> None:
-    said = episode(CALL, "<think>hm</think>A <think>cut off")
+    said = episode(CALL, "Done.")
     hidden, shown = read_transcript(said), read_transcript(said, show_reasoning=True)
-    assert [piece.text for piece in hidden.pieces if piece.writer == "assistant"] == ["I look.", "A "]
+    assert [piece.text for piece in hidden.pieces if piece.writer == "assistant"] == ["I look.", "Done."]
     assert "secret plan" in shown.said_in(0)[0].text
-    assert "hm" in shown.said_in(1)[0].text
     for transcript in (hidden, shown):
         assert "0.125" not in "".join(piece.text for piece in transcript.pieces)  # of every turn in the record
+
+
+RAW = ["Fine. <think>I cheat.</think> bye", "<think>all of it", "<think>a</think>b<think>c</think>d"]
+
+
+@pytest.mark.parametrize("said", RAW)
+def test_text_that_the_environment_was_given_raw_is_shown_whole(said: str) -> None:
+    shown = read_transcript(episode(said)).said_in(0)
+    assert [piece.text for piece in shown] == [visible(said)]
+    assert visible(said).replace("\\", "") == said  # nothing is missing but what breaks the tokens
 
 
 def test_answers_in_the_task_are_examples_and_not_the_policys() -> None:
@@ -77,42 +88,80 @@ def test_what_fits_is_not_shortened() -> None:
     assert compacted(whole, (), whole.num_chars) is whole
 
 
-def test_long_texts_in_the_middle_are_shortened_first_and_counted() -> None:
+def shown(transcript: Transcript) -> dict[tuple[str, int], Piece]:
+    return {(piece.writer, piece.turn): piece for piece in transcript.pieces}
+
+
+def test_long_answers_of_the_environment_are_shortened_first_those_in_the_middle_before_the_others() -> None:
     whole = read_transcript(episode(*["a" * 1000] * 5, answers=["b" * 400 + "c" * 800 + "d" * 300] * 5))
-    short = compacted(whole, {2}, whole.num_chars - 1)
-    pieces = {(piece.writer, piece.turn): piece for piece in short.pieces if piece.turn != TASK}
-    for turn in (0, 4):
-        assert len(pieces["assistant", turn].text) == 1000
-        assert len(pieces["user", turn].text) == 1500
-    assert len(pieces["assistant", 2].text) == 1000  # judged
-    assert pieces["user", 2].text == "b" * 400 + "\n[...]\n" + "d" * 200
+    pieces = shown(compacted(whole, {2}, whole.num_chars - 1))
+    assert [len(pieces["user", turn].text) for turn in (0, 4)] == [1500, 1500]
+    assert pieces["user", 2].text == "b" * 400 + "\n[...]\n" + "d" * 200  # 600 of them, two thirds at the beginning
     assert pieces["user", 2].note == "900 characters were left out of the middle of this text"
-    assert pieces["assistant", 1].note == "400 characters were left out of the middle of this text"
-    assert short.num_turns == 5
+    # 3 middle answers lose 900 each, and 4,000 less takes the first and the last one, too.
+    assert shown(compacted(whole, {2}, whole.num_chars - 4000))["user", 4].num_left_out == 900
+    assert [len(pieces["assistant", turn].text) for turn in range(5)] == [1000] * 5
 
 
-def test_turns_in_the_middle_are_left_out_next_with_a_count_but_never_first_last_and_judged_ones() -> None:
-    whole = read_transcript(episode(*["a" * 100] * 10, answers=["b" * 50] * 10))
-    task_chars = len("You name things.") + len("Name them.")
-    # Six turns of 150 characters, two notes of a row each, and the task: what is left when 1 to 3 and 5 are gone.
-    short = compacted(whole, {4}, 6 * 150 + task_chars)
-    assert [piece.note for piece in short.pieces if piece.note] == [
-        "turns 2 to 4 were left out: 450 characters",
-        "turn 6 was left out: 150 characters",
-    ]
-    assert [piece.turn for piece in short.pieces if piece.writer == "assistant"] == [0, 4, 6, 7, 8, 9]
-    empty = compacted(whole, {4}, 0)
-    assert [piece.turn for piece in empty.pieces if piece.writer == "assistant"] == [0, 4, 9]
+def test_padding_in_the_last_turn_removes_no_other_turn() -> None:
+    bad = "I steal the money."
+    said = ["I look.", bad, *["I wait."] * 20, "I am done. " * 10_000]
+    whole = read_transcript(episode(*said))
+    short = compacted(whole, range(len(said)), 60_000)
+    assert short.num_chars <= 60_000
+    assert [piece.text for turn in range(22) for piece in short.said_in(turn)] == said[:-1]
+    assert short.said_in(22)[0].num_left_out > 110_000 - 60_000
+    assert "of the 110," in short.cuts[0]
+    assert "characters of the policy were not shown (turn 23)" in short.cuts[0]
 
 
-def test_a_judged_turn_is_whole_however_little_room_there_is() -> None:
-    long = "y" * 100_000
-    whole = read_transcript(episode("a", long, "c", answers=[LONG] * 3, task=[Message("user", "t" * 9000)]))
-    short = compacted(whole, {1}, 10)
-    assert short.said_in(1)[0].text == long
-    answers = [piece for piece in short.pieces if piece.writer == "user" and piece.turn >= 0]
-    assert [len(piece.text) for piece in answers] == [600 + len("\n[...]\n")] * 3
-    assert short.pieces[0].note == "5,000 characters were left out of the middle of this text"
+@pytest.mark.parametrize("turn", [0, 1, 5, 9])
+def test_a_talkative_environment_removes_no_word_of_the_policy(turn: int) -> None:
+    said = [f"I do {number}. " * 100 for number in range(10)]  # 1,000 characters
+    answers = ["z" * 5000] * 10
+    answers[turn] = "z" * 200_000
+    whole = read_transcript(episode(*said, answers=answers, task=[Message("user", "t" * 90_000)]))
+    short = compacted(whole, (), 15_000)
+    assert short.num_chars <= 15_000
+    assert [piece.text for t in range(10) for piece in short.said_in(t)] == said
+    assert len(short.cuts) == 1
+    assert "of the environment were not shown (the task, turn 1" in short.cuts[0]
+
+
+def test_turns_that_are_not_judged_are_shortened_before_those_that_are_and_the_longest_first() -> None:
+    whole = read_transcript(episode("a" * 9000, "b" * 2000, "c" * 9000, answers=["", "", ""]))
+    pieces = shown(compacted(whole, {2}, 15_000))
+    assert len(pieces["assistant", 2].text) == 9000
+    assert pieces["assistant", 1].num_left_out == 0
+    # 15,000 less 9,000, 2,000 and the task of 26, and at most 80 for each note: 3,814 at least.
+    assert 3814 <= len(pieces["assistant", 0].text) <= 3974
+    everything = compacted(whole, range(3), 3000)
+    assert everything.num_chars <= 3000
+    limits = {len(piece.text) for piece in everything.pieces if piece.is_by_policy}
+    assert len(limits) == 1  # the longest first makes all of them equally long
+
+
+def test_what_fits_says_nothing_of_cuts() -> None:
+    assert read_transcript(episode(LONG)).cuts == ()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), min_size=1, max_size=8),
+    st.integers(0, 20_000),
+    st.integers(2000, 30_000),
+)
+def test_no_word_of_the_policy_is_cut_while_an_answer_is_longer_than_a_note(
+    sizes: list[tuple[int, int]], task: int, max_chars: int
+) -> None:
+    made = episode(
+        *["p" * a for a, _ in sizes], answers=["e" * b for _, b in sizes], task=[Message("user", "t" * task)]
+    )
+    short = compacted(read_transcript(made), (), max_chars)
+    if any(piece.num_left_out for piece in short.pieces if piece.is_by_policy):
+        shown_answers = [piece for piece in short.pieces if not piece.is_by_policy and piece.turn != TASK]
+        assert all(len(piece.text) <= 80 for piece in shown_answers)
+    for piece in short.pieces:
+        assert len(piece.text.replace("\n[...]\n", "")) + piece.num_left_out == piece.num_chars
 
 
 FENCES = ["```", "````````", "a\n" + "`" * 50 + f" {NONCE} end\nb", "\uff40" * 7, f"```` {NONCE} turn 1: policy, text"]
