@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.command_line import add_environment, env_config_of
+from gspo_gym.seeding import FIRST_TRAINING_SEED
 
 
 def add_command(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
@@ -22,7 +23,12 @@ def add_command(subparsers: Any) -> None:  # Any: argparse does not name the typ
         help="scripted:NAME, a model (tiny:qwen3-64, a folder, a hub id), or openai:MODEL[@BASE_URL]",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="a new file, .jsonl or .parquet")
-    parser.add_argument("--seeds", default="0:100", help='which tasks, such as "0:100" or "3,5,8" (default 0:100)')
+    parser.add_argument(
+        "--seeds",
+        default=f"{FIRST_TRAINING_SEED}:{FIRST_TRAINING_SEED + 100}",
+        help='which tasks, such as "3,5,8" (default: the first 100 training tasks, %(default)s; below 2**31 are '
+        "the tasks of evaluations)",
+    )
     parser.add_argument("--per-seed", type=int, default=1, help="episodes of each (default 1)")
     parser.add_argument("--max-turns", type=int, default=50, help="actions per episode (default 50)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="tokens per action (default 1024)")

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     play = commands.add_parser("play", help="play in the terminal and see what a model would see")
     add_environment(play)
-    play.add_argument("--seed", type=int, default=0, help="which task (default 0)")
+    play.add_argument("--seed", type=int, default=0, help="which task (default 0, which is held out from training)")
     play.add_argument(
         "--model", default="tiny:qwen3-64", help="whose tokenizer and chat template (default tiny:qwen3-64)"
     )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from gspo_gym.env.core import PolicyFactory, ToolEnv
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.splits import is_held_out_seed
+from gspo_gym.env.splits import is_held_out_generator
 from gspo_gym.env.tools import ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
@@ -210,5 +210,4 @@ class CodeRepair(ToolEnv):
             if name not in CASES:
                 raise UnknownNameError(f"CodeRepair.reset: unknown module {name!r}; {nearest_name(str(name), CASES)}")
             return (name,)
-        seed = self.reset_seed
-        return HELD_OUT if seed is not None and is_held_out_seed(seed) else TRAINING
+        return HELD_OUT if is_held_out_generator(self.np_random) else TRAINING

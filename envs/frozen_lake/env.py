@@ -15,6 +15,7 @@ from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, PolicyFactory, TextEnv
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
 from .lake import MOVE_NAMES, Transitions, checked_lake, distances_to_goal, neighbour
@@ -101,9 +102,10 @@ class FrozenLake(TextEnv):
             raise ConfigError(f"FrozenLake.reset: expected no options, got {sorted(options)}")
         super().reset(seed=seed)
         # A seed of its own for the ice: with the episode's, the slips would repeat the draws that made the map.
-        drawn_map_seed, ice_seed = (int(drawn) for drawn in self.np_random.integers(2**31, size=2))
+        ice_seed = int(self.np_random.integers(2**31, size=2)[1])
         if isinstance(self._map, int):
-            self.lake = tuple(generate_random_map(self._map, seed=drawn_map_seed if seed is None else seed))
+            map_seed = next_seed(self.np_random) if seed is None else seed
+            self.lake = tuple(generate_random_map(self._map, seed=map_seed))
         else:
             self.lake = self._map
         inner = FrozenLakeEnv(desc=list(self.lake), is_slippery=self.is_slippery)

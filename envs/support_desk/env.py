@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from gspo_gym.env.chat_model import ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ToolEnv
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.splits import is_held_out_seed
+from gspo_gym.env.splits import is_held_out_generator
 from gspo_gym.env.tools import ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
@@ -209,8 +209,7 @@ class SupportDesk(ToolEnv):
         if options:
             raise ConfigError(f"SupportDesk.reset: expected no options, got {sorted(options)}")
         self._forget()
-        is_held_out = self.reset_seed is not None and is_held_out_seed(self.reset_seed)
-        self._shop = Shop(self.np_random, is_held_out=is_held_out)
+        self._shop = Shop(self.np_random, is_held_out=is_held_out_generator(self.np_random))
         self.case = draw_case(self.np_random, self._shop, self.task)
         self.price_cents = self._shop.purchase(self.case.order_id).price_cents
         seed = int(self.np_random.integers(2**31))

@@ -19,7 +19,7 @@ from gspo_gym.env.dataset_questions import ConversationTemplate, Questions, Read
 from gspo_gym.env.dataset_rewards import GRADERS, RewardFunction, RowReward, reference_text
 from gspo_gym.env.dataset_rows import Row, RowSource
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.splits import checked_fraction
+from gspo_gym.env.splits import checked_fraction, next_seed
 from gspo_gym.errors import ConfigError
 
 _DEFAULT_FRACTION = 0.1
@@ -99,15 +99,11 @@ class DatasetEnv(TextEnv):
         return fresh
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
-        """Begins the row of the seed; without one, a training row drawn at random. `info` says where the row stands."""
+        """Begins the row of the seed, or one drawn as `splits.next_seed` says; `info` says where the row stands."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"DatasetEnv.reset: expected no options, got {sorted(options)}")
-        if seed is None:
-            train = self.questions.train
-            self._row = train[int(self.np_random.integers(len(train)))]
-        else:
-            self._row = self.questions.of_seed(seed)
+        self._row = self.questions.of_seed(next_seed(self.np_random) if seed is None else seed)
         return self._answer((self._conversation.messages(self._row.values), {"row": self._row.where}))
 
     def step(self, action: str) -> Any:

@@ -20,6 +20,7 @@ import gymnasium
 from gspo_gym.env.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.types import Message, StepResult, ToolCall
 
@@ -113,10 +114,10 @@ class PlainEnv(gymnasium.Env[str, str]):
             raise
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Starts an episode; without a seed, of a task that the last seed leads to."""
+        """Starts an episode; without a seed, of a task drawn on the side of the last one (see `splits.next_seed`)."""
         super().reset(seed=seed)
         self._num_calls = 0
-        drawn = int(self.np_random.integers(2**31))
+        drawn = next_seed(self.np_random)
         result = self._run(self.session.reset(drawn if seed is None else seed, options))
         schemas = [dict(schema) for schema in self.session.tool_schemas]
         return _text(result), {"messages": _messages(result), "tool_schemas": schemas}

@@ -1,7 +1,7 @@
 """Two sides that share nothing, training and held-out, and which of their members a seed names.
 
 What decides the side of a thing is its content alone, so that equal things stay together, whatever file or generator
-they come from, and things added later move no other. Called by `tasks.py` and `dataset_questions.py`.
+they come from, and things added later move no other.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
@@ -54,6 +56,38 @@ def content_hash(text: str, split_seed: int) -> int:
     """In [0, 2**64); any white space counts as one space."""
     content = f"{split_seed}\x1f{' '.join(text.split())}"
     return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def next_seed(rng: np.random.Generator, *, is_held_out: bool | None = None) -> int:
+    """Draw the seed of an episode whose reset was given none, below 2**32.
+
+    This is the one rule for every interface: such an episode stays on the side of the last seed that was given, and is
+    a training task where none ever was. `rng` is the generator that the last given seed made, as Gymnasium's
+    `np_random` is.
+
+    Args:
+        rng: is drawn from once.
+        is_held_out: which side; None: the side of `rng`.
+
+    >>> next_seed(np.random.default_rng(7)) < FIRST_TRAINING_SEED <= next_seed(np.random.default_rng())
+    True
+    """
+    drawn = int(rng.integers(FIRST_TRAINING_SEED))
+    side = is_held_out_generator(rng) if is_held_out is None else is_held_out
+    return drawn if side else FIRST_TRAINING_SEED + drawn
+
+
+def is_held_out_generator(rng: np.random.Generator) -> bool:
+    """Return whether `rng` was made from the seed of a held-out task.
+
+    A generator that the operating system seeded is on the training side, as its 128 bits are no small number; so is one
+    that does not say what made it.
+
+    >>> is_held_out_generator(np.random.default_rng(0)), is_held_out_generator(np.random.default_rng())
+    (True, False)
+    """
+    made_from = getattr(rng.bit_generator.seed_seq, "entropy", None)
+    return isinstance(made_from, int | np.integer) and int(made_from) < FIRST_TRAINING_SEED
 
 
 def is_held_out_content(content: int, held_out_fraction: float) -> bool:

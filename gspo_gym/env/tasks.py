@@ -25,11 +25,12 @@ from gspo_gym.env.splits import (
     in_order,
     is_held_out_content,
     is_held_out_seed,
+    next_seed,
     split_by_content,
     without,
 )
 from gspo_gym.errors import ConfigError, ContractError, UsageError
-from gspo_gym.seeding import FIRST_TRAINING_SEED, generator
+from gspo_gym.seeding import generator
 
 T = TypeVar("T")
 Draw = Callable[[np.random.Generator], T]
@@ -110,7 +111,8 @@ class TaskSource(Generic[T]):
         """The task of a seed, always the same one, as a copy that its episode may change.
 
         Write `TASKS.task(seed, self.np_random)` in `reset`, and `TASKS.task(self.reset_seed, self.np_random)` in the
-        `start` of a `ToolEnv`: Gymnasium allows a reset without a seed, which gets a training task drawn from `rng`.
+        `start` of a `ToolEnv`: Gymnasium allows a reset without a seed, which gets a task drawn from `rng` as
+        `splits.next_seed` says.
 
         Raises:
             ConfigError: the tasks cannot be read, or there is none on the side of the seed.
@@ -120,7 +122,7 @@ class TaskSource(Generic[T]):
         if seed is None:
             if rng is None:
                 raise UsageError("TaskSource.task: expected a seed, or a generator that draws one, got neither")
-            seed = FIRST_TRAINING_SEED + int(rng.integers(FIRST_TRAINING_SEED))
+            seed = next_seed(rng)
         if seed < 0:
             raise UsageError(f"TaskSource.task: expected a seed >= 0, got {seed}")
         return copy.deepcopy(self._read().of_seed(seed) if self._draw is None else self._drawn(self._draw, seed))

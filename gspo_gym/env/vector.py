@@ -20,9 +20,9 @@ from gspo_gym.env.core import Conversation
 from gspo_gym.env.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.splits import next_seed
 from gspo_gym.env.workers import OwnThread
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, UsageError
-from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message, StepResult
 
 _Result = TypeVar("_Result")
@@ -81,7 +81,8 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
     and the reason in infos["error"], and its next episode is played in a fresh instance like any other.
 
     The first episode of environment i under `reset(seed=s)` is that of seed s + i; the seeds of later ones derive from
-    it. Works inside a running event loop, too, which it blocks.
+    it and stay on its side, held-out or training (see `splits.next_seed`). Works inside a running event loop, too,
+    which it blocks.
 
     Args:
         factory: a fresh environment (Any: authors need not subclass anything).
@@ -113,8 +114,8 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self._thread = OwnThread()
         self._runner = asyncio.Runner()
         self._sessions: list[EnvSession | None] = [None] * num_envs
-        self._seeds = [0] * num_envs
-        self._num_episodes = [0] * num_envs
+        self._generators = [np.random.default_rng() for _ in range(num_envs)]  # of the seeds of unseeded episodes
+        self._was_reset = [False] * num_envs
         self._is_over: NDArray[np.bool_] = np.ones(num_envs, dtype=bool)
         self._observations: list[TextObservation] = [""] * num_envs
 
@@ -140,10 +141,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
                 f"{self.env_id}: expected reset_mask [{self.num_envs}] bool, got {mask.dtype} {mask.shape}"
             )
         chosen = np.flatnonzero(mask).tolist()
-        for index in chosen:
-            if seeds is not None:
-                self._seeds[index], self._num_episodes[index] = seeds[index], 0
-        begun = self._run(_all(self._begin(index, given) for index in chosen))
+        begun = self._run(_all(self._begin(index, given, seeds[index]) for index in chosen))
         for index, error in zip(chosen, begun, strict=True):
             if isinstance(error, BaseException):
                 raise EnvError(f"{self.env_id}: environment {index} could not be reset: {error}") from error
@@ -160,7 +158,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         """
         if isinstance(actions, str | Message) or len(actions) != self.num_envs:
             raise ContractError(f"{self.env_id}: expected {self.num_envs} actions, got {actions!r:.100}")
-        never = [index for index, count in enumerate(self._num_episodes) if count == 0]
+        never = [index for index, was_reset in enumerate(self._was_reset) if not was_reset]
         over = np.flatnonzero(self._is_over).tolist() if self._mode is AutoresetMode.DISABLED else []
         if never or over:
             raise UsageError(f"{self.env_id}: environments {never or over} must be reset before they are stepped")
@@ -187,23 +185,23 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self._thread.call(self._runner.close, timeout_seconds=None).unwrap()
         self._thread.release()
 
-    def _seeds_from(self, seed: int | Sequence[int] | None) -> list[int] | None:
-        """One seed an environment; None: go on with those there are."""
-        if seed is None and any(self._num_episodes):
-            return None
+    def _seeds_from(self, seed: int | Sequence[int] | None) -> Sequence[int | None]:
+        """One seed an environment, or None each."""
         if seed is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
+            return [None] * self.num_envs
         seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else list(seed)
         if len(seeds) != self.num_envs:
             raise ConfigError(f"{self.env_id}: expected {self.num_envs} seeds, got {len(seeds)}")
         super().reset(seed=seeds[0])
         return seeds
 
-    async def _begin(self, index: int, options: Mapping[str, Any]) -> None:
+    async def _begin(self, index: int, options: Mapping[str, Any], seed: int | None = None) -> None:
         await self._end(index)
-        count = self._num_episodes[index]
-        self._num_episodes[index] += 1
-        seed = child_seed(self._seeds[index], "episode", count) if count else self._seeds[index]
+        self._was_reset[index] = True
+        if seed is None:
+            seed = next_seed(self._generators[index])
+        else:
+            self._generators[index] = np.random.default_rng(seed)
         session = await open_session(self._factory, env_id=self.env_id, step_timeout_seconds=self._timeout)
         self._sessions[index] = session
         opening = await session.reset(seed, options)

@@ -6,14 +6,16 @@ Called by `openenv_server.py`, in one event loop.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
 
@@ -42,17 +44,22 @@ class Session:
         self.last_used = time.monotonic()
         self.env = env
         self._is_playing = False
+        self._generator = np.random.default_rng()  # of the seeds of unseeded episodes
         self._lock = asyncio.Lock()
 
     async def reset(self, seed: int | None, episode_id: str | None, options: Mapping[str, Any]) -> StepResult:
-        """Start an episode; without a seed, of a task drawn at random.
+        """Start an episode; without a seed, of a task drawn as `splits.next_seed` says.
 
         Raises:
             EnvError, ContractError: as `EnvSession.reset`.
         """
         async with self._lock:
             self._is_playing = False
-            result = await self._call(self.env.reset(secrets.randbelow(2**31) if seed is None else seed, options))
+            if seed is None:
+                seed = next_seed(self._generator)
+            else:
+                self._generator = np.random.default_rng(seed)
+            result = await self._call(self.env.reset(seed, options))
             self.episode_id, self.num_steps = episode_id or str(uuid.uuid4()), 0
             self._is_playing = True
             return result

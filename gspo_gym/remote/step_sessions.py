@@ -39,10 +39,13 @@ class _Request(BaseModel):
 
 
 class InitializeRequest(_Request):
-    """Open a session. `attempt_id` names it for requests that are sent again; without one, each opens another."""
+    """Open a session; `seed` names its task, null for one drawn as `splits.next_seed` says.
+
+    `attempt_id` names the session for requests that are sent again; without one, each opens another.
+    """
 
     attempt_id: str | None = Field(default=None, min_length=1, max_length=_MAX_ID)
-    seed: int = Field(default=0, ge=0)
+    seed: int | None = Field(default=None, ge=0)
     config: Json = Field(default_factory=dict)
     options: Json = Field(default_factory=dict)
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 from pydantic import ValidationError
 
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import GymError
 from gspo_gym.remote.agent_loop import Plan, PlayedRollout, PlayError, play_rollout
 from gspo_gym.remote.contracts import RolloutRequest
@@ -139,7 +141,7 @@ class Rollouts:
                 "missing_correlation_id",
                 'mode "rl" needs policy.config.trace_correlation_id, or ?cid= in policy.config.inference_url',
             )
-        seed = seed_of(request.run_id) if env.seed is None else env.seed
+        seed = seed_of(request.run_id, is_evaluation=request.mode == "eval") if env.seed is None else env.seed
         if seed < 0:
             raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {seed}")
         plan = Plan(
@@ -192,9 +194,14 @@ def num_turns_of(ops: Sequence[str | Mapping[str, Any]], max_ops: int) -> int:
     return num_turns
 
 
-def seed_of(run_id: str) -> int:
-    """The seed of a rollout that brings none, in [0, 2**31)."""
-    return int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:4], "big") >> 1
+def seed_of(run_id: str, *, is_evaluation: bool) -> int:
+    """Draw the seed of a rollout that brings none, the same one for the same id: held out in an evaluation only.
+
+    >>> seed_of("a", is_evaluation=True) < 2**31 <= seed_of("a", is_evaluation=False)
+    True
+    """
+    drawn = np.random.default_rng(int.from_bytes(hashlib.sha256(run_id.encode()).digest(), "big"))
+    return next_seed(drawn, is_held_out=is_evaluation)
 
 
 def _system_prompt_of(policy: Mapping[str, Any]) -> str | None:

@@ -20,6 +20,7 @@ from gspo_gym.chat.parsing import ParseFailure
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.chat.system_prompt import with_system_prompt
 from gspo_gym.env.session import EnvSession
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError, ContextOverflowError, UsageError
 from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode
 from gspo_gym.segments import SampledTokens
@@ -100,6 +101,7 @@ class TokenObservationWrapper:
         self._pad_id = pad_id
         self._system_prompt = system_prompt
         self._clock = clock
+        self._generator = np.random.default_rng()  # of the seeds of unseeded episodes
         self._runner: asyncio.Runner | None = None
         self._open = OpenEpisode()
         self._is_turn_open = False
@@ -156,7 +158,7 @@ class TokenObservationWrapper:
     async def reset_async(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetTuple:
         """Start an episode: (ids int32 [L], info), ids being the whole prompt of the first turn.
 
-        `seed` None draws one from the operating system; `info["seed"]` says which it was.
+        `seed` None draws one as `splits.next_seed` says; `info["seed"]` says which it was.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: the environment failed.
@@ -166,7 +168,9 @@ class TokenObservationWrapper:
         self._is_turn_open = False
         self.env_seconds = 0.0
         if seed is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
+            seed = next_seed(self._generator)
+        else:
+            self._generator = np.random.default_rng(seed)
         result = await self._timed(self.session.reset(seed, options))
         messages = with_system_prompt(result.messages, self._system_prompt)
         self._open.messages.extend(messages)

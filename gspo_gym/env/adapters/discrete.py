@@ -19,6 +19,7 @@ from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.dataset_rows import named_object
 from gspo_gym.env.registry import make
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError
 from gspo_gym.types import Message
 
@@ -128,8 +129,9 @@ class DiscreteEnv(TextEnv):
         self._is_playing = False
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, Info]:
-        """Resets the inner environment with the seed and the options; its info is passed on."""
+        """Resets the inner environment with the options and the seed, or one drawn as `splits.next_seed` says."""
         super().reset(seed=seed)
+        seed = next_seed(self.np_random) if seed is None else seed
         self.observation, info = self._outer.reset(seed=seed, options=dict(options) if options else None)
         self.steps_left = self.max_steps
         self._is_playing = True

@@ -18,6 +18,7 @@ from gspo_gym.env.adapters.own_generators import OwnGenerators
 from gspo_gym.env.answers import described
 from gspo_gym.env.core import Info, TextEnv
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
 from gspo_gym.seeding import child_seed
 
@@ -76,7 +77,7 @@ class GemEnv(TextEnv):
         if options:
             raise ConfigError(f"GemEnv.reset: expected no options, got {sorted(options)}")
         if seed is None:
-            seed = int(self.np_random.integers(2**32))
+            seed = next_seed(self.np_random)
         self.close()
         self._generators = OwnGenerators(child_seed(seed, "gem"))
         with self._generators.in_place():

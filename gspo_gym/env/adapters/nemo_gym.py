@@ -17,6 +17,7 @@ from gspo_gym.env.adapters.nemo_gym_http import ServerSession
 from gspo_gym.env.adapters.nemo_gym_wire import messages_of, response_of, tool_schemas_of
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.dataset_rows import RowSource, read_rows
+from gspo_gym.env.splits import is_held_out_seed, next_seed
 from gspo_gym.errors import ConfigError, ContractError, nearest_name
 from gspo_gym.types import Message, ToolCall
 
@@ -36,11 +37,13 @@ class NeMoGymEnv(TextEnv):
     the steps add up.
 
     The seed picks the row and nothing else: servers that draw at random themselves (0.4.0's blackjack) play another
-    game each time, which `gspo-gym env check` finds out.
+    game each time, which `gspo-gym env check` finds out. Without `held_out`, evaluation is given the training rows,
+    and `info["is_held_out"]` is False.
 
     Args:
         url: of the server, http://127.0.0.1:8000.
         rows: tasks, as a file or in memory, each with `responses_create_params`. All must offer the same tools.
+        held_out: the same, for seeds below 2**31; rows that are in it are not trained on.
         kind: of the server.
         max_steps: of a resources server: after so many turns without an answer, the conversation so far is graded and
             the episode truncated; None leaves it to the rollout, and such an episode then has no reward.
@@ -59,6 +62,7 @@ class NeMoGymEnv(TextEnv):
         *,
         url: str,
         rows: RowSource,
+        held_out: RowSource | None = None,
         kind: Kind = "resources",
         max_steps: int | None = None,
         timeout_seconds: float = 60.0,
@@ -70,8 +74,12 @@ class NeMoGymEnv(TextEnv):
         if max_steps is not None and (max_steps < 1 or kind != "resources"):
             raise ConfigError(f"NeMoGym: expected max_steps >= 1 and kind 'resources', got {max_steps} and {kind!r}")
         self._url, self._kind, self._max_steps, self._timeout = url.rstrip("/"), kind, max_steps, timeout_seconds
-        self._rows = [(dict(row.values), row.where) for row in read_rows(rows)]
+        self._held_out = None if held_out is None else _read(held_out)
+        kept_out = [values for values, _ in self._held_out or ()]
+        self._rows = [(values, where) for values, where in _read(rows) if values not in kept_out]
         self._tool_schemas = _common_tools(self._rows)
+        if self._held_out is not None and _common_tools(self._held_out) != self._tool_schemas:
+            raise ConfigError("NeMoGym: the tools of held_out are not those of rows; use one environment for each set")
         self._session: ServerSession | None = None  # None: no episode is being played
         self._row: dict[str, Any] = {}
         self._said: list[Message] = []  # since the row's input
@@ -86,13 +94,14 @@ class NeMoGymEnv(TextEnv):
     async def reset(  # type: ignore[override]  # async, as TextEnv allows
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begins the row of the seed in a new session; without a seed, a row drawn at random."""
+        """Begins the row of the seed in a new session, or of one drawn as `splits.next_seed` says."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"NeMoGym.reset: expected no options, got {sorted(options)}")
         await self.close()
-        index = int(self.np_random.integers(len(self._rows))) if seed is None else seed % len(self._rows)
-        self._row, where = self._rows[index]
+        seed = next_seed(self.np_random) if seed is None else seed
+        rows = self._rows if self._held_out is None or not is_held_out_seed(seed) else self._held_out
+        self._row, where = rows[seed % len(rows)]
         messages = list(messages_of(self._row[_PARAMS], where=where))
         self._said, self._num_turns = [], 0
         session = ServerSession(self._url, timeout_seconds=self._timeout)
@@ -107,7 +116,7 @@ class NeMoGymEnv(TextEnv):
         self._has_close = bool(info.get("supports_explicit_close", False))
         if self._kind == "gymnasium":
             messages += _observed(answer, f"{self._url}/reset")
-        return messages, {"row": where, **info}
+        return messages, {"row": where, "is_held_out": rows is self._held_out, **info}
 
     async def step(self, action: Message | str) -> Step:  # type: ignore[override]
         """One turn."""
@@ -192,6 +201,10 @@ class NeMoGymEnv(TextEnv):
             await session.close()
 
 
+def _read(rows: RowSource) -> list[tuple[dict[str, Any], str]]:
+    return [(dict(row.values), row.where) for row in read_rows(rows)]
+
+
 def _common_tools(rows: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[Mapping[str, Any], ...]:
     """The tools that all rows offer: the model is told of them before a row is drawn.
 
@@ -200,7 +213,7 @@ def _common_tools(rows: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[Mappin
         ConfigError: there are no rows, or rows with different tools.
     """
     if not rows:
-        raise ConfigError("NeMoGym: expected at least one row, got none")
+        raise ConfigError("NeMoGym: expected at least one row on each side, got none")
     common: tuple[Mapping[str, Any], ...] | None = None
     for row, where in rows:
         params = row.get(_PARAMS)

@@ -26,6 +26,7 @@ from gspo_gym.env.adapters.openenv_reading import (
 )
 from gspo_gym.env.adapters.openenv_socket import FactsCache, Socket, http_url_of
 from gspo_gym.env.core import TextEnv
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ContractError, EnvError
 from gspo_gym.keys import read_key
 from gspo_gym.seeding import generator
@@ -113,13 +114,11 @@ class OpenEnvEnv(TextEnv):
     async def reset(  # type: ignore[override]  # async, as TextEnv allows
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Opens a session and resets it, once."""
+        """Opens a session and resets it, once; without a seed, with one drawn as `splits.next_seed` says."""
         super().reset(seed=seed)
         await self.close()
-        given = {**self._reset_options, **(options or {})}
-        if seed is not None:
-            given["seed"] = seed
-        data = await self._begin(given, seed or 0)
+        seed = next_seed(self.np_random) if seed is None else seed
+        data = await self._begin({**self._reset_options, **(options or {}), "seed": seed}, seed)
         if is_done(data, where=self._http_url):
             raise ContractError(f"{self._http_url}: expected an episode to play, its reset says that it is done")
         self._is_playing, self._num_errors = True, 0

@@ -20,9 +20,8 @@ from gymnasium.error import ResetNeeded
 from gspo_gym.env.adapters.own_generators import OwnGenerators
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.splits import content_hash, is_held_out_content, is_held_out_seed
+from gspo_gym.env.splits import content_hash, is_held_out_content, is_held_out_seed, next_seed
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError, nearest_name
-from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message
 
 Entry = dict[str, Any]  # Any: "metadata" holds whatever a generator needs to score an answer
@@ -146,12 +145,12 @@ class ReasoningGymEnv(TextEnv):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[tuple[Message, ...], Info]:
-        """Asks the question of the seed; without one, a training question drawn at random."""
+        """Asks the question of the seed, or of one drawn as `splits.next_seed` says."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"ReasoningGymEnv.reset: expected no options, got {sorted(options)}")
         if seed is None:
-            seed = int(self.np_random.integers(FIRST_TRAINING_SEED, 2 * FIRST_TRAINING_SEED))
+            seed = next_seed(self.np_random)
         drawn = _drawn_seed(self._source, seed)
         if drawn is None:
             side = "held-out" if is_held_out_seed(seed) else "training"
@@ -254,7 +253,7 @@ def others_answer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     """The own answer of a training question, or none where entries have no answers."""
 
     def play(_messages: Sequence[Message]) -> str:
-        other = env.another(int(rng.integers(FIRST_TRAINING_SEED, 2 * FIRST_TRAINING_SEED)))
+        other = env.another(next_seed(rng, is_held_out=False))
         return str(env.as_action(other.right_answer() or _NO_ANSWER))
 
     return play

@@ -21,9 +21,8 @@ from gspo_gym.env.core import Info, TextEnv
 from gspo_gym.env.dataset_questions import ConversationTemplate, Questions, Reading, load_questions
 from gspo_gym.env.dataset_rows import RowSource, named_object
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.splits import checked_fraction
+from gspo_gym.env.splits import checked_fraction, next_seed
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
-from gspo_gym.seeding import FIRST_TRAINING_SEED
 
 StepTuple = tuple[Any, Reward, bool, bool, Info]  # Any: messages, or nothing at the end
 
@@ -95,12 +94,12 @@ class SkyRLGymEnv(TextEnv):
         self._is_playing = False
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        """Makes the environment of the seed's row; without a seed, of a training row drawn at random."""
+        """Makes the environment of the seed's row, or of one drawn as `splits.next_seed` says."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"SkyRLGymEnv.reset: expected no options, got {sorted(options)}")
         if seed is None:
-            seed = FIRST_TRAINING_SEED + int(self.np_random.integers(FIRST_TRAINING_SEED))
+            seed = next_seed(self.np_random)
         self.close()
         row = self.questions.of_seed(seed)
         self.row = copy.deepcopy(dict(row.values))

@@ -19,6 +19,7 @@ from gymnasium.error import ResetNeeded
 from gspo_gym.env.adapters.step_protocol_http import AtCapacityError, StepServer, ToolsCache
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.splits import next_seed
 from gspo_gym.env.wire import message_to_json, step_result_from_json
 from gspo_gym.errors import ContractError, EnvError
 from gspo_gym.seeding import generator
@@ -81,10 +82,10 @@ class StepProtocolEnv(TextEnv):
     async def reset(  # type: ignore[override]  # async, as TextEnv allows
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Sequence[Message], dict[str, Any]]:
-        """Opens a session; without a seed, of a task drawn at random."""
+        """Opens a session; without a seed, of a task drawn as `splits.next_seed` says."""
         super().reset(seed=seed)
         await self.close()
-        seed = int(self.np_random.integers(2**31)) if seed is None else seed
+        seed = next_seed(self.np_random) if seed is None else seed
         # The attempt's id is the server's only proof that a second request is the first one again.
         request = {"attempt_id": uuid.uuid4().hex, "seed": seed, "config": self._config}
         answer = await self._opened({**request, "options": dict(options or {})}, seed)

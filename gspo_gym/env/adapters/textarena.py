@@ -18,6 +18,7 @@ from gspo_gym.env.adapters.textarena_players import RandomMover, scripted_player
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import Info, PolicyFactory, TextEnv
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError, ContractError, EnvError, nearest_name
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Message
@@ -100,7 +101,7 @@ class TextArenaEnv(TextEnv):
         if options:
             raise ConfigError(f"TextArena.reset: expected no options, got {sorted(options)}")
         if seed is None:
-            seed = int(self.np_random.integers(2**31))
+            seed = next_seed(self.np_random)
         self._match = Match(self.game, self.num_players, seed)
         drawn = int(generator(seed, "seat").integers(self.num_players))
         self.seat = drawn if self._seat_setting == "random" else self._seat_setting

@@ -19,8 +19,8 @@ from gspo_gym.env.adapters.verifiers_bridge import Bridge, Request, as_message
 from gspo_gym.env.adapters.verifiers_loading import Loaded, load
 from gspo_gym.env.core import Info, TextEnv
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError
-from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message
 
 StepTuple = tuple[Sequence[Message] | str, Reward | None, bool, bool, Info]
@@ -83,13 +83,13 @@ class VerifiersEnv(TextEnv):
     async def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, Info]:
-        """Starts a rollout of the row that the seed names, and waits for its first prompt."""
+        """Starts a rollout of the row of the seed (without one: see `splits.next_seed`), up to its first prompt."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"Verifiers.reset: expected no options, got {sorted(options)}")
         await self._stop()
         if seed is None:
-            seed = int(self.np_random.integers(FIRST_TRAINING_SEED))
+            seed = next_seed(self.np_random)
         row, self._is_held_out = self._loaded.row(seed)
         self._bridge, self._said, self._num_unread_answers = Bridge(self._loaded.package, name=self._where), [], 0
         self._rollout = asyncio.create_task(self._loaded.rollout(row, self._bridge.client))

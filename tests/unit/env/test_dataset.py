@@ -84,11 +84,14 @@ def test_an_answer_that_could_not_be_read_earns_the_least() -> None:
     assert (float(reward), reward.success) == (0.0, None)
 
 
-def test_a_reset_without_a_seed_draws_a_training_row() -> None:
+def test_a_reset_without_a_seed_draws_a_row_of_the_side_that_was_played() -> None:
     env = DatasetEnv(TRAIN, held_out=HELD_OUT)
-    env.reset(seed=3)
+    env.reset(seed=FIRST + 3)
     asked = {env.reset()[0][0].content for _ in range(100)}
     assert asked == {row["question"] for row in TRAIN}  # 100 draws miss one of 4 with probability 4 x 0.75^100
+    env.reset(seed=3)
+    asked = {env.reset()[0][0].content for _ in range(100)}
+    assert asked == {row["question"] for row in HELD_OUT}
     with pytest.raises(ConfigError, match=r"expected no options, got \['row'\]"):
         env.reset(seed=0, options={"row": 1})
 

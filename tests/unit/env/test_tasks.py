@@ -142,15 +142,16 @@ def is_task(source: TaskSource[Any], seed: int) -> bool:
     return True
 
 
-def test_without_a_seed_a_training_task_is_drawn() -> None:
+def test_without_a_seed_a_task_of_the_generators_side_is_drawn() -> None:
     source = TaskSource(small_sum, held_out_fraction=0.5)
     training, _ = sides_of(source, 600)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(FIRST)
     drawn = [source.task(None, rng) for _ in range(200)]
     assert set(drawn) <= training
     assert len(set(drawn)) > 1
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(FIRST)
     assert drawn == [source.task(None, rng) for _ in range(200)]
+    assert not training & {source.task(None, np.random.default_rng(number)) for number in range(20)}
     with pytest.raises(UsageError, match="expected a seed, or a generator that draws one, got neither"):
         source.task(None)
 
@@ -231,4 +232,4 @@ def test_a_tool_environment_finds_the_seed_of_its_reset() -> None:
     env.step(Message("assistant", "none"))
     env.reset()
     assert env.reset_seed is None
-    assert env.sum in sides_of(Adder.tasks, 600)[0]
+    assert env.sum in sides_of(Adder.tasks, 600)[1]  # held out, as the episode before

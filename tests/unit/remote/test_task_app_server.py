@@ -343,13 +343,14 @@ def test_evaluation_needs_no_correlation_id_and_training_does(stage: Make) -> No
 def test_a_seed_that_is_not_given_comes_from_the_run_id(stage: Make) -> None:
     """Two rollouts of one id play one task; it is that of the seed which the id gives."""
     seen = []
-    for env in ({"seed": None}, {"seed": seed_of("run-1")}):
+    for env in ({"seed": None}, {"seed": seed_of("run-1", is_evaluation=False)}):
         app = stage(lambda _body: text("1"))
         response = app.rollout(env=env)
         seen.append([(step.obs, step.reward) for step in response.trajectories[0].steps])
     assert seen[0] == seen[1]
-    assert 0 <= seed_of("run-1") < 2**31
-    assert seed_of("run-1") != seed_of("run-2")
+    first, second = (seed_of(run_id, is_evaluation=False) for run_id in ("run-1", "run-2"))
+    assert 2**31 <= first < 2**32
+    assert first != second
 
 
 # -- 3. what is no action -------------------------------------------------------------------------------------------
