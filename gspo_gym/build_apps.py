@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from gspo_gym.addresses import is_loopback
 from gspo_gym.config.apps import GatewaySection, TaskSource
+from gspo_gym.config.rules_apps import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 _SESSIONS_PER_ROLLOUT = 4  # open at once: training, an evaluation beside it, and those that are just closing
 _MODEL = "policy"  # what apps call the model; the gateway serves one
 # Keys of rollout.policy_config that are said for each rollout, or are the gateway's to obey.
-_SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs"})
+_OUR_KEYS = frozenset(
+    {"temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs", *APP_KEYS_SAID_FOR_EACH_ROLLOUT}
+)
 
 
 def environment_ids(config: RunConfig) -> tuple[str, ...]:
@@ -203,7 +206,7 @@ class AppPlayers:
             max_turns=limits.max_turns,
             env_config=source.env_config,
             policy_name=rollout.policy_name,
-            policy_config={} if asked is None else asked.model_dump(exclude=set(_SAMPLING_KEYS), exclude_none=True),
+            policy_config={} if asked is None else asked.model_dump(exclude=set(_OUR_KEYS), exclude_none=True),
             ops=rollout.ops[:2],
             mode=mode,
             episode_timeout_seconds=limits.episode_timeout_seconds,

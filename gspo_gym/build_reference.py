@@ -29,7 +29,8 @@ from gspo_gym.reference_wire import ScoringSettings
 
 @contextlib.contextmanager
 def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterator[ServedReference | None]:
-    """The reference at a server, for as long as the block lasts; None if reference.placement is not "dedicated".
+    """The reference at a server, for as long as the block lasts; None if reference.placement is not "dedicated"
+    or no KL term asks for it.
 
     It is the policy as it is now, without its adapter if it has one; or what [services] reference_url serves.
 
@@ -38,7 +39,7 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
         ConfigError: it serves a model with another vocabulary, the policy's weights are quantized, or reference.tp
             processes cannot share its layers.
     """
-    if config.reference.placement != "dedicated":
+    if config.reference.placement != "dedicated" or not config.has_reference:
         yield None
         return
     services = config.services

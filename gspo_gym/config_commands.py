@@ -40,6 +40,8 @@ def check_config(arguments: argparse.Namespace) -> int:
     )
     if plan.steps_per_iteration == 1:
         print("note: with one optimizer step per iteration the ratio is 1 everywhere, and no clip acts")
+    for notice in config.notices:
+        print(f"note: {notice.key}: {notice.text}")
     missing = missing_machinery(config.sections)
     if missing:
         print("This version cannot run it:")

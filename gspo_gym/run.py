@@ -34,6 +34,7 @@ from gspo_gym.weight_sync import WeightSync
 _FREE_ON_RESUME = frozenset(
     {
         "run.folder",
+        "run.tags",
         "run.log_episodes_every_n_iters",
         "model.label",
         "model.device",

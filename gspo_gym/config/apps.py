@@ -1,4 +1,4 @@
-"""Who plays the episodes: [gateway] and [[rollout.mixture]], and the sources that follow from them.
+"""Say who plays the episodes: [gateway], [rollout.policy_config] and [[rollout.mixture]], and the sources that follow.
 
 A source is an environment in this process, or a task app that runs elsewhere and calls the model through the gateway.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from gspo_gym.config.toml_text import as_toml_holds_it
 from gspo_gym.config.words import checked_url
@@ -41,6 +41,44 @@ class GatewaySection(Settings):
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
         return None if url is None else checked_url(url)
+
+
+class PolicyConfigSection(Settings):
+    """[rollout.policy_config]: how the policy is asked; the hosted trainer's names for some of [rollout]'s keys.
+
+    Other keys are a task app's own, and are sent to it as they stand; without a task app they are errors.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    system_prompt: str | None = Field(
+        default=None, min_length=1, description="a system message before the environment's first messages"
+    )
+    temperature: float | None = Field(default=None, gt=0, description="as rollout.temperature, which it sets")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="as rollout.top_p, which it sets")
+    top_k: int | None = Field(default=None, ge=0, description="as rollout.top_k, which it sets")
+    max_tokens: int | None = Field(default=None, gt=0, description="as rollout.max_output_tokens, which it sets")
+    chat_template_kwargs: dict[str, Any] = Field(  # Any: each chat template has its own
+        default={}, description="handed to the chat template, for example { enable_thinking = false }"
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _can_be_recorded(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return as_toml_holds_it(kwargs)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _others_can_be_recorded(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
+        if not isinstance(values, dict):
+            return values
+        others = {name: value for name, value in values.items() if name not in cls.model_fields}
+        return {**values, **as_toml_holds_it(others)}
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Return the keys that are not ours (Any: each app has its own)."""
+        return dict(self.model_extra or {})
 
 
 class MixtureEntry(Settings):

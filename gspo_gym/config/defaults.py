@@ -75,15 +75,25 @@ def _follow_policy_config(values: dict[str, Any]) -> None:
     for theirs, ours in POLICY_CONFIG.items() if isinstance(policy_config, Mapping) else ():
         if policy_config.get(theirs) is not None:
             _set_default(values, f"rollout.{ours}", policy_config[theirs])
+    if isinstance(policy_config, Mapping) and "truncated_sampling" not in _listed(values, "algorithm.acknowledge"):
+        top_p, top_k = policy_config.get("top_p"), policy_config.get("top_k")
+        if top_p not in (None, 1) or top_k not in (None, 0):
+            _set_default(values, "training.score_truncated", True)
+
+
+def _listed(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
+    """Return the entries of a list (Any: as read); () for what is none."""
+    value = look_up(values, key)
+    return tuple(value) if isinstance(value, list | tuple) else ()
 
 
 def _follow_vllm(values: dict[str, Any]) -> None:
     """A [vllm] section chooses the engine and the context; a turn may then fill what is left of it, as in vLLM."""
-    vllm = values.get("vllm")
-    if vllm is not None or values.get("topology") is not None:
+    vllm, topology = values.get("vllm"), values.get("topology")
+    if vllm is not None or topology is not None:
         _set_default(values, "rollout.engine", "vllm")
-    if isinstance(vllm, Mapping):
-        length = vllm.get("max_model_len") or 8192
+    if isinstance(vllm, Mapping) or (vllm is None and topology is not None):
+        length = (vllm or {}).get("max_model_len") or 8192
         _set_default(values, "rollout.max_model_len", length)
         if isinstance(length, int) and length > 1:
             _set_default(values, "rollout.max_output_tokens", length - 1)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_gym.config.retired import explain
 from gspo_gym.config.sections import ModelSection, TrainingSection
 from gspo_gym.config.services import TopologySection
 from gspo_gym.config.words import Problem, look_up, show
@@ -25,6 +26,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
         "model_name": "model.base",
         **{name: f"model.{name}" for name in ModelSection.model_fields if name != "base"},
         **{name: f"rollout.{name}" for name in _SAMPLING},
+        **{name: f"rollout.policy_config.{name}" for name in ("top_p", "top_k")},  # which are scored under, then
         "max_tokens": "rollout.max_output_tokens",
         "system_prompt": "rollout.policy_config.system_prompt",
     },
@@ -34,6 +36,8 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
     },
     "training.rewards": {name: f"training.{name}" for name in _STEP_REWARDS},
     "lora": {name: f"training.lora.{name}" for name in LoraSettings.model_fields},
+    "rubric.weights": {name: f"judge.reward_blend.{name}" for name in ("env", "event", "outcome")},
+    "rubric": {"enabled": "judge.enabled"},
 }
 # Those that are a whole section of the flat form.
 _SECTIONS = {"compute.topology": "topology", "lora": "training.lora"}
@@ -41,6 +45,13 @@ _SECTIONS = {"compute.topology": "topology", "lora": "training.lora"}
 _KEYS: Mapping[str, str] = {
     "topology.reference_placement": "reference.placement",
     "judge.options.timeout_s": "judge.timeout_s",
+    "training.weight_sync.weight_sync_interval": "training.weight_sync_interval",
+    "tags": "run.tags",
+}
+# Switches of the hosted trainer, and the parts of the blend that each of them leaves.
+_ONLY_REWARDS: Mapping[str, tuple[str, ...]] = {
+    "task_app_origin_rewards_only": ("env",),
+    "rubric_rewards_only": ("event", "outcome"),
 }
 
 
@@ -66,11 +77,15 @@ class Flat:
 def flatten(values: Mapping[str, Any]) -> Flat:
     """The flat form of what was read (hence Any); the input stays as it is."""
     flat = Flat(_copy(values))
+    if flat.values.get("type") == "rl":  # what kind of job the hosted trainer is to make of the file
+        del flat.values["type"]
     for table, moves in _TABLES.items():
         _move_table(flat, table, moves)
+    _take_smaller_semaphore(flat)
+    _take_only_rewards(flat)
     for key, target in _KEYS.items():
-        above, name = key.rsplit(".", 1)
-        holder = look_up(flat.values, above)
+        above, _, name = key.rpartition(".")
+        holder = look_up(flat.values, above) if above else flat.values
         if isinstance(holder, dict) and name in holder:
             _put(flat, target, holder.pop(name), written=key)
     return flat
@@ -90,7 +105,43 @@ def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
         if key in moves:
             _put(flat, moves[key], value, written=f"{table}.{key}")
         else:
-            flat.problems.append(Problem(f"{table}.{key}", f"unknown key; {nearest_name(str(key), moves)}"))
+            text = explain(f"{table}.{key}", value) or f"unknown key; {nearest_name(str(key), moves)}"
+            flat.problems.append(Problem(f"{table}.{key}", text))
+
+
+def _take_smaller_semaphore(flat: Flat) -> None:
+    """Let training.async_semaphore_max and rollout.max_concurrent_rollouts both bound what runs at once."""
+    training = flat.values.get("training")
+    if not isinstance(training, dict) or "async_semaphore_max" not in training:
+        return
+    limit = training.pop("async_semaphore_max")
+    rollout = flat.values.setdefault("rollout", {})
+    if not isinstance(rollout, dict):
+        return
+    given = rollout.get("max_concurrent_rollouts", limit)
+    if isinstance(given, int) and isinstance(limit, int):
+        limit = min(given, limit)
+    rollout["max_concurrent_rollouts"] = limit
+    flat.written["rollout.max_concurrent_rollouts"] = "training.async_semaphore_max"
+
+
+def _take_only_rewards(flat: Flat) -> None:
+    """Check the hosted trainer's two switches between rewards, which are weights of the blend here."""
+    rollout = flat.values.get("rollout")
+    for name, alone in _ONLY_REWARDS.items():
+        if not isinstance(rollout, dict) or name not in rollout:
+            continue
+        key, is_on = f"rollout.{name}", rollout.pop(name)
+        blend = look_up(flat.values, "judge.reward_blend") or {"env": 1.0}
+        has_judge = look_up(flat.values, "judge.enabled") is True
+        others = [part for part in ("env", "event", "outcome") if part not in alone and isinstance(blend, dict)]
+        if not isinstance(is_on, bool):
+            flat.problems.append(Problem(key, f"expected true or false, got {show(is_on)}"))
+        elif is_on and not has_judge and "env" not in alone:
+            flat.problems.append(Problem(key, "true needs a judge: set judge.enabled = true, with its options"))
+        elif is_on and has_judge and any(blend.get(part) for part in others):
+            weights = ", ".join(f"judge.reward_blend.{part} = 0" for part in others)
+            flat.problems.append(Problem(key, f"true contradicts [judge.reward_blend]: set {weights}, or remove this"))
 
 
 def _keep_section(flat: Flat, table: str) -> None:

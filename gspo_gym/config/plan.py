@@ -40,7 +40,9 @@ class RunPlan:
     def num_accumulated(self) -> int:
         """Batches of batch_size trajectories whose gradients are summed before one optimizer step."""
         if self.gradient_accumulation_steps is not None:
-            return self.gradient_accumulation_steps
+            return min(
+                self.gradient_accumulation_steps, self.max_accumulated_minibatch or self.gradient_accumulation_steps
+            )
         batches = self.episodes_per_iteration // self.batch_size
         return max(1, min(self.max_accumulated_minibatch or 1, batches))
 

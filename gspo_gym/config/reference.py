@@ -30,7 +30,8 @@ Defaults that follow from other keys:
 
 - `algorithm.variety` sets `loss.unit` and `advantages.level`, and with "grpo" the clip range, 0.2 and 0.27;
 - `advantages.level = "turn"` sets the baseline to "leave_one_out"; a baseline of batch, running or none sets the scale;
-- `rollout.policy_config` sets the keys of [rollout] that it has other names for;
+- `rollout.policy_config` sets the keys of [rollout] that it has other names for, and its top_p or top_k sets
+  `training.score_truncated`, unless `algorithm.acknowledge` names "truncated_sampling";
 - a `[vllm]` section sets `rollout.engine` to "vllm", `rollout.max_model_len` to its own (8192 if it has none), and
   lets a turn fill that;
 - `[topology]` sets `rollout.engine` to "vllm", and the two parallel sizes of `[vllm]`;
@@ -39,7 +40,9 @@ Defaults that follow from other keys:
 - `--task-url URL`, and else the environment variable TASK_APP_URL, give `services.task_url`.
 
 A key that would have no effect beside the others is an error, and so is a departure from the papers that
-`algorithm.acknowledge` does not name.
+`algorithm.acknowledge` does not name. What the hosted trainer's files cannot say otherwise is a notice: keys of step rewards
+and of a reference that the mode does not need, and numbers that another one bounds. Choices are read whatever their case.
+Keys of `[rollout.policy_config]` that are not listed here are a task app's own and are sent to it.
 """
 
 # Keys with a unit that their meaning does not begin with.

@@ -261,6 +261,7 @@ FOREIGN: Mapping[str, Foreign] = {
         "TRL", "rollout.max_output_tokens", "ours is per turn; rollout.max_model_len bounds the episode"
     ),
     "response_length": _renamed("ROLL", "rollout.max_output_tokens"),
+    "max_completion_tokens": _renamed("the hosted trainer's old form", "rollout.max_output_tokens"),
     "max_new_tokens": _renamed("transformers", "rollout.max_output_tokens"),
     "max_prompt_length": Foreign(
         "TRL", note="prompts are not cut; rollout.max_model_len bounds prompt and answers together"
@@ -270,7 +271,6 @@ FOREIGN: Mapping[str, Foreign] = {
     ),
     "sequence_length": _renamed("ROLL", "rollout.max_model_len"),
     "max_seq_length": _renamed("Unsloth", "rollout.max_model_len"),
-    "async_semaphore_max": _renamed("the hosted trainer's old form", "rollout.max_concurrent_rollouts"),
     "hf_generate_chunk_size": _renamed("AgileRL", "rollout.max_concurrent_rollouts"),
     "seed_count": _renamed("others", "evaluation.instances"),
     # model
@@ -323,18 +323,17 @@ FOREIGN: Mapping[str, Foreign] = {
         {True: "run.log_episodes_every_n_iters = 1", False: "run.log_episodes_every_n_iters = 0"},
     ),
     # whole sections of the hosted trainer's older forms
-    "rubric": Foreign("the hosted trainer's old form", note="write [judge], and its weights in [judge.reward_blend]"),
+    "smoke": Foreign("the hosted trainer", note="settings of its smoke command: remove it"),
+    "data": Foreign("the hosted trainer's old form", note="write what the app reads into [rollout.env_config]"),
+    "inference_url": Foreign("the hosted trainer's old form", note="each rollout is told its own URL: remove it"),
     "hyperparams": Foreign("the hosted trainer's old form", note="write [training] and [loss]"),
     "step_rewards": Foreign("the hosted trainer's old form", note="write training.step_rewards_mode and so on"),
     "checkpoint": Foreign("the hosted trainer's old form", note="write training.checkpoint_every_n_iters"),
     "verifier": Foreign("the hosted trainer's later form", note="write [judge]"),
-    # choices between rewards, which are weights here
-    "task_app_origin_rewards_only": Foreign(
-        "the hosted trainer", note="write judge.reward_blend = { env = 1.0, event = 0.0, outcome = 0.0 }, the default"
-    ),
-    "rubric_rewards_only": Foreign(
-        "the hosted trainer",
-        note="write judge.reward_blend = { env = 0.0, event = 0.5, outcome = 0.5 }, or other weights",
+    # images
+    **dict.fromkeys(
+        ("supports_vision", "max_images_per_message", "limit_mm_per_prompt"),
+        Foreign("the hosted trainer", note="policies here read and write text, so that images are refused: remove it"),
     ),
 }  # fmt: skip
 

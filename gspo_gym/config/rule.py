@@ -8,6 +8,8 @@ from typing import Any
 
 from gspo_gym.config.words import Problem, show
 
+OTHER_KEYS = ".*"  # after the name of an open table: those of its keys that are not ours, as a table
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -17,7 +19,7 @@ class Rule:
 
     Attributes:
         keys: dotted. The keys of a section that is not there are None; an optional section's own name says whether it
-            is there.
+            is there, and with `OTHER_KEYS` after it what an open one holds besides our keys.
         check: takes the values of all keys.
     """
 
@@ -30,7 +32,7 @@ def find_problem(rule: Rule, values: Mapping[str, Any]) -> Problem | None:
     if any(key not in values for key in rule.keys):
         return None
     text = rule.check(*(values[key] for key in rule.keys))
-    return None if text is None else Problem(rule.keys[0], text)
+    return None if text is None else Problem(rule.keys[0].removesuffix(OTHER_KEYS), text)
 
 
 def no_effect(key: str, default: Any, other: str, acts: Callable[[Any], bool], advice: str) -> Rule:

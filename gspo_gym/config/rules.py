@@ -2,13 +2,13 @@
 
 The rules about the objective are in `rules_objective.py`, those about machines and services in `rules_services.py`,
 about endpoints in `rules_rescore.py`, about task apps in `rules_apps.py`, about the judge in `rules_judge.py`;
-`find_contradictions` asks all of them.
+`find_contradictions` asks all of them. Those of `rules_notices.py` find what may stay, and is said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.config.defaults import POLICY_CONFIG
@@ -16,6 +16,7 @@ from gspo_gym.config.plan import PLAN_KEYS, RunPlan
 from gspo_gym.config.rule import Rule, find_problem, no_effect
 from gspo_gym.config.rules_apps import APP_RULES
 from gspo_gym.config.rules_judge import JUDGE_RULES
+from gspo_gym.config.rules_notices import NOTICE_RULES
 from gspo_gym.config.rules_objective import OBJECTIVE_RULES
 from gspo_gym.config.rules_rescore import RESCORE_RULES
 from gspo_gym.config.rules_services import SERVICE_RULES
@@ -23,20 +24,31 @@ from gspo_gym.config.rules_transfer import TRANSFER_RULES
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.learning.settings import OptimizerSettings
-from gspo_gym.settings import parse_seeds
 
 
 def find_contradictions(values: Mapping[str, Any]) -> list[Problem]:
-    """The problems between keys. `values` holds what is valid by itself, by dotted key (Any: of all their types)."""
-    rules = (*_RULES, *OBJECTIVE_RULES, *SERVICE_RULES, *RESCORE_RULES, *TRANSFER_RULES, *APP_RULES, *JUDGE_RULES)
+    """Return the problems between keys. `values` holds what is valid by itself, by dotted key (Any: of all types)."""
+    return _ask(
+        (*_RULES, *OBJECTIVE_RULES, *SERVICE_RULES, *RESCORE_RULES, *TRANSFER_RULES, *APP_RULES, *JUDGE_RULES), values
+    )
+
+
+def find_notices(values: Mapping[str, Any]) -> list[Problem]:
+    """Return what a valid configuration says without effect, or differently than it may seem; `values` as above."""
+    return _ask(NOTICE_RULES, values)
+
+
+def _ask(rules: Sequence[Rule], values: Mapping[str, Any]) -> list[Problem]:
     found = (find_problem(rule, values) for rule in rules)
     return [problem for problem in found if problem is not None]
 
 
-def _batch_holds_whole_groups(episodes_per_batch: int, group_size: int) -> str | None:
-    if episodes_per_batch % group_size == 0:
+def _batch_holds_whole_groups(episodes_per_batch: int, group_size: int, batches_per_step: int) -> str | None:
+    """A group may lie across the batches of one iteration, which are learned from together."""
+    if episodes_per_batch * batches_per_step % group_size == 0:
         return None
-    return f"expected a multiple of training.group_size = {group_size}, got {episodes_per_batch}"
+    product = f" x rollout.batches_per_step = {batches_per_step}" if batches_per_step > 1 else ""
+    return f"expected a multiple of training.group_size = {group_size}, got {episodes_per_batch}{product}"
 
 
 def _batch_splits_evenly(batch_size: int, episodes_per_batch: int, batches_per_step: int) -> str | None:
@@ -52,8 +64,7 @@ def _accumulated_batches_split_evenly(
 ) -> str | None:
     if accumulated is None:
         return None
-    if most is not None and accumulated > most:
-        return f"expected at most training.max_accumulated_minibatch = {most}, got {accumulated}"
+    accumulated = min(accumulated, most or accumulated)
     episodes = episodes_per_batch * batches_per_step
     if episodes % batch_size != 0 or episodes % (batch_size * accumulated) == 0:
         return None
@@ -70,12 +81,6 @@ def _clip_of_ppo_can_act(method: str, *plan: Any) -> str | None:
         '"ppo" says that the clip acts, but each batch is used for one optimizer step, in which the ratio is 1: lower '
         'training.batch_size, raise training.update_epochs, or set "policy_gradient"'
     )
-
-
-def _training_is_no_longer_than_evaluation(max_turns: int | None, most: int) -> str | None:
-    if max_turns is None or max_turns <= most:
-        return None
-    return f"expected at most rollout.max_turns = {most}, which evaluations have, got {max_turns}"
 
 
 def _ops_fit_the_turns(ops: tuple[str, ...], max_turns: int) -> str | None:
@@ -140,8 +145,6 @@ def _trained_weights_are_float32(dtype: str, trainer_mode: str) -> str | None:
 def _evaluation_has_seeds(instances: int | None, seeds: tuple[int, ...] | list[int] | str | None) -> str | None:
     if instances is None and seeds is None:
         return 'required, but not given: a number of evaluation tasks (or evaluation.seeds, such as "0:100")'
-    if instances is not None and seeds is not None and len(parse_seeds(seeds)) != instances:
-        return f"expected the number of evaluation.seeds, which are {len(parse_seeds(seeds))}, got {instances}"
     return None
 
 
@@ -166,7 +169,7 @@ def _default(name: str) -> Any:
 
 
 _RULES = (
-    Rule(("rollout.episodes_per_batch", "training.group_size"), _batch_holds_whole_groups),
+    Rule(("rollout.episodes_per_batch", "training.group_size", "rollout.batches_per_step"), _batch_holds_whole_groups),
     Rule(("training.batch_size", "rollout.episodes_per_batch", "rollout.batches_per_step"), _batch_splits_evenly),
     Rule(
         (
@@ -179,7 +182,6 @@ _RULES = (
         _accumulated_batches_split_evenly,
     ),
     Rule(("algorithm.method", *PLAN_KEYS), _clip_of_ppo_can_act),
-    Rule(("training.max_turns", "rollout.max_turns"), _training_is_no_longer_than_evaluation),
     Rule(("rollout.ops", "rollout.max_turns"), _ops_fit_the_turns),
     Rule(("rollout.max_output_tokens", "rollout.max_model_len"), _output_leaves_room_for_a_prompt),
     Rule(("rollout.min_output_tokens", "rollout.max_output_tokens"), _output_may_reach_its_minimum),

@@ -6,9 +6,14 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.rule import Rule
+from gspo_gym.config.apps import PolicyConfigSection
+from gspo_gym.config.rule import OTHER_KEYS, Rule
 from gspo_gym.config.words import show
 from gspo_gym.env.process_limits import IsolationSettings
+from gspo_gym.errors import nearest_name
+
+# What every rollout's policy.config is told by the trainer, whatever rollout.policy_config says.
+APP_KEYS_SAID_FOR_EACH_ROLLOUT = ("model", "inference_url", "trace_correlation_id")
 
 _SOURCES = ("services.task_url", "rollout.mixture")
 Entries = Sequence[Mapping[str, Any]]  # as read, hence Any
@@ -31,6 +36,13 @@ def _keys_are_of_apps(mixture: Entries) -> str | None:
         if entry.get("api_key_env") and not entry.get("task_url"):
             return f"api_key_env of entry {number} has no effect without a task_url there: give it, or remove this"
     return None
+
+
+def _other_keys_have_a_reader(others: Mapping[str, Any] | None, task_url: str | None, mixture: Entries) -> str | None:
+    if not others or has_app(task_url, mixture):
+        return None
+    name = next(iter(others))
+    return f"{name}: unknown key; {nearest_name(name, PolicyConfigSection.model_fields)} (only a task app has others)"
 
 
 def _gateway_has_an_app(is_given: bool, task_url: str | None, mixture: Entries) -> str | None:
@@ -77,6 +89,7 @@ def _of_environments_here(name: str) -> Rule:
 
 
 APP_RULES = (
+    Rule((f"rollout.policy_config{OTHER_KEYS}", *_SOURCES), _other_keys_have_a_reader),
     Rule(("rollout.mixture",), _shares_leave_some),
     Rule(("rollout.mixture",), _keys_are_of_apps),
     Rule(("gateway", *_SOURCES), _gateway_has_an_app),

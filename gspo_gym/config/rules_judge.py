@@ -8,7 +8,6 @@ from typing import Any
 from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection
 from gspo_gym.config.rule import Rule, no_effect
 from gspo_gym.config.words import show
-from gspo_gym.judge.blend import RewardBlend
 
 _KIND_KEYS = ("judge.type", "services.judge_url", "judge.options.python", "judge.panel")
 
@@ -30,21 +29,11 @@ def _blend_is_not_zero(env: float | None, event: float | None, outcome: float | 
 
 def _is_judged(part: str) -> Rule:
     def check(weight: float | None, enabled: bool | None, is_judged: bool | None) -> str | None:
-        if not weight:
-            return None
-        if not enabled:
-            return f"expected 0 without a judge, got {weight:g}: set judge.enabled = true, or this to 0"
-        if not is_judged:
+        if weight and enabled and not is_judged:
             return f"expected 0 while judge.options.{part} is not true, got {weight:g}: set that to true, or this to 0"
         return None
 
     return Rule((f"judge.reward_blend.{part}", "judge.enabled", f"judge.options.{part}"), check)
-
-
-def _env_weight_has_a_judge(env: float | None, enabled: bool | None) -> str | None:
-    if env is None or env == RewardBlend().env or enabled:
-        return None
-    return f"expected 1 without a judge (judge.enabled), got {env:g}"
 
 
 def _judge_is_complete(
@@ -134,12 +123,10 @@ def _type_agrees(
     return None
 
 
-def _url_is_used(url: str | None, has_judge: bool, panel: Sequence[Any] | None) -> str | None:
+def _url_is_used(url: str | None, panel: Sequence[Any] | None) -> str | None:
     """(Any: members are not looked at.)"""
     if url is None:
         return None
-    if not has_judge:
-        return "has no effect without [judge]: give that section, with enabled = true, or remove this"
     return "has no effect beside [[judge.panel]], whose members are models and functions: remove one" if panel else None
 
 
@@ -282,7 +269,6 @@ _ASKED_HERE = ("model", "panel")  # kinds of judges that we write the prompt of
 
 JUDGE_RULES = (
     Rule(("judge.reward_blend.env", "judge.reward_blend.event", "judge.reward_blend.outcome"), _blend_is_not_zero),
-    Rule(("judge.reward_blend.env", "judge.enabled"), _env_weight_has_a_judge),
     _is_judged("event"),
     _is_judged("outcome"),
     Rule(
@@ -315,7 +301,7 @@ JUDGE_RULES = (
         for name in ("rubric_overrides", "rubric_aggregate", "rubric_folder", "tracks", "weights")
     ),
     Rule(_KIND_KEYS, _type_agrees),
-    Rule(("services.judge_url", "judge", "judge.panel"), _url_is_used),
+    Rule(("services.judge_url", "judge.panel"), _url_is_used),
     Rule(("judge.options.python", "judge.type", "services.judge_url", "judge.panel"), _python_is_alone),
     *(_model_key_is_used(name) for name in JudgeModelSettings.model_fields if name != "python"),
     _option_needs("mode", _ASKED_HERE, "only a model is asked turn by turn"),

@@ -11,7 +11,7 @@ from typing import Any
 from gspo_gym.config.defaults import KL_TERMS, VARIETIES
 from gspo_gym.config.rule import Rule, no_effect
 from gspo_gym.config.words import show
-from gspo_gym.learning.settings import CorrectionSettings, RewardSettings, StepRewardSettings
+from gspo_gym.learning.settings import CorrectionSettings, RewardSettings
 
 # From here up, a clip on a sequence's ratio never acts: its logarithm is a mean over tokens, which stays within about
 # 1e-3 of 0 (arXiv 2507.18071, section 5.1, clips at 3e-4 and 4e-4).
@@ -155,32 +155,16 @@ def _constant_groups_are_worthless(constant_groups: str, baseline: str) -> str |
     )
 
 
-def _mode_fits_switch(enabled: bool | None, mode: str | None) -> str | None:
+def _switch_has_a_mode(enabled: bool | None, mode: str | None) -> str | None:
     if enabled is True and mode in (None, "off"):
         return f'true demands training.step_rewards_mode "decision_stepwise" or "env_sparse", got {show(mode)}'
-    if enabled is False and mode not in (None, "off"):
-        return f"false contradicts training.step_rewards_mode {show(mode)}: remove one of them"
     return None
-
-
-def _of_decisions(key: str, default: Any) -> Rule:
-    """A key of the mode decision_stepwise; `default` (Any: of its type) is what does nothing elsewhere."""
-
-    def check(value: Any, mode: str | None, enabled: bool | None) -> str | None:
-        used = "off" if enabled is False else mode or StepRewardSettings.model_fields["mode"].default
-        if value is None or value == default or used == "decision_stepwise":
-            return None
-        return f'has no effect with step rewards {show(used)}: set training.step_rewards_mode to "decision_stepwise"'
-
-    return Rule((f"training.{key}", "training.step_rewards_mode", "training.step_rewards_enabled"), check)
 
 
 def _reference_fits_terms(placement: str, *weights: float) -> str | None:
     used = [f"{key} = {weight:g}" for key, weight in zip(KL_TERMS, weights, strict=True) if weight > 0]
     if placement == "none" and used:
         return f'expected "shared" or "dedicated", because {", ".join(used)} compares with a reference, got "none"'
-    if placement != "none" and not used:
-        return f'has no effect without a KL term ({", ".join(KL_TERMS)}): set "none", or one of them > 0'
     return None
 
 
@@ -247,28 +231,7 @@ OBJECTIVE_RULES = (
         lambda target: target is not None,
         "set that",
     ),
-    Rule(("training.step_rewards_enabled", "training.step_rewards_mode"), _mode_fits_switch),
-    _of_decisions("step_rewards_beta", 0.0),
-    _of_decisions("step_rewards_indicator_lambda", 0.0),
-    _of_decisions("step_rewards_strategy", None),
-    _of_decisions("event_rewards_kind", None),
-    *(
-        no_effect(
-            f"training.{name}",
-            {},
-            "training.step_rewards_strategy",
-            lambda strategy: strategy == "per_achievement",
-            'set that to "per_achievement"',
-        )
-        for name in ("step_rewards_weights", "step_rewards_k_limits")
-    ),
-    no_effect(
-        "training.event_rewards_kind",
-        "unique",
-        "training.step_rewards_strategy",
-        lambda strategy: strategy != "per_achievement",
-        "each event has its limit in step_rewards_k_limits; choose another strategy",
-    ),
+    Rule(("training.step_rewards_enabled", "training.step_rewards_mode"), _switch_has_a_mode),
     Rule(
         ("training.max_staleness", "correction.old_logprobs", "correction.level", "rollout.rescore"),
         _stale_samples_are_weighed,

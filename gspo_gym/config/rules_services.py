@@ -160,16 +160,6 @@ def _of_own_reference(name: str) -> Rule:
     )
 
 
-def _of_dedicated(name: str) -> Rule:
-    return no_effect(
-        f"reference.{name}",
-        ReferenceSection.model_fields[name].default,
-        "reference.placement",
-        lambda placement: placement == "dedicated",
-        'set that to "dedicated"',
-    )
-
-
 def _of_sent_weights(name: str) -> Rule:
     default = WeightSyncSection.model_fields[name].default
     return no_effect(
@@ -277,7 +267,6 @@ SERVICE_RULES = (
     Rule(("services.reference_url", "reference.placement"), _served_reference_is_used),
     Rule(("reference.update_every_n_iters", "services.reference_url"), _served_reference_stays),
     *(_of_own_reference(name) for name in ("port", "tp")),
-    *(_of_dedicated(name) for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")),
     no_effect(
         "training.weight_sync_interval",
         1,

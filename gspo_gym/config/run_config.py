@@ -23,7 +23,8 @@ from gspo_gym.config.judge import JudgeSection
 from gspo_gym.config.nested import Flat, flatten
 from gspo_gym.config.plan import RunPlan
 from gspo_gym.config.problems import find_problems, find_secrets
-from gspo_gym.config.rules import find_contradictions
+from gspo_gym.config.rule import OTHER_KEYS
+from gspo_gym.config.rules import find_contradictions, find_notices
 from gspo_gym.config.sections import (
     AlgorithmSection,
     EvaluationSection,
@@ -43,7 +44,7 @@ from gspo_gym.config.services import (
     TrackingSection,
     VllmSection,
 )
-from gspo_gym.config.words import Problem, field_of, section_model
+from gspo_gym.config.words import Problem, field_of, section_model, with_known_spelling
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import (
     AdvantageSettings,
@@ -153,9 +154,19 @@ class RunConfig(Settings):
 
     @property
     def evaluation_seeds(self) -> tuple[int, ...]:
-        """The seeds of the evaluation's tasks."""
-        seeds = self.evaluation.seeds
-        return tuple(range(self.evaluation.instances or 0)) if seeds is None else parse_seeds(seeds)
+        """Return the seeds of the evaluation's tasks: the first `instances` where there are more."""
+        seeds, instances = self.evaluation.seeds, self.evaluation.instances
+        return tuple(range(instances or 0)) if seeds is None else parse_seeds(seeds)[:instances]
+
+    @property
+    def notices(self) -> tuple[Problem, ...]:
+        """Return what the configuration says without effect, or with another effect than it may seem."""
+        return tuple(find_notices(_valid_values(RunConfig, self.model_dump(), frozenset())))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a term compares with a reference policy."""
+        return self.loss.kl_coef > 0 or self.rewards.kl_coef > 0 or self.advantages.kl_shaping_coef > 0
 
     @property
     def episode_limits(self) -> EpisodeLimits:
@@ -197,21 +208,27 @@ class RunConfig(Settings):
 
     @property
     def step_reward_settings(self) -> StepRewardSettings:
-        """Which number each turn earns; what is absent keeps its default there."""
+        """Return which number each turn earns; what is absent, or of another mode (see `notices`), has its default."""
         training = self.training
-        given: dict[str, Any] = {  # Any: of the settings' types
-            "mode": "off" if training.step_rewards_enabled is False else training.step_rewards_mode,
-            "kind": training.event_rewards_kind,
-            "strategy": training.step_rewards_strategy,
-            "indicator_lambda": training.step_rewards_indicator_lambda,
-            "beta": training.step_rewards_beta,
-            "weights": training.step_rewards_weights,
-            "k_limits": training.step_rewards_k_limits,
-        }
+        mode = "off" if training.step_rewards_enabled is False else training.step_rewards_mode
+        given: dict[str, Any] = {"mode": mode}  # Any: of the settings' types
+        if mode == "decision_stepwise":
+            given |= {
+                "strategy": training.step_rewards_strategy,
+                "indicator_lambda": training.step_rewards_indicator_lambda,
+                "beta": training.step_rewards_beta,
+            }
+            if training.step_rewards_strategy == "per_achievement":
+                given |= {"weights": training.step_rewards_weights, "k_limits": training.step_rewards_k_limits}
+            else:
+                given["kind"] = training.event_rewards_kind
         return StepRewardSettings(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def reference_settings(self) -> ReferenceSettings:
+        """Return what the reference is and when it moves; the defaults where nothing compares with one."""
+        if not self.has_reference:
+            return ReferenceSettings()
         return ReferenceSettings(source=self.reference.source, update_every_n_iters=self.reference.update_every_n_iters)
 
     @property
@@ -246,7 +263,9 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
-        return with_derived_defaults(values, _required_sections()) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        return with_derived_defaults(with_known_spelling(values, cls), _required_sections())
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -296,6 +315,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[P
 
 def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]) -> RunConfig:
     """The valid configuration, or an error with the `known` problems and all others."""
+    flat.values = with_known_spelling(flat.values, RunConfig)
     filled = {
         name: _as_tuples(section) for name, section in with_derived_defaults(flat.values, _required_sections()).items()
     }
@@ -343,6 +363,9 @@ def _valid_values(model: type[BaseModel], values: Any, wrong: frozenset[str], pr
         if not info.is_required():
             valid[key] = value is not None
         valid |= _valid_values(section, value, wrong, f"{key}.")
+        if section.model_config.get("extra") == "allow":
+            others = {} if not isinstance(value, Mapping) else value
+            valid[key + OTHER_KEYS] = {n: v for n, v in others.items() if n not in section.model_fields}
     return valid
 
 

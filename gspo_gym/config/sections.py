@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from gspo_gym.config.apps import MixtureEntry
+from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection
 from gspo_gym.config.toml_text import as_toml_holds_it
 from gspo_gym.config.weights import WeightSyncSection
 from gspo_gym.env.process_limits import IsolationSettings
@@ -58,9 +58,17 @@ class RunSection(Settings):
 
     seed: int = Field(default=0, ge=0, description="everything random in the run derives from it")
     folder: str = Field(default="runs", min_length=1, description="runs are written into FOLDER/LABEL")
+    tags: dict[str, Any] = Field(  # Any: texts, numbers and switches
+        default={}, description="labels of the run: kept in its config.toml, and told to W&B"
+    )
     log_episodes_every_n_iters: int = Field(
         default=1, ge=0, description="iterations between files of training episodes; 0: only evaluations' are written"
     )
+
+    @field_validator("tags")
+    @classmethod
+    def _can_be_recorded(cls, tags: dict[str, Any]) -> dict[str, Any]:
+        return as_toml_holds_it(tags)
 
 
 class AlgorithmSection(Settings):
@@ -157,26 +165,6 @@ def parse_source(source: str) -> tuple[str, str | None]:
     if match is None:
         raise ValueError(f'expected "LABEL", "ft:LABEL" or "ft:LABEL:step_000100", got {source!r}')
     return match["label"], match["step"]
-
-
-class PolicyConfigSection(Settings):
-    """[rollout.policy_config]: how the policy is asked; the hosted trainer's names for some of [rollout]'s keys."""
-
-    system_prompt: str | None = Field(
-        default=None, min_length=1, description="a system message before the environment's first messages"
-    )
-    temperature: float | None = Field(default=None, gt=0, description="as rollout.temperature, which it sets")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="as rollout.top_p, which it sets")
-    top_k: int | None = Field(default=None, ge=0, description="as rollout.top_k, which it sets")
-    max_tokens: int | None = Field(default=None, gt=0, description="as rollout.max_output_tokens, which it sets")
-    chat_template_kwargs: dict[str, Any] = Field(  # Any: each chat template has its own
-        default={}, description="handed to the chat template, for example { enable_thinking = false }"
-    )
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _can_be_recorded(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return as_toml_holds_it(kwargs)
 
 
 class RolloutSection(Settings):

@@ -71,6 +71,40 @@ def look_up(values: Any, key: str, default: Any = None) -> Any:
     return values
 
 
+def with_known_spelling(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Return `values` (Any: as read) with names that a key chooses among spelled as there, whatever their case.
+
+    A name is one of a `Literal`; all other texts stay as they are.
+    """
+    spelled = dict(values)
+    for key, value in values.items():
+        info = model.model_fields.get(key)
+        if info is None:
+            continue
+        section, entry = section_model(info.annotation), entry_model(info.annotation)
+        if section is not None and isinstance(value, Mapping):
+            spelled[key] = with_known_spelling(value, section)
+        elif entry is not None and isinstance(value, list | tuple):
+            entries = [with_known_spelling(one, entry) if isinstance(one, Mapping) else one for one in value]
+            spelled[key] = type(value)(entries)
+        elif names := _names_of(info.annotation):
+            is_list = isinstance(value, list | tuple)
+            spelled[key] = type(value)(_spelled(one, names) for one in value) if is_list else _spelled(value, names)
+    return spelled
+
+
+def _names_of(annotation: Any) -> dict[str, str]:
+    """Return the texts that an annotation (Any: there is no type of all annotations) chooses among, by lower case."""
+    if get_origin(annotation) is Literal:
+        return {name.lower(): name for name in get_args(annotation) if isinstance(name, str)}
+    return {low: name for part in get_args(annotation) for low, name in _names_of(part).items()}
+
+
+def _spelled(value: Any, names: Mapping[str, str]) -> Any:
+    """Return a value (Any: as read) as `names` spells it; what is not among them stays as it is."""
+    return names.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
 def sections_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     """The sections of a settings model by dotted name, nested ones after their parents."""
     for name, info in model.model_fields.items():

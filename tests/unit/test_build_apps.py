@@ -250,22 +250,29 @@ def test_a_player_that_was_not_started_says_so(make: Make, policy: Policy) -> No
 
 def test_an_app_is_asked_for_what_the_configuration_says(make: Make, policy: Policy) -> None:
     app = quiz()
+    own = {"max_llm_calls": 10, "use_vision": False, "provider": "groq", "retry": {"codes": [429, 500]}}
     with serving(app) as url:
         changes = {
             **SMALL,
             "services.task_url": url,
-            "rollout.env_config": {"high": 9},
+            "rollout.env_config": {"high": 9, "env_params": {"tiers": ["easy", "hard"], "max_steps": 5}},
             "rollout.temperature": 0.7,
             "rollout.policy_name": "learner",
-            "rollout.policy_config": {"system_prompt": "Be brief.", "top_p": 1.0},
+            "rollout.policy_config": {"system_prompt": "Be brief.", "top_p": 1.0, "model": "not this one", **own},
         }
         collect(make(changes), policy, Task(GUESS, 41))
     request = next(asked.body for asked in app.asked if asked.path == "/rollout")
-    assert request["env"] == {"env_name": "GuessNumber", "config": {"high": 9}, "seed": 41}
+    assert request["env"]["env_name"] == "GuessNumber"
+    assert request["env"]["seed"] == 41
+    assert {"high": 9, "env_params": {"tiers": ["easy", "hard"], "max_steps": 5}}.items() <= (
+        request["env"]["config"].items()
+    )
     assert request["ops"] == ["agent", "env"] * 3
     assert (request["mode"], request["policy"]["policy_name"]) == ("rl", "learner")
     config = request["policy"]["config"]
     assert (config["temperature"], config["max_tokens"], config["system_prompt"]) == (0.7, 6, "Be brief.")
+    assert {name: config[name] for name in own} == own, "an app's own keys arrive whole"
+    assert config["model"] == "policy", "where and whom to ask is the trainer's to say"
 
 
 def test_an_evaluation_is_asked_for_in_its_own_mode_and_temperature(make: Make, policy: Policy) -> None:

@@ -195,6 +195,7 @@ ENGINES = "tests/unit/test_build_engines.py::"
 APPS = "tests/unit/test_build_apps.py::"
 SYNC = "tests/unit/test_weight_sync_settings.py::"
 SHOWN_BY = {
+    "run.tags": "tests/unit/test_config_hosted.py::test_tags_are_kept_with_the_run",
     # one legal value: any other is refused
     "algorithm.type": "tests/unit/test_config_problems.py::test_a_wrong_value_is_named_with_what_was_expected",
     "training.weight_sync.targets": RULES + "test_a_contradiction_is_named_on_both_sides",

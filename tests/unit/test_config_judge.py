@@ -69,14 +69,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "judge.reward_blend.outcome: expected 0 while judge.options.outcome is not true, got 0.4: set that to true, or "
         "this to 0",
     ),
-    "event weight without a judge": (
-        {"judge.enabled": False, "judge.reward_blend": {"event": 0.3}},
-        "judge.reward_blend.event: expected 0 without a judge, got 0.3: set judge.enabled = true, or this to 0",
-    ),
-    "half of the reward without a judge": (
-        {"judge.enabled": False, "judge.reward_blend": {"env": 0.5}},
-        "judge.reward_blend.env: expected 1 without a judge (judge.enabled), got 0.5",
-    ),
     # who judges
     "a judge without options": (
         {"judge.options": ..., "judge.reward_blend": {"env": 1.0}, **SYNTH},
@@ -226,12 +218,6 @@ def test_a_contradiction_of_the_judge_names_the_fix(name: str, problems: Problem
     assert problems(judged(changes)) == [problem]
 
 
-def test_an_address_without_a_judge_is_an_error(problems: Problems) -> None:
-    assert problems(SYNTH) == [
-        "services.judge_url: has no effect without [judge]: give that section, with enabled = true, or remove this"
-    ]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
@@ -248,19 +234,23 @@ def test_a_wrong_value_of_an_option_is_named(key: str, value: Any, problem: str,
     assert problems(judged({f"judge.options.{key}": value})) == [f"judge.options.{key}: {problem}"]
 
 
-@pytest.mark.parametrize(
-    ("name", "blend"),
-    [
-        ("task_app_origin_rewards_only", "{ env = 1.0, event = 0.0, outcome = 0.0 }"),
-        ("rubric_rewards_only", "{ env = 0.0, event = 0.5, outcome = 0.5 }"),
-    ],
-)
-def test_a_choice_between_rewards_is_answered_with_the_blend_that_says_the_same(
-    name: str, blend: str, problems: Problems
-) -> None:
-    (problem,) = problems({f"rollout.{name}": True})
-    assert problem.startswith(f"rollout.{name}: ")
-    assert f"write judge.reward_blend = {blend}" in problem
+@pytest.mark.parametrize("name", ["task_app_origin_rewards_only", "rubric_rewards_only"])
+def test_a_switch_between_rewards_must_agree_with_the_blend(name: str, problems: Problems) -> None:
+    (problem,) = problems(judged({f"rollout.{name}": True}))
+    others = {
+        "task_app_origin_rewards_only": "judge.reward_blend.event = 0, judge.reward_blend.outcome = 0",
+        "rubric_rewards_only": "judge.reward_blend.env = 0",
+    }
+    expected = f"true contradicts [judge.reward_blend]: set {others[name]}, or remove this"
+    assert problem == f"rollout.{name}: {expected}"
+
+
+def test_an_apps_own_rewards_need_no_judge_and_a_judges_do(make: Make, problems: Problems) -> None:
+    config = make({"rollout.task_app_origin_rewards_only": True, "rollout.rubric_rewards_only": False})
+    assert config == make({})
+    assert problems({"rollout.rubric_rewards_only": True}) == [
+        "rollout.rubric_rewards_only: true needs a judge: set judge.enabled = true, with its options"
+    ]
 
 
 ALLOWED: dict[str, dict[str, Any]] = {

@@ -184,7 +184,6 @@ def test_everything_that_is_wrong_is_reported_at_once_values_and_contradictions(
         "training.batch_size",
         "model.base",
         "training.lora",
-        "evaluation.instances",
         "optimizer.min_lr_fraction",
     ]
 

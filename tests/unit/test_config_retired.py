@@ -95,9 +95,9 @@ def test_the_values_that_are_recommended_are_among_those_that_the_key_takes() ->
             "cast_logprobs_to_fp32 is of AgileRL: logprobs are always computed in float32: remove it",
         ),
         (
-            "rubric",
-            {"enabled": True},
-            "rubric is of the hosted trainer's old form: write [judge], and its weights in [judge.reward_blend]",
+            "hyperparams",
+            {"lr": 1.0},
+            "hyperparams is of the hosted trainer's old form: write [training] and [loss]",
         ),
         ("training.lr", 1e-5, "lr is what AgileRL calls it: write training.learning_rate = 1e-05"),
     ],

@@ -1,0 +1,169 @@
+"""Files as the hosted trainer's public examples are written: `config check` takes them or says what cannot run."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from gspo_gym.cli import main
+from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.services import missing_machinery
+from gspo_gym.errors import ConfigError
+
+FILES = {path.stem: path for path in sorted((Path(__file__).parent / "hosted_configs").glob("*.toml"))}
+
+Make = Callable[[dict[str, Any]], RunConfig]
+Problems = Callable[[dict[str, Any]], list[str]]
+
+# What truly cannot be done: a policy that sees images, and optimizer steps that do not share out the episodes.
+REFUSED = {
+    "crafter_vision_model": "model.supports_vision: supports_vision is of the hosted trainer: policies here read and "
+    "write text, so that images are refused: remove it",
+    "uneven_batches": "training.batch_size: expected a divisor of rollout.episodes_per_batch x "
+    "rollout.batches_per_step = 8, got 3",
+}
+# Valid, but this version has not the machinery.
+MISSING = {
+    "enron_judge_off": 'model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use '
+    '"lora"',
+    "swe_eight_gpus": "topology.gpus_for_training = 3: training takes one GPU",
+}
+# Keys that a notice is about.
+NOTICED = {
+    "banking77_continued": ["training.score_truncated"],
+    "crafter_nested_form": ["training.score_truncated"],
+    "crafter_old_rubric": ["training.score_truncated"],
+    "crafter_outcome": ["training.step_rewards_strategy", "training.event_rewards_kind"],
+    "crafter_stepwise": ["training.score_truncated"],
+    "crafter_vision_flags": ["rollout.policy_config"],
+    "enron_judge_off": ["judge.reward_blend.env", "judge.reward_blend.outcome"],
+    "math_dedicated_reference": ["reference.placement", "evaluation.instances"],
+    "math_thinking": ["rollout.policy_config"],
+    "sokoban_long_training_turns": ["training.max_turns", "evaluation.instances"],
+    "sokoban_react": ["training.step_rewards_strategy", "training.event_rewards_kind"],
+    "swe_eight_gpus": ["reference.placement"],
+    "verilog_judge": ["training.max_turns", "rollout.policy_config"],
+}
+
+
+def test_there_are_twenty_of_them() -> None:
+    assert len(FILES) >= 20
+    assert {*REFUSED, *MISSING, *NOTICED} <= set(FILES)
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - set(REFUSED)))
+def test_a_hosted_file_is_valid_and_what_has_no_effect_is_said(name: str) -> None:
+    config = load_config(FILES[name])
+    assert [notice.key for notice in config.notices] == NOTICED.get(name, [])
+    assert missing_machinery(config.sections) == ([MISSING[name]] if name in MISSING else [])
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - set(REFUSED)))
+def test_a_hosted_file_reads_back_from_the_runs_folder_as_it_was(name: str) -> None:
+    config = load_config(FILES[name])
+    assert RunConfig.from_dict(tomllib.loads(config.to_toml())) == config
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_here_is_refused_and_named(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(FILES[name])
+    assert str(caught.value) == f"{FILES[name]}: {REFUSED[name]}"
+
+
+def test_config_check_prints_the_notices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", str(FILES["crafter_outcome"])]) == 0
+    assert (
+        'note: training.event_rewards_kind: has no effect with step rewards "off", only with "decision_stepwise"'
+        in capsys.readouterr().out
+    )
+
+
+def test_names_of_choices_may_have_any_case_and_all_other_texts_keep_theirs() -> None:
+    config = load_config(FILES["math_any_case"])
+    assert (config.algorithm.type, config.algorithm.method, config.algorithm.variety) == (
+        "online", "policy_gradient", "gspo",
+    )  # fmt: skip
+    assert config.model.trainer_mode == "lora"
+    assert config.training.lora is not None, "the default that follows from the mode follows from LoRA, too"
+    assert config.rollout.ops == ("agent", "env")
+    assert config.training.step_rewards_mode == "off"
+    assert config.model.base == "Qwen/Qwen3-4B"
+
+
+def test_a_name_that_is_no_choice_in_any_case_stays_an_error(problems: Problems) -> None:
+    assert problems({"algorithm.variety": "GSPOO"}) == [
+        'algorithm.variety: expected "gspo", "gspo_token" or "grpo", got "GSPOO"'
+    ]
+
+
+def test_the_record_itself_takes_any_case_too(make: Make) -> None:
+    values = make({}).model_dump(exclude_none=True)
+    values["model"]["trainer_mode"] = "LORA"
+    assert RunConfig(**values).training.lora is not None
+
+
+def test_other_keys_of_the_policy_are_the_apps_and_reach_it_whole(make: Make) -> None:
+    own = {"max_llm_calls": 10, "use_vision": False, "provider": "groq", "thinking_mode": "think",
+           "retry": {"codes": [429, 500], "wait_s": 0.5}}  # fmt: skip
+    config = make({"services.task_url": "http://a", "rollout.policy_config": {**own, "temperature": 0.5}})
+    assert config.rollout.policy_config is not None
+    assert config.rollout.policy_config.others == own
+    assert config.rollout.temperature == 0.5
+    assert RunConfig.from_dict(tomllib.loads(config.to_toml())) == config
+
+
+def test_our_keys_of_the_policy_are_checked_beside_the_apps(problems: Problems) -> None:
+    changes = {"services.task_url": "http://a", "rollout.policy_config": {"temperature": -1.0, "max_llm_calls": 3}}
+    assert problems(changes)[0] == "rollout.policy_config.temperature: expected a number > 0, got -1.0"
+
+
+def test_without_an_app_other_keys_of_the_policy_have_no_reader(problems: Problems) -> None:
+    assert problems({"rollout.policy_config": {"temperatur": 0.5}}) == [
+        "rollout.policy_config: temperatur: unknown key; did you mean 'temperature'? (only a task app has others)"
+    ]
+
+
+def test_a_secret_among_the_apps_keys_is_refused(problems: Problems) -> None:
+    changes = {"services.task_url": "http://a", "rollout.policy_config": {"openai_api_key": "x"}}
+    assert len(problems(changes)) == 1
+    assert "OPENAI_API_KEY" in problems(changes)[0]
+
+
+def test_a_hosted_top_p_is_scored_under_and_a_plain_one_must_say_so(make: Make, problems: Problems) -> None:
+    assert make({"rollout.policy_config.top_p": 0.9}).training.score_truncated
+    assert not make({"rollout.policy_config.top_p": 1.0}).training.score_truncated
+    assert problems({"rollout.top_p": 0.9})[0].startswith("algorithm.acknowledge: rollout.top_p = 0.9")
+    meant = {"rollout.policy_config.top_p": 0.9, "algorithm.acknowledge": ["truncated_sampling"]}
+    assert not make(meant).training.score_truncated
+
+
+def test_tags_are_kept_with_the_run(make: Make, changed: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    tags = {"experiment": "e1", "turns": 10, "is_vision": False}
+    path = tmp_path / "tagged.toml"
+    path.write_text(tomli_w.dumps(changed({"tags": tags})))
+    config = load_config(path)
+    assert tomllib.loads(config.to_toml())["run"]["tags"] == tags
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(4, 4), (20, 8)])
+def test_both_bounds_of_what_runs_at_once_hold(limit: int, expected: int, make: Make) -> None:
+    config = make({"rollout.max_concurrent_rollouts": 8, "training.async_semaphore_max": limit})
+    assert config.rollout.max_concurrent_rollouts == expected
+
+
+def test_a_group_may_lie_across_the_batches_of_one_iteration(make: Make, problems: Problems) -> None:
+    changes = {"rollout.episodes_per_batch": 4, "training.batch_size": 8}
+    assert make({**changes, "rollout.batches_per_step": 2}).groups_per_batch == 1  # 4 x 2 episodes in groups of 8
+    assert "rollout.episodes_per_batch: expected a multiple of training.group_size = 8, got 4" in problems(changes)
+
+
+def test_without_vllm_a_topology_still_means_its_context_of_8192(make: Make) -> None:
+    absent = {"rollout.max_model_len": ..., "rollout.max_output_tokens": ...}
+    config = make({**absent, "compute.gpu_count": 2, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 1}})
+    assert config.rollout.max_model_len == 8192
