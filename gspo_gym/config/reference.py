@@ -40,9 +40,9 @@ Defaults that follow from other keys:
 - `--task-url URL`, and else the environment variable TASK_APP_URL, give `services.task_url`.
 
 A key that would have no effect beside the others is an error, and so is a departure from the papers that
-`algorithm.acknowledge` does not name. What the hosted trainer's files cannot say otherwise is a notice: keys of step rewards
-and of a reference that the mode does not need, and numbers that another one bounds. Choices are read whatever their case.
-Keys of `[rollout.policy_config]` that are not listed here are a task app's own and are sent to it.
+`algorithm.acknowledge` does not name. What the hosted trainer's files cannot say otherwise is a notice: keys of step
+rewards and of a reference that the mode does not need, and numbers that another one bounds. Choices are read whatever
+their case. Keys of `[rollout.policy_config]` that are not listed here are a task app's own and are sent to it.
 """
 
 # Keys with a unit that their meaning does not begin with.
