@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gspo_gym.errors import UnscoredError
-from gspo_gym.judge.base import Judge, JudgeError, Judgement, JudgeRequest, Rubrics
+from gspo_gym.judge.base import Judge, JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.drift import DriftAlarm, DriftCheck, JudgeDriftError, compare_with_gold
 from gspo_gym.judge.labels import Label, Marks, total_of
@@ -51,6 +51,7 @@ class GoldWatch:
         self._running: asyncio.Task[None] | None = None
         self._latest: DriftCheck | None = None
         self._drift: str | None = None
+        self._defect: Exception | None = None
         self._has_begun = alarm.first is not None
 
     def go_on_from(self, first: DriftCheck) -> None:
@@ -75,18 +76,32 @@ class GoldWatch:
         return metrics if latest.correlation is None else {**metrics, "judge/gold_correlation": latest.correlation}
 
     def require_agreement(self) -> None:
-        """Let nothing be scored any more after an alarm that is to stop the run.
+        """Let nothing be scored any more after an alarm that is to stop the run, or if there can be no alarm.
 
         Raises:
             JudgeDriftError: there was one.
+            JudgeStoppedError: a comparison failed for a defect of its own, which no later one will be spared.
         """
+        self._require_working()
         if self._stops and self._drift is not None:
             raise JudgeDriftError(f"judge.gold: {self._drift}")
 
     async def finish(self) -> None:
-        """Wait for a comparison that is under way."""
+        """Wait for a comparison that is under way.
+
+        Raises:
+            JudgeStoppedError: see `require_agreement`.
+        """
         if self._running is not None:
             await self._running
+        self._require_working()
+
+    def _require_working(self) -> None:
+        if self._stops and self._defect is not None:
+            raise JudgeStoppedError(
+                f'judge.gold: on_drift is "stop", but the comparison with gold failed: {self._defect!r}. Mend what it '
+                'says, or set judge.gold.on_drift to "warn"'
+            ) from self._defect
 
     async def close(self) -> None:
         """Give up a comparison that is under way."""
@@ -99,6 +114,10 @@ class GoldWatch:
             check = await self._compare(step, recent)
         except (JudgeError, UnscoredError) as error:  # gold that is away changes no reward
             self._on_event("judge_gold_failed", {"reason": str(error), "of_step": step})
+            return
+        except Exception as error:  # a defect of what compares; raised where the run looks, for nobody awaits this task
+            self._defect = error
+            self._on_event("judge_gold_failed", {"reason": f"{type(error).__name__}: {error}", "of_step": step})
             return
         finally:
             self._running = None

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gspo_gym.errors import RolloutError
+from gspo_gym.errors import EngineError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest, require_episodes
 from gspo_gym.types import Trajectory, TrajectoryGroup
 
@@ -177,6 +177,7 @@ class PlayedAhead:
         self._ending: set[asyncio.Task[_Played]] = set()  # given up, and closing their environments
         self._step = 0
         self._num_late = 0
+        self._failure: BaseException | None = None  # of a group that was given up
 
     @property
     def num_tasks(self) -> int:
@@ -196,6 +197,8 @@ class PlayedAhead:
         Raises:
             RolloutError: also if the engine samples from weights that are too old from the start.
         """
+        if self._failure is not None:
+            raise self._failure
         while len(ready := self._ready()) < count:
             self._ask_for(count - len(self._begun))
             still = [group.playing for group in self._begun if not group.playing.done()]
@@ -273,9 +276,14 @@ class PlayedAhead:
         group.playing.cancel()
 
     def _ended(self, playing: asyncio.Task[_Played]) -> None:
+        """Keep what a group that was given up raised instead of ending, for the next `take`: nobody else asks.
+
+        What ends an engine ends the groups that are trained on, too.
+        """
         self._ending.discard(playing)
-        if not playing.cancelled():
-            playing.exception()  # nobody else asks; what ends an engine ends the groups that are trained on, too
+        error = None if playing.cancelled() else playing.exception()
+        if error is not None and not isinstance(error, EngineError):
+            self._failure = self._failure or error
 
 
 def is_played_again(trajectory_id: str, *, step: int, num_tasks: int, pending_tasks: Collection[int]) -> bool:

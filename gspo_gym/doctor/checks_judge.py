@@ -31,6 +31,22 @@ def judge_drifted(run: RunView) -> Finding | None:
     )
 
 
+def gold_fails(run: RunView) -> Finding | None:
+    """The judge that is trained against is not compared with gold, although it is to be."""
+    failed, done = run.events_of("judge_gold_failed"), run.events_of("judge_gold")
+    if not failed or len(failed) <= len(done):
+        return None
+    return Finding(
+        "warning",
+        "gold_fails",
+        "Most comparisons of the judge with gold came to nothing, so that a drift would not be noticed.",
+        f"{len(failed)} of {len(failed) + len(done)}, the last about step {failed[-1]['data']['of_step']}: "
+        f"{failed[-1]['data']['reason']}",
+        "judge.gold",
+        "mend what the reason says, or name another gold judge",
+    )
+
+
 def judge_was_down(run: RunView) -> Finding | None:
     """A good part of the run's time was spent waiting for the judge."""
     paused, steps = run.all("judge/pause_seconds"), run.all("time/step_seconds")
@@ -88,4 +104,4 @@ def judge_is_played(run: RunView) -> Finding | None:
     )
 
 
-CHECKS: tuple[Check, ...] = (judge_drifted, judge_was_down, judge_leaves_unscored, judge_is_played)
+CHECKS: tuple[Check, ...] = (judge_drifted, gold_fails, judge_was_down, judge_leaves_unscored, judge_is_played)

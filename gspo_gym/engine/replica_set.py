@@ -86,6 +86,7 @@ class ReplicaSet:
         self._homes: dict[str, list[Replica]] = {}  # of a session: where it was, and last where it is
         self._waiting: list[asyncio.Future[None]] = []  # for anything to change
         self._monitor: asyncio.Task[None] | None = None
+        self._watch_error: Exception | None = None
         self._num_calls = 0
         self._checked = clock()
 
@@ -170,10 +171,16 @@ class ReplicaSet:
         self.wake()
 
     async def change(self) -> None:
-        """Wait until something was answered, left out, readmitted or checked."""
+        """Wait until something was answered, left out, readmitted or checked.
+
+        Raises:
+            EngineError: the health checks have ended, so that nothing may ever change.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future
+        if self._watch_error is not None:
+            raise EngineError(f"the health checks of the replicas ended: {self._watch_error!r}") from self._watch_error
 
     def wake(self) -> None:
         """Let those who wait for a change look again, in the order in which they came."""
@@ -192,9 +199,14 @@ class ReplicaSet:
             await replica.engine.close()
 
     async def _watch(self) -> None:
-        while True:
-            await self._sleep(max(self._checked + self._settings.health_interval_seconds - self._clock(), 0.0))
-            await self.check_health()
+        self._watch_error = None
+        try:
+            while True:
+                await self._sleep(max(self._checked + self._settings.health_interval_seconds - self._clock(), 0.0))
+                await self.check_health()
+        except Exception as error:  # a defect of ours: calls that wait for a change raise it, since nobody awaits this
+            self._watch_error = error
+            self.wake()
 
     async def _check(self, replica: Replica) -> None:
         version = self._committed_version()
@@ -203,6 +215,8 @@ class ReplicaSet:
                 health = await replica.engine.health()
         except TimeoutError:
             health = EngineHealth(False, False, 0, -1, "it did not say how it is")
+        except Exception as error:  # whatever it raises, it is not in order
+            health = EngineHealth(False, False, 0, -1, f"asked how it is, it raised {type(error).__name__}: {error}")
         if version is None or version != self._committed_version():
             return  # an update is under way, and what it does to the replica is its own affair
         if health.is_alive and not health.is_poisoned and health.weight_version == version:
@@ -223,7 +237,7 @@ class ReplicaSet:
     async def _rebuild(self, replica: Replica, rebuild: EngineAction) -> None:
         try:
             await rebuild(replica.engine)
-        except EngineError as error:  # tried again after the next health check
-            _log.warning("replica %d cannot be rebuilt: %s", replica.number, error)
+        except Exception as error:  # tried again after the next health check
+            _log.warning("replica %d cannot be rebuilt: %s: %s", replica.number, type(error).__name__, error)
         finally:
             replica.rebuilding = None

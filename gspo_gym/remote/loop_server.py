@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ import uvicorn
 from gspo_gym.errors import UsageError
 from gspo_gym.remote.guard import App
 from gspo_gym.remote.serving import bind, server_for, url_of
+
+_log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.01  # until it listens, which takes a few milliseconds
 
@@ -71,6 +74,7 @@ class LoopServer:
                 raise UsageError(
                     f"the application at {self.url} did not start; its log says why"
                 ) from self._serving.exception()
+        self._serving.add_done_callback(self._tell_early_end)
 
     async def stop(self) -> None:
         """Give open requests up to ten seconds, then end; stopping twice is fine."""
@@ -78,3 +82,9 @@ class LoopServer:
         if self._serving is not None:
             await self._serving
         self._socket.close()
+
+    def _tell_early_end(self, serving: asyncio.Task[None]) -> None:
+        """Log that the server ended although it was not told to: whoever calls it only sees refused connections."""
+        if not self._server.should_exit:
+            error = None if serving.cancelled() else serving.exception()
+            _log.error("the server at %s ended by itself: %r", self.url, error)

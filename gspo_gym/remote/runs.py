@@ -107,22 +107,22 @@ class Runs:
 async def until_stopped(
     playing: Coroutine[Any, Any, None], *stops: Coroutine[Any, Any, Any], timeout_seconds: float
 ) -> bool:
-    """Whether it came to its end; if one of `stops` returned first, or the time was up, it is cancelled.
+    """Whether it came to its end; if one of `stops` ended first, or the time was up, it is cancelled.
 
     Raises:
-        Exception: what `playing` raised.
+        Exception: what `playing` raised, or one of `stops`.
     """
     task = asyncio.ensure_future(playing)
     watching = [asyncio.ensure_future(stop) for stop in stops]
     try:
         await asyncio.wait({task, *watching}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        is_done = task.done()
+        is_done, ended = task.done(), [stop for stop in watching if stop.done()]
         for each in (task, *watching):
             each.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)  # until the environment is closed
-    if is_done:
-        task.result()
+    for each in (task,) if is_done else ended:
+        each.result()
     return is_done
 
 

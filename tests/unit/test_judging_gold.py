@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_judge import ScriptedJudge, episode, judgement
 
-from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
+from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.drift import DriftAlarm, DriftCheck, JudgeDriftError
 from gspo_gym.judge.labels import Label
@@ -109,6 +109,38 @@ def test_a_comparison_that_fails_is_told_and_changes_nothing() -> None:
     assert run_steps(gold, 1) == [{}]
     assert events == [("judge_gold_failed", {"reason": "nobody is there at step 1, 1 episodes", "of_step": 1})]
     gold.require_agreement()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_defect_of_gold_is_told_and_ends_a_run_that_is_to_stop_at_drift(stops: bool) -> None:
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    labels = {"a label": judged(0, judgement([1.0, 0.0], outcome=0.5))}
+
+    async def rubrics_by_name(_: Task) -> Rubrics:
+        return {"outcome": RUBRICS}["event"]  # a defect, as a stranger's code has them
+
+    compare = AgainstLabels(
+        ScriptedJudge(answer_of(lambda _: judgement([1.0, 0.0], outcome=0.5))),
+        rubrics_by_name,
+        BLEND,
+        [(played, Label(played.trajectory_id, outcome=1.0)) for played, _ in labels.values()],
+    )
+    gold = GoldWatch(compare, DriftAlarm(0.1), every=1, stops=stops, on_event=lambda *event: events.append(event))
+
+    async def step() -> None:
+        gold.after_step(1)
+        if stops:
+            with pytest.raises(JudgeStoppedError, match=r"judge\.gold: .* failed: KeyError\('event'\)"):
+                await gold.finish()
+            with pytest.raises(JudgeStoppedError):
+                gold.require_agreement()  # asked before every score: nothing is trained on any more
+        else:
+            await gold.finish()
+            gold.require_agreement()
+        await gold.close()
+
+    asyncio.run(step())
+    assert events == [("judge_gold_failed", {"reason": "KeyError: 'event'", "of_step": 1})]
 
 
 def test_one_comparison_at_a_time_and_none_is_waited_for() -> None:

@@ -256,6 +256,21 @@ def test_a_group_that_is_overtaken_is_given_up_when_no_step_may_use_it_and_repla
     assert sorted(number for numbers, _ in done for number in numbers) == [n for n in range(17) if n != 2]
 
 
+def test_what_a_group_that_was_given_up_raises_ends_the_run_at_the_next_step() -> None:
+    class Breaking(World):
+        async def play(self, request: GroupRequest) -> TrajectoryGroup:
+            try:
+                return await super().play(request)
+            except asyncio.CancelledError:
+                raise KeyError("its end could not be written down") from None
+
+    world = Breaking(lambda number: 1e9 if number == 2 else 1.0)  # given up in step 3, as above
+    schedule = world.schedule(staleness=2, steps=8)
+    with pytest.raises(KeyError, match="written down"):
+        run(world.train(schedule, range(1, 9)))
+    assert world.version == 3
+
+
 def test_finished_groups_are_taken_in_the_order_in_which_they_were_begun() -> None:
     """Later ones may be quicker, but where there is a choice the oldest goes first: it has the least time left."""
     world = World(lambda number: 10.0 - number)  # 9 is the quickest

@@ -382,6 +382,42 @@ def test_calls_on_a_replica_that_hangs_dead_move_when_its_health_says_so() -> No
     run(main())
 
 
+def test_a_replica_whose_health_check_raises_is_dead_and_the_others_are_still_watched() -> None:
+    class Unaskable(Fragile):
+        async def health(self) -> EngineHealth:
+            if self.is_dead:
+                raise ConnectionResetError("while it was asked")
+            return await super().health()
+
+    async def main() -> None:
+        hanging, sound = Unaskable(failures=Failures(every=1, kind="hang")), Fragile()
+        engine = routed(hanging, sound, failures_to_open=2, health_interval_seconds=5.0)
+        call = asyncio.create_task(engine.generate([5], SAMPLING))
+        await asyncio.sleep(1.0)
+        hanging.is_dead = True
+        assert token(await call) == 8  # 5 + 3: the check at 10 seconds moves it, as where health says "dead"
+
+    run(main())
+
+
+def test_calls_that_wait_raise_when_the_watch_over_the_replicas_breaks() -> None:
+    async def main() -> None:
+        dead, seconds = Fragile(), [1.0]
+        dead.is_dead = True
+
+        async def sleep(_: float) -> None:
+            await asyncio.sleep(seconds.pop())  # the second time: IndexError, a defect of the watch
+
+        settings = RouterSettings(failures_to_open=1, cool_down_seconds=1000.0, max_wait_seconds=1e9)
+        engine = RoutedEngine([dead], settings=settings, clock=asyncio.get_running_loop().time, sleep=sleep)
+        with pytest.raises(EngineError, match="connection refused"):
+            await engine.generate([1], SAMPLING)
+        with pytest.raises(EngineError, match="health checks of the replicas ended: IndexError"):
+            await engine.generate([1], SAMPLING)
+
+    run(main())
+
+
 def test_calls_raise_when_no_replica_has_been_up_for_long() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

@@ -77,6 +77,21 @@ def test_an_answer_that_is_under_way_is_finished_before_it_stops() -> None:
     asyncio.run(main())
 
 
+def test_a_server_that_ends_by_itself_is_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server = LoopServer(Counting(), host="127.0.0.1", port=0)
+        await server.start()
+        assert server._serving is not None
+        server._serving.cancel()
+        await asyncio.wait([server._serving])
+        server._socket.close()
+
+    asyncio.run(main())
+    assert [
+        "ended by itself" in record.getMessage() for record in caplog.records if record.name.startswith("gspo")
+    ] == [True]
+
+
 def test_signals_stay_with_the_program_that_it_is_a_part_of() -> None:
     async def main() -> None:
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
