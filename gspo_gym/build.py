@@ -48,6 +48,7 @@ from gspo_gym.recording_resume import LEDGER_FILE
 from gspo_gym.recording_sinks import Sink, open_sinks
 from gspo_gym.report.progress import Progress
 from gspo_gym.rollout.ledger import Ledger
+from gspo_gym.rollout.selection import AttemptWatch
 from gspo_gym.seeding import child_seed
 from gspo_gym.trainer import Trainer, TrainPlan, TrainState
 from gspo_gym.weight_sync import WeightSync
@@ -247,15 +248,20 @@ def build_trainer(
         folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
         recorder.event("checkpoint", state.step, {"folder": folder.name})
 
+    attempts = AttemptWatch()
+
     def more_metrics(step: int) -> Mapping[str, float]:
+        if (reason := attempts.alarm()) is not None:
+            recorder.event("selection", step, {"reason": reason})
+            progress.note(f"step {step}: {reason}")
         of_apps = {} if player.apps is None else player.apps.metrics()
-        return of_apps if judging is None else {**of_apps, **judging.after_step(step)}
+        return {**attempts.metrics(), **of_apps, **({} if judging is None else judging.after_step(step))}
 
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
     return Trainer(
         build_plan(config),
-        pool=build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging),
+        pool=build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts),
         publish=weight_sync.after_step,
         learner=learner,
         evaluate=build_evaluate(config, player, recorder.episodes, judging),

@@ -200,12 +200,16 @@ def build_pool(
 
 
 def build_training_pool(
-    config: RunConfig, player: Player, ledger: Ledger | None = None, judging: Judging | None = None
+    config: RunConfig,
+    player: Player,
+    ledger: Ledger | None = None,
+    judging: Judging | None = None,
+    on_episode: OnEpisode | None = None,
 ) -> RolloutPool:
     """The pool that plays the episodes to be learned from."""
     scoring = None if judging is None else judging.for_training
     play = build_play(config, player, mode="rl")
-    return build_pool(config, play, seed_name="rollout", ledger=ledger, scoring=scoring)
+    return build_pool(config, play, seed_name="rollout", ledger=ledger, on_episode=on_episode, scoring=scoring)
 
 
 Keep = Callable[[str, list[Trajectory]], None]  # receives an evaluation's label and its episodes

@@ -76,13 +76,15 @@ class Evaluation:
     episode, nor `unit` says that it has such a notion, `success_rate` is None.
 
     `parts` are the evaluations of single environments that this one joins; see `join`. `unit` is what the score is
-    measured in; None: what this evaluation alone suggests.
+    measured in; None: what this evaluation alone suggests. `num_retries` are the failed attempts that were played
+    again: where the policy's actions are the cause, the episodes are those that did not do it.
     """
 
     env_id: str
     rows: tuple[EvaluationRow, ...]
     parts: tuple[Evaluation, ...] = ()
     unit: ScoreUnit | None = None
+    num_retries: int = 0
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -197,6 +199,8 @@ class Evaluation:
             parts.insert(-2, f"of it without the judge {self.mean_env_return:.3f}")
         if self.num_failed:
             parts.append(f"{self.num_failed} failed and left out")
+        if self.num_retries:
+            parts.append(f"{self.num_retries} failed attempts played again")
         return "; ".join([", ".join(parts), *(f"{part.env_id}: {part.sentence()}" for part in self.parts)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,6 +211,7 @@ class Evaluation:
             "mean_return_interval": _as_list(self.mean_return_interval),
             "mean_turns": self.mean_turns,
             "num_failed": self.num_failed,
+            "num_retries": self.num_retries,
             "rows": [asdict(row) | {"outcome": row.outcome.value} for row in self.rows],
             **({"parts": {part.env_id: part.to_dict() for part in self.parts}} if self.parts else {}),
         }
@@ -237,8 +242,10 @@ async def evaluate(
         RolloutError: no episode could be scored.
     """
     checked = parse_seeds(seeds)
+    num_before = pool.num_retries
     groups = await pool.run_tasks([Task(env_id, seed, dict(options or {})) for seed in checked], label=label)
-    return Evaluation(env_id, tuple(_row_of(group, env_return_of) for group in groups))
+    rows = tuple(_row_of(group, env_return_of) for group in groups)
+    return Evaluation(env_id, rows, num_retries=pool.num_retries - num_before)
 
 
 def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
@@ -253,7 +260,8 @@ def join(parts: Sequence[Evaluation]) -> Evaluation:
     if len(parts) == 1:
         return parts[0]
     rows = tuple(row for part in parts for row in part.rows)
-    return Evaluation(" + ".join(part.env_id for part in parts), rows, tuple(parts))
+    num_retries = sum(part.num_retries for part in parts)
+    return Evaluation(" + ".join(part.env_id for part in parts), rows, tuple(parts), num_retries=num_retries)
 
 
 def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float | None] | None = None) -> EvaluationRow:

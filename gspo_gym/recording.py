@@ -35,6 +35,7 @@ from gspo_gym.recording_episodes import SCHEMA_VERSION, write_episodes
 from gspo_gym.recording_resume import LEDGER_FILE, discard_later
 from gspo_gym.recording_sinks import Sink, evaluation_numbers
 from gspo_gym.remote.app_metrics import METRICS as APP_METRICS
+from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX
 from gspo_gym.types import Trajectory
@@ -43,6 +44,7 @@ from gspo_gym.types import Trajectory
 METRICS: Mapping[str, str] = MappingProxyType(
     {
         **ROLLOUT_METRICS,
+        **SELECTION_METRICS,
         **LEARNING_METRICS,
         **JUDGE_METRICS,
         **APP_METRICS,
@@ -81,6 +83,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "judge_gold": "the judge was compared with gold; data: of which step, and how far apart they are",
         "judge_gold_failed": "a comparison of the judge with gold came to nothing; data: of which step, reason",
         "judge_drift": "the judge and gold have drifted apart; data: of which step, reason",
+        "selection": "environment failures depend on the policy's actions, so that retries select; data: the reason",
         "uncommitted": "episodes with weights that were never committed were left out; data: how many",
         "finished": "the run ended; data: its status, and why it failed",
         "sink_failed": "a sink of [tracking] raised and gets nothing more; data: which, and its error",

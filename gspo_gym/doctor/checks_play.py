@@ -266,6 +266,23 @@ def infrastructure_fails(run: RunView) -> list[Finding]:
     return findings
 
 
+def failures_follow_actions(run: RunView) -> Finding | None:
+    """The environment's failures depend on what the policy does, so that retries keep the episodes without it."""
+    alarms = run.events_of("selection")
+    if not alarms:
+        return None
+    return Finding(
+        "serious",
+        "failures_follow_actions",
+        "The environment fails because of what the policy does, and such episodes are played again: what is learned "
+        "from are those that did not do it, and nothing teaches the policy to leave it.",
+        f"step {alarms[-1]['step']}: {alarms[-1]['data']['reason']}",
+        "rollout.env_name",
+        "let the environment answer the action that it fails at with a text and a reward; `gspo-gym env check` and the "
+        "ledger's reasons say where it raises",
+    )
+
+
 def padding_is_high(run: RunView) -> Finding | None:
     """Most of a forward pass is padding."""
     fraction = run.recent("batch/padding_fraction")
@@ -333,6 +350,7 @@ CHECKS: tuple[Check, ...] = (
     episodes_are_cut_off,
     answers_do_not_parse,
     infrastructure_fails,
+    failures_follow_actions,
     padding_is_high,
     sink_failed,
 )

@@ -73,6 +73,7 @@ class RolloutPool:
 
     Attributes:
         ledger: see above.
+        num_retries: attempts that failed and were played again.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class RolloutPool:
         scoring: Scoring | None = None,
     ) -> None:
         self.ledger = Ledger() if ledger is None else ledger
+        self.num_retries = 0
         self._play_episode = play
         self._pool_limits = pool_limits
         self._run_seed = run_seed
@@ -167,6 +169,7 @@ class RolloutPool:
             done = await self._play_attempt(episode)
             trajectory, reason = done.trajectory, done.reason
             if attempt < last_attempt and self._is_played_again(done):
+                self.num_retries += 1
                 self._settle(trajectory, Disposition.RETRIED, reason)
                 self._report(trajectory, Disposition.RETRIED)
                 continue

@@ -7,22 +7,29 @@ Pinned here:
 4. a run that fails leaves a summary that says so.
 """
 
+import io
 import json
 import subprocess
 import sys
 import time
 from collections import Counter
 
+import gymnasium
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.doctor.command import diagnose, read_run
+from gspo_gym.env.core import TextEnv
+from gspo_gym.env.registry import register
 from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, UnknownNameError
 from gspo_gym.files import whole_lines
 from gspo_gym.recording import read_events, read_metrics
 from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.rollout.ledger import imbalances, read_ledger
+from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
 from gspo_gym.train import run_training
+from gspo_gym.types import Outcome
 
 
 def make_config(folder, *, iterations=2, **changes):
@@ -170,6 +177,41 @@ def test_a_failed_run_says_so_in_its_summary(tmp_path):
     with pytest.raises(RolloutError, match="context_overflow"):
         run_training(RunConfig.from_dict({**config.model_dump(exclude_none=True, exclude={"warmup"})}))
     assert json.loads((tmp_path / "test" / "summary.json").read_text())["status"] == "failed"
+
+
+class Fussy(TextEnv):
+    """Raises at every answer with an odd sum of code points, and is over after any other."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "Say something.", {}
+
+    def step(self, action):
+        if sum(map(ord, action)) % 2:
+            raise ValueError("cannot read that")
+        return "", float(len(action)), True, False, {}
+
+
+def test_failures_that_follow_the_policys_actions_are_counted_told_of_and_found(tmp_path):
+    register("test_run/Fussy-v0", entry_point=Fussy)
+    try:
+        config = make_config(tmp_path, iterations=4, rollout__env_name="test_run/Fussy-v0")
+        said = io.StringIO()
+        values = config.model_dump(exclude_none=True, exclude={"warmup"})
+        run_training(RunConfig.from_dict(values), console=Console(file=said, width=200))
+    finally:
+        gymnasium.registry.pop("test_run/Fussy-v0")
+    folder = tmp_path / "test"
+    ends = [entry for entry in read_ledger(folder / "ledger.jsonl") if isinstance(entry, Terminal)]
+    failed = sum(end.outcome is Outcome.ENV_ERROR for end in ends)
+    lines = read_metrics(folder)
+    assert sum(line["rollout/attempts"] for line in lines) == len(ends)
+    assert sum(line["rollout/env_failed_after_action"] * line["rollout/attempts"] for line in lines) == failed > 0
+    assert "selection" in [event["kind"] for event in read_events(folder)]
+    assert "attempts failed in the environment after an action of the policy" in said.getvalue()
+    assert "failures_follow_actions" in [finding.check for finding in diagnose(read_run(folder))]
+    evaluation = next(event["data"] for event in read_events(folder) if event["kind"] == "evaluation")
+    assert f"{evaluation['num_retries']} failed attempts played again" in said.getvalue()
 
 
 def test_every_started_episode_of_a_run_has_one_end(tmp_path):
