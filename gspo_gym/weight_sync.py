@@ -110,6 +110,7 @@ class WeightSync:
             for target, result in zip(self._targets, results, strict=True):
                 await self._mend(target, update, result, lambda fresh: self._prepare(fresh, update))
             self.committed.add(version)  # all have attested; before the first of them samples
+            self._last = update  # an engine that is restored from here on gets this version
             for target in self._targets:
                 outcome = await _outcome(target.engine.resume(version))
                 await self._mend(target, update, outcome, lambda fresh: self._bring_up(fresh, update))
@@ -120,7 +121,6 @@ class WeightSync:
             if isinstance(error, Exception) and not isinstance(error, EnginePoisonedError):
                 raise EnginePoisonedError(reason) from error
             raise
-        self._last = update
         if self._staging is not None:
             self._staging.retire(version)
 
@@ -137,23 +137,24 @@ class WeightSync:
     async def restore(self, engine: Engine) -> None:
         """Give a fresh engine the last committed version; for one that died between updates.
 
-        Its canary is not compared with the learner, which may be ahead by now; the files are compared with what was
-        staged. Weights that were handed over can be handed over again as long as they are the learner's present ones.
+        If another version is committed meanwhile, the engine gets that one as well. Its canary is not compared with the
+        learner, which may be ahead by now; the files are compared with what was staged. Weights that were handed over
+        can be handed over again as long as they are the learner's present ones.
 
         Raises:
             EngineError: nothing was staged: what was shared is no longer known to be what was committed. Or what was
                 handed over is no longer there.
         """
-        update = self._last
-        if update is None and self.committed == {0}:
-            return  # it begins with version 0
-        if update is None or update.kind == "shared":
-            raise EngineError("the last committed weights were shared, not staged: the engine cannot be restored")
-        await asyncio.to_thread(verify_staged, update)
-        await engine.pause("wait")
-        await engine.apply_weights(update)
-        await engine.resume(update.version)
-        self._tell("engine_restored", {"version": update.version})
+        given: WeightUpdate | None = None
+        while given is not self._last or (given is None and self.committed != {0}):
+            given = self._last
+            if given is None or given.kind == "shared":
+                raise EngineError("the last committed weights were shared, not staged: the engine cannot be restored")
+            await asyncio.to_thread(verify_staged, given)
+            await engine.pause("wait")
+            await engine.apply_weights(given)
+            await engine.resume(given.version)
+            self._tell("engine_restored", {"version": given.version})
 
     def is_committed(self, version: int) -> bool:
         """Whether tokens of this version may exist."""

@@ -1,13 +1,14 @@
-"""An engine behind which another can be put: those who sample from it keep the object, and notice failed calls at most.
+"""Engine proxy whose backend can be replaced after a crash or a failed weight update.
 
-A weight update that failed half-way, or a process that died, leaves an engine that must never answer again. Who makes
-engines hands in how; `gspo_gym.weight_sync` decides when, and gives the fresh one its weights.
+A weight update that failed half-way, or a process that died, leaves an engine that must never answer again. Callers
+keep this object and see failed calls at most. It does not decide when to rebuild, nor which weights a fresh engine
+gets: `gspo_gym.weight_sync` does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from gspo_gym.engine.base import (
     Capabilities,
@@ -30,9 +31,12 @@ BringUp = Callable[[Engine], Awaitable[None]]
 class RebuildableEngine:
     """The engine that is there now; while it is rebuilt, calls wait, and those that were in flight fail.
 
+    One rebuild is under way at a time. A later one cancels those before it and begins when they have closed what they
+    made, so that the engine of the last rebuild asked for is the one that stays.
+
     Args:
         engine: the first one.
-        make: makes the others.
+        make: makes the others; one that is cancelled closes what it began.
         max_rebuilds: one more is refused: what dies so often has a cause that a restart does not remove.
         on_close: called when the engine is closed: what `make` needed may go.
 
@@ -56,7 +60,8 @@ class RebuildableEngine:
         self._make = make
         self._max_rebuilds = max_rebuilds
         self._on_close = on_close
-        self._rebuilding: asyncio.Task[None] | None = None
+        self._rebuilding: asyncio.Task[None] | None = None  # the last one asked for, under way or ended
+        self._superseded: set[asyncio.Task[None]] = set()  # cancelled for a later one, and not yet ended
         self._asleep: Engine | None = None
         self._is_closed = False
         self._is_lost = False
@@ -72,16 +77,23 @@ class RebuildableEngine:
     async def rebuild(self, bring_up: BringUp) -> None:
         """Close the engine, make another, and let calls through when `bring_up` has ended.
 
-        A rebuild that is under way is ended first: its engine would be brought up with other weights.
+        Rebuilds under way are cancelled first: their engines would be brought up with other weights.
 
         Raises:
             EnginePoisonedError: it cannot be made, or not be brought up; all calls raise this from now on.
+            EngineError: this engine was closed, or a later rebuild took the place of this one.
         """
-        if self._rebuilding is not None:
-            self._rebuilding.cancel()
-            await asyncio.wait([self._rebuilding])
-        self._rebuilding = asyncio.create_task(self._replace(bring_up))
-        await self._rebuilding
+        mine = self._begin_rebuild(bring_up)
+        try:
+            await asyncio.wait({mine})
+        except asyncio.CancelledError:
+            mine.cancel()
+            await _ended({mine})
+            raise
+        if mine.cancelled():
+            self._require_open()
+            raise EngineError("rebuild: a later rebuild of the engine took the place of this one")
+        mine.result()
 
     async def generate(
         self,
@@ -106,7 +118,7 @@ class RebuildableEngine:
             return await engine.generate(prompt_token_ids, sampling, session_id=session_id, deadline_seconds=left)
         except EngineError as error:
             await self._rebuild_if_dead(engine)
-            if isinstance(error, EnginePoisonedError) and (self._rebuilding is not None or engine is not self._engine):
+            if isinstance(error, EnginePoisonedError) and (self._is_rebuilding or engine is not self._engine):
                 raise EngineError(f"the engine was replaced while it answered: {error}") from error
             raise
 
@@ -116,16 +128,16 @@ class RebuildableEngine:
 
     async def end_session(self, session_id: str) -> None:
         """Forget a session, unless the engine that knew it is gone."""
+        engine = self._engine
         try:
-            await self._engine.end_session(session_id)
+            await engine.end_session(session_id)
         except EngineError:
-            if (await self._engine.health()).is_alive:
+            if (await engine.health()).is_alive:
                 raise
 
     async def pause(self, mode: PauseMode) -> None:
         """Begin an update; see `Engine.pause`."""
-        if self._rebuilding is not None:
-            await asyncio.wait([self._rebuilding])
+        await self._wait_for_rebuild(None)
         await self._engine.pause(mode)
 
     async def apply_weights(self, update: WeightUpdate) -> None:
@@ -146,8 +158,7 @@ class RebuildableEngine:
         An engine that fails is poisoned, which is no reason for the learner to stop: it goes on, and the update that
         follows finds the engine poisoned and has another put in its place.
         """
-        if self._rebuilding is not None:
-            await asyncio.wait([self._rebuilding])
+        await self._wait_for_rebuild(None)
         self._asleep = self._engine
         await self._poison_if_it_fails("fall asleep", require_sleeping(self._engine).sleep())
 
@@ -166,14 +177,23 @@ class RebuildableEngine:
         return await self._engine.health()
 
     async def close(self) -> None:
-        """Close the engine; it is not rebuilt again."""
+        """Close the engine, and whatever a rebuild under way has made; it is not rebuilt again."""
         self._is_closed = True
         if self._rebuilding is not None:
             self._rebuilding.cancel()
-            await asyncio.wait([self._rebuilding])
+            await _ended({self._rebuilding, *self._superseded})
         await self._engine.close()
-        if self._on_close is not None:
-            self._on_close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    @property
+    def _is_rebuilding(self) -> bool:
+        return self._rebuilding is not None and not self._rebuilding.done()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed: it cannot be rebuilt")
 
     async def _poison_if_it_fails(self, what: str, doing: Awaitable[None]) -> None:
         engine = self._engine
@@ -183,28 +203,45 @@ class RebuildableEngine:
             engine.poison(f"it did not {what}: {error}")
 
     async def _wait_for_rebuild(self, deadline_seconds: float | None) -> None:
-        if self._rebuilding is not None:
-            await asyncio.wait([self._rebuilding], timeout=deadline_seconds)
+        """Wait until no rebuild is under way, or the deadline has passed."""
+        loop = asyncio.get_running_loop()
+        end = None if deadline_seconds is None else loop.time() + deadline_seconds
+        while self._rebuilding is not None and not self._rebuilding.done():
+            left = None if end is None else end - loop.time()
+            if left is not None and left <= 0:
+                return
+            await asyncio.wait({self._rebuilding}, timeout=left)
 
     async def _rebuild_if_dead(self, engine: Engine) -> None:
         """Begin a rebuild, without waiting for it, if that engine is the present one and dead."""
         is_dead = not (await engine.health()).is_alive
-        is_ours = engine is self._engine and self._rebuilding is None and not (self._is_closed or self._is_lost)
+        is_ours = engine is self._engine and not (self._is_rebuilding or self._is_closed or self._is_lost)
         if is_dead and is_ours and self.bring_up is not None:
-            self._rebuilding = asyncio.create_task(self._replace(self.bring_up))
-            self._rebuilding.add_done_callback(_note)
+            self._begin_rebuild(self.bring_up)
 
-    async def _replace(self, bring_up: BringUp) -> None:
+    def _begin_rebuild(self, bring_up: BringUp) -> asyncio.Task[None]:
+        """Cancel the rebuild under way and begin another behind it; nothing is awaited in between."""
+        self._require_open()
+        self._superseded = {task for task in self._superseded if not task.done()}
+        if self._rebuilding is not None and not self._rebuilding.done():
+            self._rebuilding.cancel()
+            self._superseded.add(self._rebuilding)
+        self._rebuilding = asyncio.create_task(self._replace(bring_up, frozenset(self._superseded)))
+        self._rebuilding.add_done_callback(_note)
+        return self._rebuilding
+
+    async def _replace(self, bring_up: BringUp, former: Collection[asyncio.Task[None]]) -> None:
+        await _ended(former)
         try:
             if self.num_rebuilds >= self._max_rebuilds:
                 raise EnginePoisonedError(f"the engine was rebuilt {self.num_rebuilds} times; see why it fails")
             self.num_rebuilds += 1
-            await self._engine.close()
+            await _close(self._engine)
             fresh = await self._make()
             try:
                 await bring_up(fresh)
             except BaseException:
-                await fresh.close()
+                await _close(fresh)
                 raise
             self._engine, self._is_lost = fresh, False
         except Exception as error:
@@ -212,11 +249,36 @@ class RebuildableEngine:
             self._is_lost = True
             self._engine.poison(reason)
             raise EnginePoisonedError(reason) from error
-        finally:
-            self._rebuilding = None
+
+
+async def _close(engine: Engine) -> None:
+    """Close an engine to the end, also when this is cancelled meanwhile.
+
+    Raises:
+        CancelledError: this was cancelled; the engine is closed all the same.
+    """
+    closing = asyncio.ensure_future(engine.close())
+    await _ended({closing})
+    closing.result()
+
+
+async def _ended(tasks: Collection[asyncio.Future[None]]) -> None:
+    """Wait until all have ended, whatever they raise, also when this is cancelled meanwhile.
+
+    Raises:
+        CancelledError: this was cancelled; all have ended all the same.
+    """
+    is_cancelled = False
+    while waiting := {task for task in tasks if not task.done()}:
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 def _note(rebuilding: asyncio.Task[None]) -> None:
-    """Take the exception, which the next call raises, off a task that nobody awaits."""
+    """Mark the exception as retrieved, so asyncio does not warn; the next call raises it."""
     if not rebuilding.cancelled():
         rebuilding.exception()

@@ -451,6 +451,52 @@ def test_a_dead_engine_is_handed_the_learners_weights_only_if_they_are_the_commi
     asyncio.run(main())
 
 
+def test_an_engine_that_dies_before_the_first_update_is_rebuilt_and_samples_under_version_0() -> None:
+    async def main() -> None:
+        made: list[Versioned] = []
+
+        async def make() -> Versioned:
+            made.append(Versioned())
+            return made[-1]
+
+        events: list[str] = []
+        engine = RebuildableEngine(await make(), make)
+        sync = WeightSync([Target(engine, engine.rebuild)], on_event=lambda name, _: events.append(name))
+        engine.bring_up = sync.restore
+        await made[0].close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate([1], SAMPLING)
+        assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [0] * 4
+        assert (len(made), made[1].updates, events) == (2, [], [])  # nothing to give it: it begins with version 0
+        await sync.publish(1)
+        assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [1] * 4
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_restored_while_a_version_is_committed_gets_that_one() -> None:
+    class Slow(Versioned):
+        async def apply_weights(self, update: WeightUpdate) -> None:
+            begun.set()
+            await committed.wait()
+            await super().apply_weights(update)
+
+    begun, committed = asyncio.Event(), asyncio.Event()
+
+    async def main() -> None:
+        engine, fresh = Versioned(), Slow()
+        sync = WeightSync(engine, kind="transfer", staging=Handover(load_policy("tiny:qwen3-64", seed=1)))
+        await sync.publish(1)
+        restoring = asyncio.create_task(sync.restore(fresh))
+        await begun.wait()
+        await sync.publish(2)
+        committed.set()
+        await restoring
+        assert (fresh.weight_version, fresh.loaded) == (2, 2)
+
+    asyncio.run(main())
+
+
 def test_a_file_that_changed_after_staging_is_seen_when_it_is_verified(staging: Staging) -> None:
     class Meddling(Staging):
         def stage(self, version: int, kind: Any) -> WeightUpdate:
