@@ -27,6 +27,7 @@ from gspo_gym.build_rollouts import build_scripted_evaluate as build_scripted_ev
 from gspo_gym.build_rollouts import build_training_player as build_training_player
 from gspo_gym.build_rollouts import build_training_pool as build_training_pool
 from gspo_gym.build_rollouts import build_warmup as build_warmup
+from gspo_gym.build_rollouts import environment_notes as environment_notes
 from gspo_gym.build_rollouts import local_play as local_play
 from gspo_gym.build_weights import build_alarm
 from gspo_gym.checkpoints import CheckpointStore

@@ -144,6 +144,20 @@ def build_environment(config: RunConfig, source: TaskSource | None = None) -> Is
     )
 
 
+async def environment_notes(config: RunConfig) -> tuple[str, ...]:
+    """A line about each environment here that runs code of the model: how that is confined.
+
+    Raises:
+        EnvError: one cannot be made, because nothing confines such code here for example.
+    """
+    notes = []
+    for source in config.sources:
+        if source.task_url is None and (factory := build_environment(config, source)).runs_code:
+            async with looking_at(factory) as env:
+                notes.append(f"{source.env_name}: code that the model wrote is {env.confinement}")
+    return tuple(notes)
+
+
 def local_play(
     config: RunConfig,
     renderers: RendererCache,

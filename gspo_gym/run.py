@@ -98,7 +98,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
         judging = await _enter_judging(config, player, stack)
         # Before the folder exists: a wrong name, or an app that is not there, leaves nothing behind.
         warmup = await build.build_warmup(config, player)
-        notes = await player.start()
+        notes = (*await player.start(), *await build.environment_notes(config))
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
@@ -128,7 +128,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
         player = await build.build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
-        for line in await player.start():
+        for line in (*await player.start(), *await build.environment_notes(config)):
             progress.note(line)
         sinks = build.build_sinks(config, resume_step=state.step)
         name = config.rollout.policy_name

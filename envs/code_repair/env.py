@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from gspo_gym.env.core import PolicyFactory, ToolEnv
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.sandbox import require_confinement
 from gspo_gym.env.splits import is_held_out_generator
 from gspo_gym.env.tools import ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
@@ -42,6 +43,8 @@ class CodeRepair(ToolEnv):
         style: "terse" or "verbose" (with instructions).
         wrapper: program and arguments that go before every run, such as a container, with {folder} for the folder.
         python: the interpreter inside the wrapper; None: this one.
+        allow_unconfined: run what the model wrote even where nothing confines it (`gspo_gym.env.confinement`): it can
+            then read the solution, and do all that this user can.
 
     Reset options: `module`, to choose the module instead of drawing it.
 
@@ -50,7 +53,8 @@ class CodeRepair(ToolEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": undo_the_bugs, "random": random_change}
-    isolation = "thread"  # the sandbox has processes of its own
+    isolation = "process"  # it reads what comes out of a sandbox
+    confinement = "run in a sandbox"
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class CodeRepair(ToolEnv):
         style: Style = "terse",
         wrapper: Sequence[str] = (),
         python: str | None = None,
+        allow_unconfined: bool = False,
     ) -> None:
         if not 1 <= num_bugs <= 3 or max_steps < 1:
             raise ConfigError(
@@ -76,7 +81,17 @@ class CodeRepair(ToolEnv):
         if style not in ("terse", "verbose"):
             raise ConfigError(f"CodeRepair: expected style 'terse' or 'verbose', got {style!r}")
         self.num_bugs, self.max_steps, self.style = num_bugs, max_steps, style
-        self._sandbox: dict[str, Any] = {"wrapper": tuple(wrapper), "python": python}
+        if not isinstance(allow_unconfined, bool):
+            raise ConfigError(f"CodeRepair: expected allow_unconfined to be true or false, got {allow_unconfined!r}")
+        if not wrapper:
+            self.confinement = str(require_confinement("CodeRepair", allow_unconfined=allow_unconfined))
+        else:
+            self.confinement = f"confined by the wrapper {' '.join(wrapper)!r}, which nothing here looks at"
+        self._sandbox: dict[str, Any] = {
+            "wrapper": tuple(wrapper),
+            "python": python,
+            "allow_unconfined": allow_unconfined,
+        }
         self._weights = {"solved": solved_reward, "progress": progress_weight, "error": -error_penalty}
         self.reward_range = (-error_penalty * max_steps, solved_reward)
         self.task = Task("", "", "", (), (), (), 0)

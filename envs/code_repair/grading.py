@@ -7,11 +7,11 @@ not at all; it can patch what it likes, exit, or print "OK", and none of that is
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_gym.env.confinement import interpreter
 from gspo_gym.env.sandbox import SandboxLimits, SandboxResult, run_sandboxed
 
 from .runner import __file__ as _runner_file
@@ -24,7 +24,7 @@ LIMITS = SandboxLimits(
     max_cpu_seconds=2,
     max_memory_bytes=256 * 2**20,
     max_file_bytes=2**20,
-    max_processes=2,
+    max_processes=1,
     max_output_bytes=2**18,
 )
 _RUNNER = Path(_runner_file).read_text(encoding="utf-8")
@@ -59,24 +59,33 @@ class Verdicts:
 
 
 def run_tests(
-    name: str, source: str, tests: Sequence[Test], *, wrapper: Sequence[str] = (), python: str | None = None
+    name: str,
+    source: str,
+    tests: Sequence[Test],
+    *,
+    wrapper: Sequence[str] = (),
+    python: str | None = None,
+    allow_unconfined: bool = False,
 ) -> Verdicts:
     """Run the tests on a module's text; every test that is not answered rightly has failed.
 
     Args:
         wrapper: put in front of the program, such as a container (`sandbox.py`).
         python: the interpreter, where the wrapper has another than this one.
+        allow_unconfined: run it also where nothing confines it.
 
     Raises:
+        ConfigError: nothing here confines it.
         EnvError: the sandbox cannot be started.
     """
     nonce = secrets.token_hex(8)  # tells the answers from what the module writes to the same output
     result = run_sandboxed(
-        [python or sys.executable, "-I", "-S", "-B", "-X", "utf8", "run_calls.py"],
+        [python or interpreter(), "-I", "-S", "-B", "-u", "-X", "utf8", "run_calls.py"],
         files={"run_calls.py": _RUNNER, f"{name}.py": source},
         stdin=repr((nonce, name, [test.call for test in tests])),
         limits=LIMITS,
         wrapper=wrapper,
+        allow_unconfined=allow_unconfined,
     )
     answers, problem = _answers(result, nonce)
     passed, failures = [], []

@@ -2,16 +2,20 @@
 
 Reading is all there is: an authorizer admits nothing but SELECT over the tables given and a list of functions, whatever
 the statement is called; SQLite's own limits bound how large a value or statement may be, a count of virtual machine
-instructions and a clock bound how long a query runs, and only the first rows of a result are fetched. Not a defence
-against bugs of SQLite itself. Used by the environment only.
+instructions and a clock bound how long a query runs, and only the first rows of a result are fetched. The clock is not
+looked at inside of a function, so those that could run long are bounded, and a worker process is killed at the limit.
+Not a defence against bugs of SQLite itself.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from gspo_gym.env.action_limits import killed_after
 
 Value = str | int | float | bytes | None
 Row = tuple[Value, ...]
@@ -40,6 +44,9 @@ _LIMITS = {
 }
 _MAX_INSTRUCTIONS = 1_000_000  # of SQLite's virtual machine, some hundredths of a second; the same on any machine
 _INSTRUCTIONS_PER_CHECK = 10_000
+_MAX_FORMAT_WIDTH = 1_000  # of printf: '%.2147483647c' runs for seconds, whatever the limit on values
+_CONVERSION = re.compile(r"%[-+ #!,0]*([0-9]+|\*)?(?:\.([0-9]+|\*)?)?[lh]*(.)", re.DOTALL)  # width, precision, kind
+_GRACE_SECONDS = 0.5  # beyond the limit of a query, for a machine that is busy
 
 
 class QueryError(Exception):
@@ -86,6 +93,7 @@ class ReadOnlyDatabase:
         self._connection = sqlite3.connect(
             ":memory:", check_same_thread=False, isolation_level=None, cached_statements=0
         )
+        self._printf = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         for table in tables:
             self._fill(table)
         self._lock_down()
@@ -100,12 +108,13 @@ class ReadOnlyDatabase:
         self._deadline = time.monotonic() + self._max_query_seconds
         self._checks_left = _MAX_INSTRUCTIONS // _INSTRUCTIONS_PER_CHECK
         try:
-            cursor = self._connection.execute(sql)
-            try:
-                rows = cursor.fetchmany(self._max_rows + 1)
-                description = cursor.description
-            finally:
-                cursor.close()
+            with killed_after(self._max_query_seconds + _GRACE_SECONDS):
+                cursor = self._connection.execute(sql)
+                try:
+                    rows = cursor.fetchmany(self._max_rows + 1)
+                    description = cursor.description
+                finally:
+                    cursor.close()
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             # Warning: several statements (from Python 3.12 on an Error); ValueError: a NUL or a lone surrogate.
             raise QueryError(self._explain(error)) from error
@@ -121,6 +130,7 @@ class ReadOnlyDatabase:
     def close(self) -> None:
         """Frees the database; doing it again changes nothing."""
         self._connection.close()
+        self._printf.close()
 
     def _fill(self, table: Table) -> None:
         columns = ", ".join(f"{column.name} {column.type}" for column in table.columns)
@@ -132,6 +142,9 @@ class ReadOnlyDatabase:
         self._connection.execute("PRAGMA query_only = ON")  # a second lock, should the authorizer let a write pass
         for limit, value in _LIMITS.items():
             self._connection.setlimit(limit, value)
+            self._printf.setlimit(limit, value)
+        for name in ("printf", "format"):
+            self._connection.create_function(name, -1, self._format, deterministic=True)
         self._connection.set_progress_handler(self._is_over_limit, _INSTRUCTIONS_PER_CHECK)
         self._connection.set_authorizer(self._authorize)
 
@@ -149,6 +162,20 @@ class ReadOnlyDatabase:
             return sqlite3.SQLITE_OK
         return sqlite3.SQLITE_DENY
 
+    def _format(self, *values: Value) -> Value:
+        """SQLite's printf, for widths and precisions that are not absurd."""
+        given = iter(values[1:])
+        for *widths, conversion in _CONVERSION.findall(str(values[0]) if values else ""):
+            for width in widths:
+                number = next(given, 0) if width == "*" else width or 0
+                if abs(int(number or 0)) > _MAX_FORMAT_WIDTH:
+                    raise ValueError(f"a width above {_MAX_FORMAT_WIDTH}")
+            if conversion != "%":
+                next(given, None)
+        (made,) = self._printf.execute(f"SELECT printf({','.join('?' * len(values))})", values).fetchone()
+        result: Value = made
+        return result
+
     def _is_over_limit(self) -> bool:
         """Called by SQLite every so many instructions; True interrupts the query."""
         self._checks_left -= 1
@@ -163,4 +190,6 @@ class ReadOnlyDatabase:
             return "not allowed, SELECT only"
         if "one statement at a time" in text:
             return "one statement only"
+        if text == "user-defined function raised exception":
+            return f"printf: bad arguments, or a width above {_MAX_FORMAT_WIDTH}"
         return text

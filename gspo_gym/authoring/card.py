@@ -200,6 +200,7 @@ def _facts(env_id: str, env: Any) -> dict[str, str]:
         "observation space": str(getattr(env, "observation_space", "not said")),
         "action space": str(getattr(env, "action_space", "not said")),
         "isolation": getattr(env, "isolation", None) or "not said (a thread of the episode's own)",
+        **({"code of the model": env.confinement} if getattr(env, "confinement", None) else {}),
         "time limit": "none from outside" if limit is None else f"{limit} steps, then truncated",
         "players": ", ".join(getattr(env, "policies", {})) or "none",
     }

@@ -42,6 +42,8 @@ async def constructs(subject: Subject, findings: Findings) -> None:
     subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
     subject.rubric = rubric_of(env)
     subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
+    if (confinement := getattr(env, "confinement", None)) is not None:
+        findings.tell(f"code that the model wrote is {confinement}")
     subject.isolation = getattr(env, "isolation", None)
     if subject.isolation not in (None, *get_args(Isolation)):
         findings.fail(f"expected isolation to be 'thread', 'process' or None, got {subject.isolation!r}")

@@ -87,6 +87,9 @@ class TextEnv(gymnasium.Env[Any, Any]):
         isolation: where rollouts run it. "thread": plain methods in a thread of the episode's own (async ones in the
             event loop); "process": in a worker process, which a crash, a hang or a changed global generator cannot
             leave. None: not said, so a thread, unless it is found to touch what the whole process shares.
+        confinement: how code that the model wrote is confined here, in words; None: it runs none. A class that runs
+            some sets a text, and its instances what is true where they run; `env check`, the card and a run's first
+            lines show it.
         takes_messages: True: `step` is given the `Message` with its tool calls; False: its text alone.
     """
 
@@ -97,6 +100,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     reward_range: tuple[float, float] = (-float("inf"), float("inf"))
     reference_is_perfect: bool = True
     isolation: Isolation | None = None
+    confinement: str | None = None
     takes_messages: bool = False
 
     @property

@@ -78,6 +78,11 @@ class IsolatedFactory:
         return ProcessEnv(self.env, self.kwargs, limits=self.limits, start_timeout_seconds=start_timeout_seconds)
 
     @property
+    def runs_code(self) -> bool:
+        """Whether its class says that it runs code that a model wrote."""
+        return getattr(_creator_of(self.env), "confinement", None) is not None
+
+    @property
     def decision(self) -> Decision:
         """Where it runs; what has to be tried first is tried once a program, and blocks."""
         return _decide(self)

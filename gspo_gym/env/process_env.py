@@ -64,7 +64,7 @@ class ProcessEnv:
         pool: where workers come from.
 
     Attributes:
-        takes_messages, tool_schemas, reward_range: as the environment declares them.
+        takes_messages, tool_schemas, reward_range, confinement: as the environment declares them.
         policies: its players, which run in the worker, beside the hidden state; here they are async.
         declared_isolation: where the environment says that it is to run; None: it does not say.
         changed_generators: after `close`, those generators of the whole process that it was seen to use.
@@ -101,6 +101,7 @@ class ProcessEnv:
         self.reward_range: tuple[float, float] = (low, high)
         self.policies = {name: _RemotePolicy(name) for name in declared["policies"]}
         self.declared_isolation: Isolation | None = declared["isolation"]
+        self.confinement: str | None = declared["confinement"]
 
     @property
     def pid(self) -> int:

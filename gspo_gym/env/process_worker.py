@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_gym.env.action_limits import this_is_a_worker
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.env.global_state import GENERATOR, global_state
 from gspo_gym.env.playing import spoken_by
@@ -45,6 +46,13 @@ Request = Mapping[str, Any]  # JSON
 _MAX_OPEN_FILES = 1024
 _MAX_FILE_BYTES = 2**30
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAPBSET_DROP = 24
+_CAPABILITIES_VERSION = 0x20080522
+_SEEING = (19, 21, 38)  # SYS_PTRACE, SYS_ADMIN and PERFMON: each lets root read what Landlock closes
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # of every architecture
+_LANDLOCK_VERSION = 1  # a flag
+_MAKE_BLOCK_DEVICE, _SCOPE_SIGNAL = 1 << 11, 1 << 1
 
 
 def run_worker(connection: socket.socket, *, server_pid: int, memory_limit_mb: int) -> None:
@@ -56,6 +64,8 @@ def run_worker(connection: socket.socket, *, server_pid: int, memory_limit_mb: i
     try:
         _give_up_what_was_inherited(connection, server_pid)
         _set_limits(memory_limit_mb)
+        _lose_sight_of_others()
+        this_is_a_worker()
         asyncio.run(_serve(Channel(connection, max_bytes=MAX_REQUEST_BYTES)))
         status = 0
     finally:
@@ -73,6 +83,32 @@ def _give_up_what_was_inherited(connection: socket.socket, server_pid: int) -> N
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != connection.fileno():
             _close_quietly(int(name))
+
+
+def _lose_sight_of_others() -> None:
+    """Enter a Landlock domain, from which no process outside can be traced: /proc/<pid>/environ and mem of the program
+    are closed to the environment, also to root. What else is refused costs nobody anything: signals to processes
+    outside, or, on kernels before 6.12, making block devices and mounting. Without Landlock root keeps its sight."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in _SEEING:
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    header, words = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
+    if libc.capget(header, words) == 0:  # effective, permitted, inheritable; then the same of those above 31
+        for capability in _SEEING:
+            for kind in range(3):
+                words[3 * (capability // 32) + kind] &= ~(1 << capability % 32)
+        libc.capset(header, words)
+    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
+    if version < 1:
+        return
+    attributes = (ctypes.c_uint64 * 3)(*((0, 0, _SCOPE_SIGNAL) if version >= 6 else (_MAKE_BLOCK_DEVICE, 0, 0)))
+    size = ctypes.c_size_t(24 if version >= 6 else 8)
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, ctypes.byref(attributes), size, 0)
+    if ruleset < 0:
+        return
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
 
 
 def _close_quietly(descriptor: int) -> None:
@@ -186,6 +222,7 @@ class _Worker:
             "reward_range": [float(bound) for bound in getattr(env, "reward_range", (-np.inf, np.inf))],
             "policies": list(getattr(env, "policies", {})),
             "isolation": getattr(env, "isolation", None),
+            "confinement": getattr(env, "confinement", None),
         }
 
     async def _close(self) -> Any:

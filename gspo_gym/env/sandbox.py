@@ -1,32 +1,28 @@
-"""Runs model-written programs in a temporary folder, with limits and without the environment of this process.
+"""Runs model-written programs confined, in a folder of their own, with limits and without our environment.
 
-Meant against accidents and cheats: endless loops, full memory, endless output, forgotten processes, secrets in
-variables. **It is no security boundary against hostile code**: the program runs on this kernel and may read every file
-that its user may. Put a container in front for that (`wrapper`):
+What confines them here says `confinement()` (`confinement.py`, which has the mechanisms); where nothing does, a program
+is refused unless the caller allows it. Beside that: a session, standard streams only, an empty environment, and limits
+that hold for all its processes and files together. The kernel is shared with it: against code that attacks that, put a
+`wrapper` in front, which then stands in for the confinement:
 
-- bwrap, for programs in /usr: ("bwrap", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink",
-  "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--bind", "{folder}", "{folder}",
-  "--chdir", "{folder}", "--unshare-all", "--die-with-parent")
 - docker: ("docker", "run", "--rm", "-i", "--network", "none", "--memory", "512m", "--pids-limit", "32", "--user",
   str(os.getuid()), "-v", "{folder}:{folder}", "-w", "{folder}", "python:3.11-slim", "timeout", "20"). A container
   outlives its killed client, hence the `timeout`; add "--runtime=runsc" (gVisor) where the code may be hostile.
+- bwrap, for programs in /usr: ("bwrap", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink",
+  "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--bind", "{folder}", "{folder}",
+  "--chdir", "{folder}", "--unshare-all", "--die-with-parent")
 
-What is done without a wrapper, beside the limits: a session, standard streams only, an empty environment, and, where
-Linux lets this user make namespaces (measured once a process, about 3 ms a run), no network, no sight of other
-processes and a certain end of every process started. Root becomes nobody where the program can be read by others.
-Called by environments, from threads as they like; nothing here runs Python between fork and exec.
+Safe to call from threads: nothing here runs Python between fork and exec.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import resource
 import selectors
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -35,25 +31,18 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
 
+from gspo_gym.env.confinement import Confinement, confinement, interpreter, open_spec, spec_of, starting
 from gspo_gym.errors import ConfigError, EnvError
 
-_NOBODY = 65534
+__all__ = ["SandboxLimits", "SandboxResult", "confinement", "require_confinement", "run_python", "run_sandboxed"]
+
 _CHUNK_BYTES = 65_536
 _POLL_SECONDS = 0.05  # how late the end of a program is seen whose children hold its output open
 _DRAIN_SECONDS = 0.5  # for what is still in the pipes after everything was killed
 
-# From the most confined to no namespace at all: `unshare` of util-linux, without rights inside. It dies with the thread
-# that started it, which waits here all the time, and so do all below it that have a process namespace.
-_UNSHARE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-current-user", "--net")
-_CONFINEMENTS: tuple[tuple[str, ...], ...] = (
-    (*_UNSHARE, "--pid", "--fork", "--kill-child", "--mount-proc"),
-    (*_UNSHARE, "--pid", "--fork", "--kill-child"),
-    _UNSHARE,
-    (),
-)
+_INSIDE = "/sandbox"  # the folder, where it has a file system of its own
 
-# $1..$6 are the limits. Hard limits, set inside the namespace, where a user's processes are counted anew. The shell
-# stays: the first process of a namespace would ignore the signals that end programs. bash says -u, dash -p.
+# Inside a wrapper, which has a file system of its own, the limits are set by a shell: $1..$6. bash says -u, dash -p.
 _LAUNCH = (
     'ulimit -c 0; ulimit -t "$1"; ulimit -v "$2"; ulimit -f "$3"; ulimit -n "$4"; '
     '{ ulimit -u "$5" 2>/dev/null || ulimit -p "$5"; } || exit 126; shift 5; "$@"'
@@ -62,16 +51,18 @@ _LAUNCH = (
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What a program may use. All are of one process but the clock, the number of processes and the output.
+    """What a program may use, with all that it starts.
 
     Attributes:
         max_seconds: on the clock; then everything it started is killed.
-        max_cpu_seconds: of computing, whole seconds.
-        max_memory_bytes: of address space; an allocation beyond it fails. Python alone needs some 20 MB.
-        max_file_bytes: of each file written.
-        max_processes: at one time, threads included, beside one for ourselves. Without namespaces the kernel counts all
-            processes of the user, so that few or none can be started; of root it counts none.
-        max_open_files: descriptors, the three standard ones included.
+        max_cpu_seconds: of computing, whole seconds, of each process.
+        max_memory_bytes: of all its processes: each gets an equal share of address space, beyond which an allocation
+            fails. Python alone needs some 20 MB.
+        max_file_bytes: of all its files together, which lie in memory. Where the confinement is Landlock it can write
+            none; unconfined, or in a wrapper, this is of each file.
+        max_processes: at one time, threads included; 1: it can start none, but some threads. Where the confinement is
+            Landlock it is 1.
+        max_open_files: descriptors of a process, the three standard ones included.
         max_output_bytes: kept of stdout and of stderr each; the rest is read and dropped.
     """
 
@@ -79,7 +70,7 @@ class SandboxLimits:
     max_cpu_seconds: int = 5
     max_memory_bytes: int = 512 * 2**20
     max_file_bytes: int = 16 * 2**20
-    max_processes: int = 16
+    max_processes: int = 4
     max_open_files: int = 64
     max_output_bytes: int = 65_536
 
@@ -127,6 +118,7 @@ def run_sandboxed(
     stdin: str = "",
     limits: SandboxLimits | None = None,
     wrapper: Sequence[str] = (),
+    allow_unconfined: bool = False,
 ) -> SandboxResult:
     """Run a program in a fresh folder that holds `files`, wait for its end and remove the folder.
 
@@ -135,26 +127,35 @@ def run_sandboxed(
         files: text by relative path; the folder is where the program starts.
         stdin: what it reads.
         limits: None: the defaults.
-        wrapper: put in front, with {folder} replaced by the folder's path; it stands in for namespaces and for nobody.
+        wrapper: put in front, with {folder} replaced by the folder's path; it stands in for the confinement.
+        allow_unconfined: run it where nothing confines it, too; it can then do all that this user can.
 
     Raises:
-        ConfigError: an empty `argv`, or a file's name that leaves the folder.
+        ConfigError: an empty `argv`, a file's name that leaves the folder, or nothing here confines it.
         EnvError: the program (or the wrapper) cannot be started.
     """
     limits = limits or SandboxLimits()
     if not argv:
         raise ConfigError("run_sandboxed: expected a program, got an empty argv")
-    user = None if wrapper else _other_user(argv[0])
-    folder = Path(tempfile.mkdtemp(prefix="gspo_gym_sandbox_")).resolve()
-    try:
-        _write(folder, files, user)
-        front = [part.replace("{folder}", str(folder)) for part in wrapper] or _confinement(user)
-        with tempfile.TemporaryFile() as stdin_file:
-            stdin_file.write(stdin.encode("utf-8", "surrogateescape"))
-            stdin_file.seek(0)
-            return _run([*front, *_limited(argv, limits)], folder, user, stdin_file, limits)
-    finally:
-        _remove(folder)
+    for name in files:
+        if not name or os.path.isabs(name) or os.path.normpath(name).split("/")[0] in ("..", "."):
+            raise ConfigError(f"run_sandboxed: expected a file's name inside the folder, got {name!r}")
+    how = None if wrapper else require_confinement("run_sandboxed", allow_unconfined=allow_unconfined)
+    with tempfile.TemporaryFile() as stdin_file:
+        stdin_file.write(stdin.encode("utf-8", "surrogateescape"))
+        stdin_file.seek(0)
+        if how is not None and how.mechanism in ("namespaces", "user namespace"):
+            return _run_confined(how, argv, _INSIDE, files, stdin_file, limits)
+        folder = Path(tempfile.mkdtemp(prefix="gspo_gym_sandbox_")).resolve()
+        try:
+            _write(folder, files)
+            if how is not None:
+                folder.chmod(0o755 if how.is_other_user else 0o700)
+                return _run_confined(how, argv, str(folder), {}, stdin_file, limits)
+            front = [part.replace("{folder}", str(folder)) for part in wrapper]
+            return _run([*front, *_limited(argv, limits)], stdin_file, limits, folder=str(folder))
+        finally:
+            _remove(folder)
 
 
 def run_python(
@@ -165,6 +166,7 @@ def run_python(
     limits: SandboxLimits | None = None,
     wrapper: Sequence[str] = (),
     python: str | None = None,
+    allow_unconfined: bool = False,
 ) -> SandboxResult:
     """Run a program in Python, with the standard library and the modules among `files`, without site-packages.
 
@@ -177,23 +179,30 @@ def run_python(
     >>> run_python("print(6 * 7)").stdout
     '42\\n'
     """
-    argv = (python or sys.executable, "-E", "-s", "-S", "-B", "-X", "utf8", "main.py")
-    return run_sandboxed(argv, files={**(files or {}), "main.py": code}, stdin=stdin, limits=limits, wrapper=wrapper)
+    return run_sandboxed(
+        (python or interpreter(), "-E", "-s", "-S", "-B", "-X", "utf8", "main.py"),
+        files={**(files or {}), "main.py": code},
+        stdin=stdin,
+        limits=limits,
+        wrapper=wrapper,
+        allow_unconfined=allow_unconfined,
+    )
 
 
-def confinement() -> str:
-    """What this machine adds to the limits, in words, for people.
+def require_confinement(who: str, *, allow_unconfined: bool) -> Confinement:
+    """What confines programs here, for `who` is about to run one.
 
-    >>> confinement().startswith("sandbox: ")
-    True
+    Raises:
+        ConfigError: nothing does, and `allow_unconfined` is not set.
     """
-    front = _confinement(None)
-    facts = [
-        "no network" if "--net" in front else "the network is reachable",
-        "own process table" if "--mount-proc" in front else "other processes are visible",
-        "every process ends" if "--pid" in front else "a process that starts a session of its own may survive",
-    ]
-    return "sandbox: " + ", ".join(facts)
+    how = confinement()
+    if not (how.is_confined or allow_unconfined):
+        raise ConfigError(
+            f"{who}: code that a model wrote would run {how}. Allow user namespaces or Landlock on this machine (in a "
+            "container: a seccomp profile that lets `unshare` or `landlock_restrict_self` pass), give a `wrapper` such "
+            "as a container, or set allow_unconfined = true if nothing on this machine is worth protecting"
+        )
+    return how
 
 
 def _limited(argv: Sequence[str], limits: SandboxLimits) -> list[str]:
@@ -213,20 +222,57 @@ def _allowed(wanted: int, kind: int) -> int:
     return wanted if hardest == resource.RLIM_INFINITY else min(wanted, hardest)
 
 
-def _write(folder: Path, files: Mapping[str, str], user: int | None) -> None:
+def _write(folder: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
-        if not path.resolve().is_relative_to(folder) or path == folder:
-            raise ConfigError(f"run_sandboxed: expected a file's name inside the folder, got {name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
-    if user is not None:
-        for path in (folder, *folder.rglob("*")):
-            os.chown(path, user, user)
 
 
-def _run(argv: Sequence[str], folder: Path, user: int | None, stdin: IO[bytes], limits: SandboxLimits) -> SandboxResult:
-    home = str(folder)
+def _run_confined(
+    how: Confinement,
+    argv: Sequence[str],
+    folder: str,
+    files: Mapping[str, str],
+    stdin: IO[bytes],
+    limits: SandboxLimits,
+) -> SandboxResult:
+    """Run by way of the script that confines itself; what it says on its pipe is no result but an error."""
+    num_processes = 1 if how.mechanism == "landlock" else limits.max_processes
+    numbers = {
+        "cpu_seconds": limits.max_cpu_seconds,
+        "address_bytes": limits.max_memory_bytes // num_processes,
+        "file_bytes": limits.max_file_bytes,
+        "open_files": limits.max_open_files,
+        "processes": num_processes,
+    }
+    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+    spec = spec_of(how, argv, folder=folder, files=files, environment=environment, limits=numbers)
+    status_read, status_write = os.pipe()
+    with os.fdopen(status_read, "rb") as status:
+        try:
+            with open_spec(spec) as file:
+                result = _run(
+                    starting(file.fileno(), status_write), stdin, limits, passed=(file.fileno(), status_write)
+                )
+        finally:
+            os.close(status_write)
+        os.set_blocking(status_read, False)  # a process that got away may hold the other end
+        problem = status.read() or b""
+    if problem:
+        text = problem.decode("utf-8", "replace")
+        raise EnvError(f"run_sandboxed: the confinement by {how.mechanism} failed: {text}")
+    return result
+
+
+def _run(
+    argv: Sequence[str],
+    stdin: IO[bytes],
+    limits: SandboxLimits,
+    *,
+    folder: str = "/",
+    passed: tuple[int, ...] = (),
+) -> SandboxResult:
     started = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -235,13 +281,10 @@ def _run(argv: Sequence[str], folder: Path, user: int | None, stdin: IO[bytes], 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"},
-            close_fds=True,
+            env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+            pass_fds=passed,
             start_new_session=True,
             umask=0o077,
-            user=user,
-            group=user,
-            extra_groups=None if user is None else [],
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
         raise EnvError(f"run_sandboxed: cannot start {argv[0]!r}: {error}") from error
@@ -345,39 +388,3 @@ def _remove(folder: Path) -> None:
     if folder.exists():
         for command in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", str(folder)]):
             subprocess.run(command, env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=False)
-
-
-def _other_user(program: str) -> int | None:
-    """Nobody's id where we are root and others may read the program; None: keep the user."""
-    if os.geteuid() != 0:
-        return None
-    found = shutil.which(program, path="/usr/bin:/bin")
-    if found is None:
-        return None
-    home = (sys.base_prefix,) if os.path.realpath(found) == os.path.realpath(sys.executable) else ()
-    paths = [Path(path) for path in (found, os.path.realpath(found), *home, tempfile.gettempdir())]
-    return _NOBODY if all(_is_open_to_all(path) for path in paths) else None
-
-
-def _is_open_to_all(path: Path) -> bool:
-    return all(parent.stat().st_mode & 0o001 for parent in (path, *path.absolute().parents))
-
-
-@functools.cache
-def _confinement(user: int | None) -> tuple[str, ...]:
-    """The first kind of namespaces that works here, tried by running a program that does nothing."""
-    for front in _CONFINEMENTS[:-1]:
-        with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                [*front, "/bin/sh", "-c", "exit 0"],
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
-                cwd="/",
-                env={"PATH": "/usr/bin:/bin"},
-                capture_output=True,
-                check=True,
-                timeout=10,
-            )
-            return front
-    return _CONFINEMENTS[-1]

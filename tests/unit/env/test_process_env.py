@@ -13,6 +13,7 @@ Pinned here:
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import select
@@ -84,6 +85,16 @@ class Subject(TextEnv):
             "variables": dict(os.environ), "folder": os.getcwd(), "limits": limits, "links": links,
             "files": len(os.listdir("/proc/self/fd")), "leads": os.getsid(0) == os.getpid() == os.getpgid(0),
         })
+
+    def do_spy(self, pid):
+        found = []
+        for name in ("environ", "mem", "maps"):
+            try:
+                with open(f"/proc/{pid}/{name}", "rb") as file:
+                    found.append(len(file.read(8)))
+            except OSError as error:
+                found.append(type(error).__name__)
+        return self.say(found)
 
     def do_raise(self, _):
         raise KeyError("as told")
@@ -427,6 +438,14 @@ def test_a_worker_sees_no_secrets_inherits_nothing_and_has_limits(
     assert seen["links"] == [os.devnull] * 3
     # Those three; the connection; the event loop's selector and its pair of sockets; the listing itself; one spare.
     assert seen["files"] <= 9
+
+
+@pytest.mark.skipif(
+    ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) < 1, reason="needs Landlock, Linux 5.13"
+)
+def test_a_worker_cannot_read_the_programs_variables_and_memory_through_proc(pool: ProcessPool, subject: Any) -> None:
+    [found] = run(lambda: ProcessEnv(subject.Subject, pool=pool), telling(f"spy {os.getpid()}"))
+    assert found == ["PermissionError"] * 3
 
 
 def test_the_generators_of_the_whole_process_depend_on_the_episodes_seed_alone(pool: ProcessPool, subject: Any) -> None:

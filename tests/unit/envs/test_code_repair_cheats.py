@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import gspo_gym_envs.code_repair
 import pytest
 from gspo_gym_envs.code_repair.env import CodeRepair
 
-from gspo_gym.env.sandbox import run_python
 from gspo_gym.types import Message, ToolCall
 
 LIBRARY = Path(gspo_gym_envs.code_repair.__file__).parent / "library"
@@ -212,12 +212,13 @@ def test_the_working_module_itself_passes_so_that_the_cheats_fail_for_their_own_
     assert earned_by(env, env.task.solution) == (1.0, True)
 
 
-def test_without_the_guard_the_thief_would_find_the_working_module() -> None:
-    ways = run_python(THIEF + "\nprint(*found)", python=sys.executable).stdout.split()
+def test_without_confinement_the_thief_would_find_the_working_module(tmp_path: Path) -> None:
+    thief = [sys.executable, "-c", THIEF + "\nprint(*found)"]
+    ways = subprocess.run(thief, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.split()
     assert {"by_open", "by_descriptor", "by_link", "by_child", "by_loader", "by_folder_descriptor"} <= set(ways)
 
 
-def test_with_the_guard_no_way_of_the_thief_succeeds() -> None:
+def test_in_the_sandbox_no_way_of_the_thief_succeeds() -> None:
     env = roman()
     call(env, "write_file", path="roman.py", text=THIEF + "\ndef to_roman(x): return found\nfrom_roman = to_roman")
     said = call(env, "run_tests")[0]

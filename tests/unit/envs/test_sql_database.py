@@ -166,3 +166,30 @@ def test_closing_twice_and_from_another_thread_is_fine() -> None:
     database.close()
     with pytest.raises(QueryError, match="closed database"):
         database.query("SELECT 1")
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT printf('%.2147483647c', 'a')",  # 8 s in one function, in which no clock is looked at
+        "SELECT format('%.*c', 2147483647, 'a')",
+        "SELECT printf('%2147483647d', 1)",
+    ],
+)
+def test_a_function_that_would_run_past_every_limit_is_refused(database: ReadOnlyDatabase, sql: str) -> None:
+    with pytest.raises(QueryError, match="width above 1000"):
+        database.query(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "printf('in 2024: %.2f and %05d, %s, %d%%', 1.005, 42, 'a', NULL)",
+        "format('%-8s|%,d|%*d|%.*f', 'left', 1234567, 6, 7, 2, 3.14159)",
+        "printf(NULL)",
+        "printf('%c%q', 'xyz', 'it''s')",
+    ],
+)
+def test_an_ordinary_printf_is_sqlites_own(database: ReadOnlyDatabase, sql: str) -> None:
+    expected = sqlite3.connect(":memory:").execute(f"SELECT {sql}").fetchone()
+    assert database.query(f"SELECT {sql}").rows == (expected,)

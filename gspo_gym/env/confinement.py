@@ -1,0 +1,268 @@
+"""What this machine offers to confine a program that a model wrote: measured once, told to people.
+
+Three mechanisms, tried in this order by running Python under each, with the same script (`confined_start.py`):
+
+- namespaces (as root) or a user namespace: a private root on a bounded tmpfs, no network, no sight of other processes;
+- Landlock with seccomp, where no namespaces are to be had, as in most containers: the files that it may read are
+  listed, and it can neither write a file nor start a process.
+
+Each drops all capabilities and refuses ptrace, mounts, new namespaces, sockets other than local ones, keys, shared
+memory of the system, io_uring, bpf and their like; root becomes another user. Both share this machine's kernel: against
+code that attacks the kernel itself, put gVisor or a virtual machine around it (`run_sandboxed(wrapper=...)`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Mechanism = Literal["namespaces", "user namespace", "landlock", "none"]
+
+_STARTER = str(Path(__file__).with_name("confined_start.py"))
+_NOBODY = 65534
+_OTHER_USERS = (61184, 65520)  # ids that no distribution gives out for good (systemd.exec, DynamicUser)
+_PROBE_SECONDS = 20.0
+_LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_READ = (
+    *("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share"),
+    *("/usr/local/bin", "/usr/local/lib", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
+)
+_HOLDS_ALWAYS = (
+    "it reads only its own files, system programs and Python's standard library",
+    "no network",
+    "no other process can be signalled, traced or read",
+    "no capabilities",
+)
+_HOLDS: Mapping[str, tuple[str, ...]] = {
+    "namespaces": (*_HOLDS_ALWAYS, "one bound for all its files", "every process ends with it"),
+    "user namespace": (*_HOLDS_ALWAYS, "one bound for all its files", "every process ends with it"),
+    "landlock": (*_HOLDS_ALWAYS, "it writes no file and starts no process"),
+    "none": (),
+}
+_LACKS: Mapping[str, tuple[str, ...]] = {
+    "namespaces": ("a kernel of its own",),
+    "user namespace": ("a kernel of its own",),
+    "landlock": ("a kernel of its own", "a private file system: names of files can be asked for"),
+    "none": ("it reads and writes every file of this user", "it reaches the network and other processes"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """How a program that a model wrote is confined here.
+
+    Attributes:
+        mechanism: "none": not at all.
+        is_other_user: it runs as another user than we do; False where that is not possible or not needed.
+        reasons: why better mechanisms do not work here.
+    """
+
+    mechanism: Mechanism
+    is_other_user: bool = False
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether there is any."""
+        return self.mechanism != "none"
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """What it can count on, in words."""
+        return (*_HOLDS[self.mechanism], *(("another user",) if self.is_other_user else ()))
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What it cannot, in words."""
+        return _LACKS[self.mechanism]
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if self.is_confined:
+            return f"confined by {self.mechanism}: {'; '.join(self.holds)}. Not held: {'; '.join(self.lacks)}"
+        return f"NOT CONFINED: {'; '.join(self.lacks)} ({'; '.join(self.reasons)})"
+
+
+@functools.cache
+def confinement() -> Confinement:
+    """The best mechanism that works here, found by running Python under each of them; some tens of ms, once.
+
+    >>> str(confinement()).startswith(("confined by ", "NOT CONFINED: "))
+    True
+    """
+    if sys.platform != "linux":
+        return Confinement("none", reasons=(f"Linux is needed, this is {sys.platform}",))
+    reasons: list[str] = []
+    is_root = os.geteuid() == 0
+    for candidate in (
+        *((Confinement("namespaces", is_other_user=True),) if is_root else ()),
+        Confinement("user namespace"),
+        *((Confinement("landlock", is_other_user=True),) if is_root else ()),
+        Confinement("landlock"),
+    ):
+        problem = _problem_of(candidate)
+        if problem is None:
+            return Confinement(candidate.mechanism, candidate.is_other_user, tuple(reasons))
+        reasons.append(f"{candidate.mechanism}: {problem}")
+    return Confinement("none", reasons=tuple(reasons))
+
+
+def interpreter() -> str:
+    """This Python below its virtual environment, which a confined program cannot see."""
+    return os.path.realpath(sys.executable)
+
+
+def starting(spec_fd: int, status_fd: int) -> list[str]:
+    """The command that confines itself as a spec says and becomes its program."""
+    return [interpreter(), "-I", "-S", "-B", _STARTER, str(spec_fd), str(status_fd)]
+
+
+def spec_of(
+    how: Confinement,
+    argv: Sequence[str],
+    *,
+    folder: str,
+    files: Mapping[str, str],
+    environment: Mapping[str, str],
+    limits: Mapping[str, int],
+) -> dict[str, Any]:
+    """The specification that `confined_start.py` reads: plain values only.
+
+    `limits`: cpu_seconds, address_bytes, file_bytes, open_files, processes.
+    """
+    places = _places()
+    is_listing = how.mechanism == "landlock"
+    return {
+        "mechanism": how.mechanism,
+        "parent": os.getpid(),
+        "argv": list(argv),
+        "folder": folder,
+        "files": dict(files),
+        "environment": dict(environment),
+        "limits": dict(limits),
+        "user": user_for(how),
+        "read": list(places.listed_read if is_listing else places.read),
+        "listed": list(places.listed),
+        "hidden": list(places.hidden),
+        "links": dict(places.links),
+    }
+
+
+def user_for(how: Confinement) -> int | None:
+    """The user that a program becomes; None: it stays what it is. In a user namespace that is its name inside only."""
+    if how.mechanism == "user namespace":
+        return _NOBODY
+    # One of many, so that what the kernel counts by user is counted for each program apart.
+    return _OTHER_USERS[0] + secrets.randbelow(_OTHER_USERS[1] - _OTHER_USERS[0]) if how.is_other_user else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What a confined program may read. `hidden` lies inside of `read` and is covered; where nothing can be covered,
+    `listed_read` is all of `read` but that, and of the folders in `listed` only the names can be read."""
+
+    read: tuple[str, ...]
+    hidden: tuple[str, ...]
+    links: Mapping[str, str]
+    listed_read: tuple[str, ...]
+    listed: tuple[str, ...]
+
+
+@functools.cache
+def _places() -> _Places:
+    """System programs and libraries, this interpreter, its standard library; no installed package."""
+    links = {path: os.readlink(path) for path in _LINKED if os.path.islink(path)}
+    read = [path for path in (*_READ, *(set(_LINKED) - set(links))) if os.path.exists(path)]
+    standard = {os.path.dirname(os.path.realpath(os.__file__))}
+    own = {interpreter(), os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_exec_prefix, "lib"), *standard}
+    read += [path for path in sorted(own) if os.path.exists(path) and not _is_below(path, read)]
+    read = [path for path in read if not _is_below(path, [other for other in read if other != path])]
+    hidden = {
+        str(path)
+        for root in ("/usr/lib", "/usr/local/lib", os.path.join(sys.base_prefix, "lib"))
+        for kind in ("site-packages", "dist-packages")
+        for path in Path(root).glob(f"python*/{kind}")
+    }
+    keep = standard | {os.path.join(folder, "lib-dynload") for folder in standard}
+    hidden |= {path for entry in sys.path if _is_below(path := os.path.realpath(entry), read)} - keep
+    hidden = {path for path in hidden if os.path.isdir(path)}
+    listed_read: list[str] = []
+    listed: list[str] = []
+    for path in read:
+        _expand(path, hidden, listed_read, listed)
+    return _Places(tuple(read), tuple(sorted(hidden)), links, tuple(listed_read), tuple(listed))
+
+
+def _expand(path: str, hidden: set[str], whole: list[str], listed: list[str]) -> None:
+    """Split `path` into what holds nothing hidden, and the folders around that."""
+    if path in hidden:
+        return
+    if not any(_is_below(place, [path]) for place in hidden):
+        whole.append(path)
+        return
+    listed.append(path)
+    for name in sorted(os.listdir(path)):
+        _expand(os.path.join(path, name), hidden, whole, listed)
+
+
+def _is_below(path: str, roots: Sequence[str]) -> bool:
+    return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
+
+
+def _problem_of(how: Confinement) -> str | None:
+    """Why a mechanism does not work here; None if it does."""
+    limits = {
+        "cpu_seconds": 5,
+        "address_bytes": 2**28,
+        "file_bytes": 2**20,
+        "open_files": 32,
+        "processes": 1,
+    }
+    argv = [interpreter(), "-I", "-S", "-B", "-c", "print(6 * 7)"]
+    with tempfile.TemporaryDirectory(prefix="gspo_gym_probe_") as folder:
+        os.chmod(folder, 0o755)
+        inside = folder if how.mechanism == "landlock" else "/sandbox"
+        spec = spec_of(how, argv, folder=inside, files={}, environment={}, limits=limits)
+        try:
+            said, problem = _tried(spec)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"{type(error).__name__}: {error}"
+    if problem or said != "42\n":
+        return ((problem or said).strip() or "Python ended without a word").splitlines()[-1][:200]
+    return None
+
+
+def _tried(spec: Mapping[str, Any]) -> tuple[str, str]:
+    """What a program says, and what its confinement says if that fails."""
+    status_read, status_write = os.pipe()
+    with os.fdopen(status_read, "rb") as status, open_spec(spec) as file:
+        try:
+            done = subprocess.run(
+                starting(file.fileno(), status_write),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(file.fileno(), status_write),
+                env={},
+                check=False,
+                timeout=_PROBE_SECONDS,
+            )
+        finally:
+            os.close(status_write)
+        return done.stdout.decode("utf-8", "replace"), status.read().decode("utf-8", "replace")
+
+
+def open_spec(spec: Mapping[str, Any]) -> Any:
+    """A nameless file that holds a specification, at its start (Any: a binary file)."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.write(repr(spec).encode("utf-8", "surrogatepass"))
+    file.seek(0)
+    return file
