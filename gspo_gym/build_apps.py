@@ -55,6 +55,34 @@ def environment_ids(config: RunConfig) -> tuple[str, ...]:
     return tuple(ids)
 
 
+def check_apps(config: RunConfig) -> None:
+    """Refuse task apps without the gateway's packages or their own keys; nothing is contacted.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+        ConfigError: the variable that is to hold an app's key holds none.
+    """
+    apps = [source for source in config.sources if source.task_url is not None]
+    if apps:
+        _check_gateway()
+    for source in apps:
+        _own_key(source)
+
+
+def _check_gateway() -> None:
+    try:
+        import gspo_gym.remote.client
+        import gspo_gym.remote.gateway_app
+        import gspo_gym.remote.loop_server  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("the gateway of task apps needs: pip install 'gspo-gym[apps]'") from error
+
+
+def _own_key(source: TaskSource) -> str | None:
+    """Return the key in the variable that the source names; None if it names none."""
+    return read_key(source.api_key_env, f"{source.key}.api_key_env")
+
+
 def _environment_id(source: TaskSource) -> str:
     try:
         return resolve(source.env_name)
@@ -153,12 +181,11 @@ class AppPlayers:
         return self._metrics.since_last([episodes.counters for episodes in self._trained])
 
     async def _open_gateway(self) -> None:
-        try:
-            from gspo_gym.remote.gateway import Gateway
-            from gspo_gym.remote.gateway_app import create_gateway_app
-            from gspo_gym.remote.loop_server import LoopServer
-        except ImportError as error:
-            raise MissingExtraError("the gateway of task apps needs: pip install 'gspo-gym[apps]'") from error
+        _check_gateway()
+        from gspo_gym.remote.gateway import Gateway
+        from gspo_gym.remote.gateway_app import create_gateway_app
+        from gspo_gym.remote.loop_server import LoopServer
+
         section, asked = self._section, self._config.rollout.policy_config
         self._gateway = Gateway(
             self._engine,
@@ -238,9 +265,8 @@ class AppPlayers:
         from gspo_gym.remote.client import TaskAppClient, TaskAppSettings
 
         limits = self._config.limits
-        keys = AppKeys.from_environment(os.environ)
-        if source.api_key_env is not None:
-            keys = AppKeys([read_key(source.api_key_env, f"{source.key}.api_key_env")])
+        key = _own_key(source)
+        keys = AppKeys.from_environment(os.environ) if key is None else AppKeys([key])
         return TaskAppClient(
             source.task_url or "",
             settings=TaskAppSettings(

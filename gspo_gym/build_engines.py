@@ -50,7 +50,8 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
         MissingExtraError: vLLM or the openai package is not installed.
         EngineError: it did not start, or nobody answers at services.engine_urls.
     """
-    _require_context(config, policy)
+    check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
+    check_engine(config)
     urls = () if config.services is None else config.services.engine_urls
     if config.rollout.engine == "http" and not config.rollout.rescore:
         return await build_endpoint(config, policy)
@@ -65,6 +66,39 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
         max_model_len=config.rollout.max_model_len,
         max_batch_size=config.rollout.max_concurrent_rollouts,
     )
+
+
+def check_context(config: RunConfig, base: str, longest: int | None) -> None:
+    """Refuse contexts beyond the `longest` that the model reads; None: it is not known.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    asked = {"rollout.max_model_len": config.rollout.max_model_len}
+    if config.vllm is not None and config.vllm.max_model_len is not None:
+        asked["vllm.max_model_len"] = config.vllm.max_model_len
+    for key, length in asked.items():
+        if longest is not None and length > longest:
+            raise ConfigError(f"{key}: {base} reads at most {longest} tokens, got {length}")
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuse an engine whose package is not installed here.
+
+    Raises:
+        MissingExtraError: vLLM, httpx or the openai package is missing.
+    """
+    engine, urls = config.rollout.engine, () if config.services is None else config.services.engine_urls
+    if engine == "vllm" and not urls and importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError(
+            'rollout.engine = "vllm": vLLM is not installed; pip install \'gspo-gym[vllm]\', or set "local"'
+        )
+    if engine == "vllm" and urls and importlib.util.find_spec("httpx") is None:
+        raise MissingExtraError("services.engine_urls: an engine behind a vLLM server needs: pip install httpx")
+    if engine == "http" and importlib.util.find_spec("openai") is None:
+        raise MissingExtraError(
+            "rollout.engine = \"http\": the openai package is not installed; pip install 'gspo-gym[openai]'"
+        )
 
 
 async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
@@ -142,10 +176,6 @@ def _transfer(config: RunConfig, policy: Policy) -> Transfer:
 
 
 async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
-    if importlib.util.find_spec("vllm") is None:
-        raise MissingExtraError(
-            'rollout.engine = "vllm": vLLM is not installed; pip install \'gspo-gym[vllm]\', or set "local"'
-        )
     folder = Path(tempfile.mkdtemp(prefix="gspo_gym-start-"))
 
     async def start() -> Engine:
@@ -254,13 +284,3 @@ def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) ->
 def _vocab_size(policy: Policy) -> int:
     """Rows of the embedding: every token id is below it, padded ones included."""
     return int(policy.model.get_input_embeddings().weight.shape[0])
-
-
-def _require_context(config: RunConfig, policy: Policy) -> None:
-    longest = getattr(policy.model.config, "max_position_embeddings", None)
-    asked = {"rollout.max_model_len": config.rollout.max_model_len}
-    if config.vllm is not None and config.vllm.max_model_len is not None:
-        asked["vllm.max_model_len"] = config.vllm.max_model_len
-    for key, length in asked.items():
-        if longest is not None and length > longest:
-            raise ConfigError(f"{key}: {policy.base} reads at most {longest} tokens, got {length}")

@@ -5,7 +5,8 @@ Called by `build.py`, which says what is learned from the episodes, and by the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from gspo_gym.env.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
-from gspo_gym.errors import ConfigError, UnknownNameError
+from gspo_gym.errors import ConfigError, GymError, UnknownNameError
 from gspo_gym.evaluation import Evaluation, evaluate, join
 from gspo_gym.judging_run import Judging
 from gspo_gym.models import Policy
@@ -257,8 +258,28 @@ async def build_scripted_evaluate(
     return _evaluation_of(config, play_by_environment(players), None, judging)
 
 
+@contextlib.asynccontextmanager
+async def looking_at_source(config: RunConfig, source: TaskSource) -> AsyncIterator[Any]:
+    """Make one environment of a source (Any: authors need not subclass anything), to be read, and close it after.
+
+    Raises:
+        GymError: it cannot be made; a ConfigError where its constructor raised.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            env = await stack.enter_async_context(looking_at(build_environment(config, source)))
+        except GymError:
+            raise
+        except Exception as error:  # an author's constructor may raise anything
+            raise ConfigError(
+                f"{source.key}.env_config: {source.env_name} cannot be made with {dict(source.env_config)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        yield env
+
+
 async def _scripted_policy(config: RunConfig, source: TaskSource, name: str) -> PolicyFactory:
-    async with looking_at(build_environment(config, source)) as env:
+    async with looking_at_source(config, source) as env:
         return policy_of(env, name)
 
 
@@ -285,17 +306,14 @@ def _evaluation_of(config: RunConfig, play: PlayEpisode, keep: Keep | None, judg
     return run
 
 
-async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
-    """The pool that plays demonstrations and what to do with them; None without a [warmup] section.
-
-    Demonstrations are of the main environment, and are played here, also where a task app plays the episodes.
+async def check_warmup(config: RunConfig) -> tuple[str, PolicyFactory] | None:
+    """Return the id of the environment that demonstrations are of and their player; None without a [warmup] section.
 
     Raises:
         UnknownNameError: the environment brings no scripted policy of that name.
         ConfigError: there is no such environment here.
     """
-    warmup, settings, optimizer = config.warmup, config.warmup_settings, config.warmup_optimizer_settings
-    if warmup is None or settings is None or optimizer is None:
+    if config.warmup is None:
         return None
     try:
         env_id = resolve(config.rollout.env_name)
@@ -306,6 +324,22 @@ async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, 
             f"warmup: demonstrations are played in this process, not by the task app, and {error}. Remove [warmup], or "
             "install the package that registers the environment"
         ) from error
-    make_policy = await _scripted_policy(config, config.sources[0], warmup.policy)
+    return env_id, await _scripted_policy(config, config.sources[0], config.warmup.policy)
+
+
+async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
+    """The pool that plays demonstrations and what to do with them; None without a [warmup] section.
+
+    Demonstrations are of the main environment, and are played here, also where a task app plays the episodes.
+
+    Raises:
+        UnknownNameError: the environment brings no scripted policy of that name.
+        ConfigError: there is no such environment here.
+    """
+    played_by = await check_warmup(config)
+    warmup, settings, optimizer = config.warmup, config.warmup_settings, config.warmup_optimizer_settings
+    if played_by is None or warmup is None or settings is None or optimizer is None:
+        return None
+    env_id, make_policy = played_by
     pool = build_pool(config, local_play(config, player.renderers, ScriptedActor(make_policy)), seed_name="warmup")
     return pool, WarmupPlan(env_id, config.run.seed, warmup.num_episodes, optimizer, settings)

@@ -1,4 +1,4 @@
-"""`gspo-gym config check | show | reference | from-...`: configurations from the command line; nothing is built.
+"""`gspo-gym config check | show | reference | from-...`: configurations from the command line.
 
 `from-...` translates another trainer's settings; see `translate/command.py`.
 """
@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspo_gym.config.run_config import RunConfig
 
 _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
 
@@ -16,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="say everything that is wrong with a file, or what it will do")
     _add_file(check)
+    depth = check.add_mutually_exclusive_group()
+    depth.add_argument("--deep", action="store_true", help="build everything, too, and play one scripted episode")
+    depth.add_argument(
+        "--elsewhere", action="store_true", help="the file alone, which is for another machine: not what this one has"
+    )
     check.set_defaults(run=check_config)
     show = commands.add_parser("show", help="print a file with all keys, marking those that it leaves to defaults")
     _add_file(show)
@@ -26,13 +34,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_config(arguments: argparse.Namespace) -> int:
-    """Print VALID and what the run would be; an invalid file is an error that lists everything."""
+    """Print what the run would be, and everything that stands in its way; an invalid file is an error that lists all.
+
+    Return 0 if a run would start, and 1 if not.
+    """
     from gspo_gym.config.run_config import load_config
     from gspo_gym.config.services import missing_machinery
 
     config = load_config(arguments.file, arguments.overrides)
+    if arguments.elsewhere:
+        obstacles = missing_machinery(config.sections)
+    else:
+        import asyncio
+
+        from gspo_gym.preflight import find_obstacles
+
+        obstacles = [str(obstacle) for obstacle in asyncio.run(find_obstacles(config))]
+    print(f"{'VALID' if not obstacles else 'VALID, BUT IT CANNOT RUN'}: {arguments.file}")
+    _print_plan(config)
+    for obstacle in obstacles:
+        print(f"cannot run: {obstacle}")
+    if arguments.deep and not obstacles:
+        _rehearse(config)
+    return 1 if obstacles else 0
+
+
+def _print_plan(config: RunConfig) -> None:
     plan = config.plan
-    print(f"VALID: {arguments.file}")
     print(
         f"{plan.num_iterations} iterations of {plan.episodes_per_iteration} episodes (groups of "
         f"{config.training.group_size}), {plan.steps_per_iteration} optimizer steps each, "
@@ -42,12 +70,22 @@ def check_config(arguments: argparse.Namespace) -> int:
         print("note: with one optimizer step per iteration the ratio is 1 everywhere, and no clip acts")
     for notice in config.notices:
         print(f"note: {notice.key}: {notice.text}")
-    missing = missing_machinery(config.sections)
-    if missing:
-        print("This version cannot run it:")
-    for line in missing:
-        print(f"  {line}")
-    return 0
+
+
+def _rehearse(config: RunConfig) -> None:
+    """Build everything and play a scripted episode of each environment; print a line about each."""
+    import asyncio
+
+    from gspo_gym.preflight import rehearse
+
+    seen = asyncio.run(rehearse(config))
+    for line in seen.apps:
+        print(f"built: {line}")
+    for played in seen.episodes:
+        print(
+            f"played: {played.task.env_id}, a scripted episode of {len(played.turns)} turns, {played.outcome.value}, "
+            f"return {sum(turn.reward or 0.0 for turn in played.turns):g}"
+        )
 
 
 def show_config(arguments: argparse.Namespace) -> int:

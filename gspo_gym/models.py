@@ -99,6 +99,7 @@ def load_policy(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    check_base(base)
     form = _Form(_DTYPES[dtype], device, quantization, tp)
     if quantization != "as_saved":
         check_quantization(device)
@@ -116,6 +117,46 @@ def load_policy(
         policy.model.to(device)
     policy.model.eval()
     return policy
+
+
+def check_base(base: str) -> None:
+    """Refuse what cannot be a model: an unknown tiny one, a folder without one, or a text that is no id of the hub.
+
+    Weights are not read, and the hub is not asked.
+
+    Raises:
+        UnknownNameError: there is no such tiny model or folder, and it does not look like one of the hub's ids.
+        CheckpointError: the folder is there but holds no model, or the weights under its adapter are not there.
+    """
+    if base.startswith(TINY_PREFIX):
+        parse_tiny(base)
+        return
+    folder = Path(base).expanduser()
+    if not folder.is_dir():
+        if not _may_be_hub_id(base):
+            raise _unknown_model(base, "it does not look like one of the hub's ids")
+        return
+    if (folder / "adapter_config.json").is_file():
+        if not (folder / "base").is_dir():
+            check_base(_base_name(folder))
+        return
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"model folder {folder}: expected config.json (transformers) or adapter_config.json (PEFT), found "
+            f"{', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}"
+        )
+
+
+def known_context(base: str) -> tuple[str, int | None]:
+    """Return the name of the model and the most tokens that it reads, where a folder here says so; None elsewhere."""
+    folder = Path(base).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        return known_context(str(folder / "base") if (folder / "base").is_dir() else _base_name(folder))
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return base, None
+    return base, said if isinstance(said, int) else None
 
 
 def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
@@ -213,11 +254,6 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
     try:
         if (folder / "adapter_config.json").is_file():
             return _load_adapter(folder, form)
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"model folder {folder}: expected config.json (transformers) or adapter_config.json (PEFT), found "
-                f"{', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}"
-            )
         with no_progress_bars():
             options = _options(form, lambda: AutoConfig.from_pretrained(folder, local_files_only=True))
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -278,13 +314,15 @@ def _require_plain(policy: Policy) -> None:
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
     """What `load` gets from the hub or its local cache (Any: transformers is untyped)."""
-    reason: object = "it does not look like one of the hub's ids"
-    if _may_be_hub_id(base):
-        try:
-            return load(base, **options)
-        except (OSError, ValueError) as error:
-            reason = error
-    raise UnknownNameError(
+    check_base(base)
+    try:
+        return load(base, **options)
+    except (OSError, ValueError) as error:
+        raise _unknown_model(base, error) from error
+
+
+def _unknown_model(base: str, reason: object) -> UnknownNameError:
+    return UnknownNameError(
         f"model {base!r}: not a folder here ({Path(base).expanduser().absolute()}), not a tiny model "
         f"({', '.join(list_tiny())}), and the hub has no such model or cannot be reached: {reason}"
     )

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import netrc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from gspo_gym.errors import ConfigError, MissingExtraError, nearest_name
 
@@ -148,10 +151,7 @@ def open_sinks(
             resume_step=resume_step,
         ),
     }
-    if unknown := [name for name in report_to if name not in makers]:
-        raise ConfigError(f"tracking.report_to: {unknown[0]!r} is no sink; {nearest_name(unknown[0], makers)}")
-    for name in report_to:  # all packages first, so that a missing one leaves nothing behind
-        _require(name, extra=name)
+    check_sinks(report_to)  # all packages first, so that a missing one leaves nothing behind
     # W&B first: it may refuse, and leaves nothing behind then.
     with contextlib.ExitStack() as opened:
         sinks = []
@@ -160,6 +160,38 @@ def open_sinks(
             opened.callback(sinks[-1].close)
         opened.pop_all()  # nothing failed: they stay open
     return sinks
+
+
+def check_sinks(report_to: Sequence[str]) -> None:
+    """Refuse sinks whose packages are not installed, and W&B where nobody could log in.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+        ConfigError: a name is unknown, or W&B has no key.
+    """
+    known = ("tensorboard", "wandb")
+    if unknown := [name for name in report_to if name not in known]:
+        raise ConfigError(f"tracking.report_to: {unknown[0]!r} is no sink; {nearest_name(unknown[0], known)}")
+    for name in report_to:
+        _require(name, extra=name)
+    if "wandb" in report_to and not _has_wandb_key(os.environ):
+        raise ConfigError(
+            "tracking.report_to: W&B has no key: set WANDB_API_KEY or run `wandb login`, set WANDB_MODE=offline to "
+            'keep the run here, or remove "wandb"'
+        )
+
+
+def _has_wandb_key(environment: Mapping[str, str]) -> bool:
+    """Return whether W&B need not log in, or can: by a variable, or with the key that `wandb login` wrote down."""
+    if environment.get("WANDB_MODE", "online").lower() not in ("online", "shared"):
+        return True
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    server = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(environment.get("NETRC")).authenticators(server) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def evaluation_numbers(data: Mapping[str, Any]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from gspo_gym.config.words import look_up
 from gspo_gym.errors import ConfigError
 from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
+from gspo_gym.preflight import require_ready
 from gspo_gym.recording import RunRecorder
 from gspo_gym.report.progress import Progress, QuietProgress, make_progress
 from gspo_gym.schedule import is_played_again
@@ -91,6 +92,8 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
 
 
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    for notice in await require_ready(config):
+        progress.note(notice)
     policy = build.build_policy(config)
     async with contextlib.AsyncExitStack() as stack:
         player = await build.build_training_player(config, policy)
@@ -123,6 +126,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     checkpoint = _checkpoints(config).load_latest()
     _require_same_run(config)
     state = TrainState.from_dict(checkpoint.trainer_state)
+    await require_ready(config, base=str(checkpoint.model_folder))
     policy = build.build_policy(config, str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
         player = await build.build_training_player(config, policy)

@@ -183,7 +183,11 @@ class ReferenceSettings(Settings):
 class OptimizerSettings(Settings):
     """AdamW with linear warm-up, then a constant rate or a decay to `min_lr_fraction`."""
 
-    learning_rate: float = Field(gt=0, description="peak")
+    learning_rate: float = Field(
+        gt=0,
+        le=1,
+        description="peak; a step of AdamW moves each weight by about so much, so that 1 leaves nothing of it",
+    )
     kind: Literal["adamw", "adamw_fused", "adamw_8bit", "paged_adamw_8bit"] = Field(
         default="adamw_fused",
         description=(

@@ -40,14 +40,15 @@ def test_check_says_what_no_clip_can_change(file: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_check_lists_what_this_version_cannot_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["compute.gpu_count=2", "compute.nodes=3"]
-    assert main(["config", "check", str(file), *overrides]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "This version cannot run it:",
-        "  compute.gpu_count = 2: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this process "
-        "take them all: vllm.tensor_parallel_size x vllm.data_parallel_size = 2",
-        "  compute.nodes = 3: training takes one machine",
+def test_check_lists_what_this_version_cannot_run_and_fails(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["compute.gpu_count=2", "compute.nodes=3", "--elsewhere"]
+    assert main(["config", "check", str(file), *overrides]) == 1
+    first, _plan, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"VALID, BUT IT CANNOT RUN: {file}"
+    assert lines == [
+        "cannot run: compute.gpu_count = 2: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this "
+        "process take them all: vllm.tensor_parallel_size x vllm.data_parallel_size = 2",
+        "cannot run: compute.nodes = 3: training takes one machine",
     ]
 
 
@@ -81,7 +82,7 @@ def test_reference_prints_the_table_of_all_keys(capsys: pytest.CaptureFixture[st
 def test_every_committed_config_is_checked_and_shown(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["config", "check", str(path)]) == 0
+    assert main(["config", "check", "--elsewhere", str(path)]) == 0
     assert capsys.readouterr().out.startswith("VALID")
     assert main(["config", "show", str(path)]) == 0
     shown = tmp_path / "shown.toml"
@@ -89,10 +90,10 @@ def test_every_committed_config_is_checked_and_shown(
     assert load_config(shown) == load_config(path)
 
 
-def test_a_check_loads_no_torch(file: Path) -> None:
+def test_a_check_for_elsewhere_loads_no_torch(file: Path) -> None:
     code = (
         "import sys; from gspo_gym.cli import main; "
-        f"status = main(['config', 'check', {str(file)!r}]); "
+        f"status = main(['config', 'check', '--elsewhere', {str(file)!r}]); "
         "assert not {'torch', 'transformers', 'gymnasium'} & set(sys.modules); sys.exit(status)"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -76,12 +76,12 @@ def test_what_cannot_run_here_is_refused_and_named(name: str) -> None:
     assert str(caught.value) == f"{FILES[name]}: {REFUSED[name]}"
 
 
-def test_config_check_prints_the_notices(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", str(FILES["crafter_outcome"])]) == 0
-    assert (
-        'note: training.event_rewards_kind: has no effect with step rewards "off", only with "decision_stepwise"'
-        in capsys.readouterr().out
-    )
+@pytest.mark.parametrize("name", FILES)
+def test_config_check_takes_a_file_that_can_run_and_no_other(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["config", "check", "--elsewhere", str(FILES[name])])
+    assert status == (2 if name in REFUSED else 1 if name in MISSING else 0)
+    notes = [line.split(": ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert [note for note in notes if " " not in note] == NOTICED.get(name, [])
 
 
 def test_names_of_choices_may_have_any_case_and_all_other_texts_keep_theirs() -> None:

@@ -85,6 +85,7 @@ FLOORS = {
     "build_reference": 7,
     "build_rollouts": 7,
     "build_weights": 7,
+    "preflight": 7,
     "run": 7,
     "translate": 7,
     "train": 7,

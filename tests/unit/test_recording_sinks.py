@@ -16,7 +16,7 @@ import pytest
 
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.recording import RunRecorder, read_events, read_metrics
-from gspo_gym.recording_sinks import Sink, evaluation_numbers, open_sinks
+from gspo_gym.recording_sinks import Sink, check_sinks, evaluation_numbers, open_sinks
 
 CONFIG = {"run": {"seed": 3}, "training": {"learning_rate": 1e-3}}
 
@@ -82,6 +82,7 @@ class FakeWandb(ModuleType):
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_API_KEY", "a key")
     return fake
 
 
@@ -210,6 +211,23 @@ def test_a_refusal_by_wandb_says_what_to_set_and_leaves_no_event_files(tmp_path:
     with pytest.raises(ConfigError, match=r"tracking\.report_to: .*no API key configured.*WANDB_API_KEY"):
         open_them(["tensorboard", "wandb"], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_without_a_key_is_refused_before_it_asks(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ConfigError, match=r"tracking\.report_to: W&B has no key: set WANDB_API_KEY"):
+        check_sinks(["wandb"])
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    check_sinks(["wandb"])  # what `wandb login` has written
+    (tmp_path / "netrc").write_text("machine elsewhere.example login user password secret\n")
+    with pytest.raises(ConfigError):
+        check_sinks(["wandb"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_sinks(["wandb"])
+    assert wandb.runs == []
 
 
 def test_a_sink_that_is_open_is_closed_when_the_next_cannot_open(
