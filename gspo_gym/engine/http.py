@@ -26,7 +26,7 @@ from gspo_gym.engine.base import (
 )
 from gspo_gym.engine.gated import GatedEngine
 from gspo_gym.engine.http_probe import LogprobFacts, find_logprob_facts, model_length, obeys_seeds, why_not
-from gspo_gym.engine.http_routes import CompletionsRoute, Route, SglangRoute, TextRoute, Tokenizer
+from gspo_gym.engine.http_routes import CompletionsRoute, Route, SampleChecks, SglangRoute, TextRoute, Tokenizer
 from gspo_gym.engine.openai_client import OpenAIClient
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.keys import read_key
@@ -132,7 +132,7 @@ class HttpEngine(GatedEngine):
 
         Args:
             settings: where it is.
-            tokenizer: of the policy's tokens; needed for text only.
+            tokenizer: of the policy's tokens; needed for text only, and compares tokens with their text elsewhere.
             sleep: waits between retries; replaces the clock.
 
         Raises:
@@ -285,9 +285,11 @@ async def _find_route(
         raise ConfigError('HttpEngine: tier "text" needs the tokenizer of the prompts, got none')
     model, vocab_size = settings.model, settings.vocab_size
     routes: list[Route] = []
+    checks = SampleChecks(tokenizer, is_rescored=settings.rescore)
     if settings.tier != "text":
-        routes.append(CompletionsRoute(client, model=model, vocab_size=vocab_size, cache_salt=settings.cache_salt))
-        routes.append(SglangRoute(client, vocab_size=vocab_size))
+        salt = settings.cache_salt
+        routes.append(CompletionsRoute(client, model=model, vocab_size=vocab_size, cache_salt=salt, checks=checks))
+        routes.append(SglangRoute(client, vocab_size=vocab_size, checks=checks))
     if settings.tier != "trainable" and tokenizer is not None:
         routes.append(TextRoute(client, model=model, tokenizer=tokenizer))
     reasons = [] if tokenizer is not None else ["text: needs the tokenizer of the prompts, got none"]

@@ -15,9 +15,12 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.openai_client import OpenAIClient
 from gspo_gym.engine.wire import (
     AnswerError,
+    EchoedIds,
+    WireAnswer,
     completions_request,
     read_completions_answer,
     read_sglang_answer,
+    require_sampled,
     sglang_request,
     shorten,
     to_completion,
@@ -28,10 +31,12 @@ from gspo_gym.types import Completion, FinishReason
 # OpenAI's own endpoint takes so many stop texts.
 _MAX_STOPS = 4
 _UNKNOWN_VERSION = -1
+# A token of the endpoint's model may be several of the policy's, as a word is several letters, but not any number.
+_MAX_TOKENS_A_TOKEN = 16
 
 
 class Tokenizer(Protocol):
-    """What `TextRoute` needs of a transformers tokenizer (Any: its signatures are wide)."""
+    """What the routes need of a transformers tokenizer (Any: its signatures are wide)."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Any: ...
 
@@ -64,17 +69,53 @@ class Route(Protocol):
         ...
 
 
+class SampleChecks:
+    """What tells a sample for this call from something else that an endpoint may send.
+
+    Args:
+        tokenizer: of the policy's tokens; None compares no text.
+        is_rescored: the learner's logprobs take the place of the endpoint's, which may then be zeros.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, is_rescored: bool) -> None:
+        self._tokenizer = tokenizer
+        self._is_rescored = is_rescored
+        self._ids = EchoedIds()
+
+    def require(self, answer: WireAnswer, found_id: Any, call_id: str, sampling: SamplingParams) -> None:
+        """Refuse an answer to another call, or one that was not sampled; see `wire.require_sampled`.
+
+        Raises:
+            AnswerError: it is one.
+        """
+        self._ids.require(found_id, call_id)
+        if not self._is_rescored:
+            written = None
+            if self._tokenizer is not None and answer.text is not None:
+                written = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)
+            require_sampled(answer, sampling, written)
+
+
 class CompletionsRoute:
     """`/v1/completions` with token ids, as vLLM extends it."""
 
     name = "/v1/completions with token ids"
     has_logprobs = True
 
-    def __init__(self, client: OpenAIClient, *, model: str, vocab_size: int | None, cache_salt: str | None) -> None:
+    def __init__(
+        self,
+        client: OpenAIClient,
+        *,
+        model: str,
+        vocab_size: int | None,
+        cache_salt: str | None,
+        checks: SampleChecks,
+    ) -> None:
         self._client = client
         self._model = model
         self._vocab_size = vocab_size
         self._cache_salt = cache_salt
+        self._checks = checks
 
     async def sample(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, call_id: str, attempt: int
@@ -84,12 +125,11 @@ class CompletionsRoute:
         body = completions_request(prompt, sampling, model=self._model, max_tokens=max_tokens, request_id=request_id)
         if self._cache_salt is not None:
             body["cache_salt"] = self._cache_salt
-        answer = read_completions_answer(
-            await self._client.post("/completions", body, call_id=call_id, attempt=attempt)
-        )
+        raw = await self._client.post("/completions", body, call_id=call_id, attempt=attempt)
+        answer = read_completions_answer(raw)
         if answer.prompt_token_ids is None:
             raise AnswerError("answer: expected choices[0].prompt_token_ids, the prompt as the server read it")
-        return to_completion(
+        completion = to_completion(
             answer,
             prompt,
             sampling,
@@ -97,6 +137,8 @@ class CompletionsRoute:
             vocab_size=self._vocab_size,
             version=_UNKNOWN_VERSION,
         )
+        self._checks.require(answer, raw.get("id"), call_id, sampling)
+        return completion
 
 
 class SglangRoute:
@@ -105,9 +147,10 @@ class SglangRoute:
     name = "SGLang's /generate"
     has_logprobs = True
 
-    def __init__(self, client: OpenAIClient, *, vocab_size: int | None) -> None:
+    def __init__(self, client: OpenAIClient, *, vocab_size: int | None, checks: SampleChecks) -> None:
         self._client = client
         self._vocab_size = vocab_size
+        self._checks = checks
         self._url = f"{_root(client)}/generate"
 
     async def sample(
@@ -115,15 +158,18 @@ class SglangRoute:
     ) -> Completion:
         """See `Route.sample`."""
         body = sglang_request(prompt, sampling, max_tokens=max_tokens, request_id=f"{call_id}-{attempt}")
-        answer = await self._client.post(self._url, body, call_id=call_id, attempt=attempt)
-        return to_completion(
-            read_sglang_answer(answer, len(prompt)),
+        raw = await self._client.post(self._url, body, call_id=call_id, attempt=attempt)
+        answer = read_sglang_answer(raw, len(prompt))
+        completion = to_completion(
+            answer,
             prompt,
             sampling,
             max_tokens=max_tokens,
             vocab_size=self._vocab_size,
             version=_UNKNOWN_VERSION,
         )
+        self._checks.require(answer, raw["meta_info"].get("id"), call_id, sampling)
+        return completion
 
 
 class TextRoute:
@@ -171,7 +217,12 @@ class TextRoute:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise AnswerError(f'answer: expected finish reason "stop" or "length", got {reason!r}')
-        ids = self._encode(text)[:max_tokens]
+        ids = self._encode(text)
+        usage = answer.get("usage")
+        said = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if type(said) is int and len(ids) > _MAX_TOKENS_A_TOKEN * max(said, 1):
+            raise AnswerError(f"answer: padded: a text of {len(ids)} tokens, of which the endpoint sampled {said}")
+        ids = ids[:max_tokens]
         has_stopped = reason == "stop" and bool(sampling.stop_token_ids) and len(ids) < max_tokens
         if has_stopped:
             ids.append(sampling.stop_token_ids[0])

@@ -15,6 +15,7 @@ from gspo_gym.engine.vllm_requests import sampling_fields
 from gspo_gym.engine.vllm_versions import Served
 from gspo_gym.engine.wire import (
     AnswerError,
+    EchoedIds,
     WireAnswer,
     completions_request,
     generate_request,
@@ -69,6 +70,7 @@ class GenerateRoute:
     def __init__(self, client: VllmClient, *, vocab_size: int) -> None:
         self._client = client
         self._vocab_size = vocab_size
+        self._ids = EchoedIds()
 
     async def sample(
         self,
@@ -86,6 +88,7 @@ class GenerateRoute:
         body["cache_salt"] = served.salt
         raw = await self._client.post(self.path, body, headers=_headers(session_id))
         _require_model(raw, served)
+        self._ids.require(raw.get("request_id"), request_id)
         answer = read_generate_answer(raw)
         if not answer.versions:
             raise AnswerError("answer: expected choices[0].weight_versions, the weights that sampled each token")
@@ -101,6 +104,7 @@ class CompletionsRoute:
     def __init__(self, client: VllmClient, *, vocab_size: int) -> None:
         self._client = client
         self._vocab_size = vocab_size
+        self._ids = EchoedIds()
 
     async def sample(
         self,
@@ -118,6 +122,7 @@ class CompletionsRoute:
         body["cache_salt"] = served.salt
         raw = await self._client.post(self.path, body, headers=_headers(session_id))
         _require_model(raw, served)
+        self._ids.require(raw.get("id"), request_id)
         answer = read_completions_answer(raw)
         return _read(answer, prompt, sampling, served, max_tokens, self._vocab_size), answer
 

@@ -8,6 +8,7 @@ unknown shape, hence `Any`, and every doubt is an `AnswerError`: a wrong token o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,10 @@ from gspo_gym.types import Completion, FinishReason
 _MINUS_INFINITY = -9999.0
 # Rounding may leave a logprob a little above 0; as `Completion` allows.
 _MAX_LOGPROB = 1e-3
+# So many tokens in a row whose logprob is exactly 0 were not sampled: float32 rounds a probability to 1 when all other
+# tokens together have less than 6e-8. Fewer may be chance at a peaked distribution, and below that temperature, too.
+_MIN_CERTAIN_TOKENS = 4
+_MIN_CERTAIN_TEMPERATURE = 0.5
 
 
 class EngineAttemptError(AttemptError, EngineError):
@@ -47,6 +52,8 @@ class WireAnswer:
         finish_reason: as the server calls it: "stop", "length", "abort", ...
         prompt_token_ids: the prompt that the server read; None if it does not say.
         versions: (name, first, last + 1) of the tokens that those weights sampled; () if the server does not say.
+        num_tokens: that the server says it sampled; None if it does not say.
+        text: of the tokens; None if the server does not say.
     """
 
     token_ids: tuple[int, ...]
@@ -54,6 +61,30 @@ class WireAnswer:
     finish_reason: str
     prompt_token_ids: tuple[int, ...] | None = None
     versions: tuple[tuple[str, int, int], ...] = ()
+    num_tokens: int | None = None
+    text: str | None = None
+
+
+class EchoedIds:
+    """Refuses answers that name another call, at an endpoint that names the call in its answers.
+
+    vLLM and SGLang do; others give names of their own, which say nothing. What this endpoint does is seen at the first
+    answer that names its call; engines ask for one alone when they start.
+    """
+
+    def __init__(self) -> None:
+        self._is_echoing = False
+
+    def require(self, found: Any, call_id: str) -> None:
+        """Compare the id in an answer (Any: whatever came) with the call's, which all its attempts have in common.
+
+        Raises:
+            AnswerError: it names another call, or none although others did.
+        """
+        if isinstance(found, str) and re.search(rf"(?<![0-9A-Za-z]){re.escape(call_id)}(?![0-9A-Za-z])", found):
+            self._is_echoing = True
+        elif self._is_echoing:
+            raise AnswerError(f"answer: to another request: expected one that names {call_id}, got {shorten(found)}")
 
 
 def completions_request(
@@ -87,6 +118,8 @@ def read_completions_answer(answer: Any) -> WireAnswer:
         logprobs=_numbers(logprobs.get("token_logprobs"), "choices[0].logprobs.token_logprobs"),
         finish_reason=_member(choice, "finish_reason", str),
         prompt_token_ids=None if prompt is None else _ids(prompt, "choices[0].prompt_token_ids"),
+        num_tokens=_count(answer.get("usage"), "completion_tokens"),
+        text=_text(choice.get("text")),
     )
 
 
@@ -174,6 +207,8 @@ def read_sglang_answer(answer: Any, num_prompt_tokens: int) -> WireAnswer:
         token_ids=_ids([row[1] for row in rows], "meta_info.output_token_logprobs[][1]"),
         logprobs=_numbers([row[0] for row in rows], "meta_info.output_token_logprobs[][0]"),
         finish_reason=_member(_member(meta, "finish_reason", dict), "type", str),
+        num_tokens=_count(meta, "completion_tokens"),
+        text=_text(answer.get("text")),
     )
 
 
@@ -222,6 +257,38 @@ def to_completion(
     )
 
 
+def require_sampled(answer: WireAnswer, sampling: SamplingParams, written: str | None) -> None:
+    """Refuse an answer that was not sampled as asked: logprobs that are not there, or tokens and text that were added.
+
+    Args:
+        answer: as it was read. sampling: of the request.
+        written: what the policy's tokenizer makes of the tokens; None without one.
+
+    Raises:
+        AnswerError: all logprobs of a text are 0, it is padded, or its text or its count are not of its tokens.
+    """
+    ids, logprobs = answer.token_ids, answer.logprobs
+    if answer.num_tokens is not None and answer.num_tokens < len(ids):
+        raise AnswerError(
+            f"answer: padded: {len(ids)} tokens, of which the endpoint says it sampled {answer.num_tokens}"
+        )
+    # A tokenizer may drop one leading space; a stop token is not in the text.
+    if written is not None and answer.text is not None and len(answer.text) > len(written) + 1:
+        raise AnswerError(
+            f"answer: padded: its text is {shorten(answer.text)}, of which its tokens are {shorten(written)} only"
+        )
+    is_truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    if is_truncated or sampling.temperature < _MIN_CERTAIN_TEMPERATURE:
+        return  # one token may be all that is left
+    num_certain = next((n for n, value in enumerate(reversed(logprobs)) if value != 0), len(logprobs))
+    if num_certain < _MIN_CERTAIN_TOKENS:
+        return
+    if num_certain == len(logprobs):
+        raise AnswerError(f"answer: all logprobs of {len(ids)} sampled tokens are 0: the endpoint does not know them")
+    if len(set(ids[-num_certain:])) == 1:
+        raise AnswerError(f"answer: padded: it ends in {num_certain} tokens {ids[-1]} whose logprobs are 0")
+
+
 def _finish_reason(answer: WireAnswer, sampling: SamplingParams, max_tokens: int) -> FinishReason:
     """Decided by the tokens, not by what the server calls it; the two must not contradict each other."""
     ids, stops = answer.token_ids, set(sampling.stop_token_ids)
@@ -265,6 +332,16 @@ def _numbers(value: Any, name: str) -> tuple[float, ...]:
         return tuple(float(each) for each in value)
     except OverflowError:  # JSON integers have no end
         raise AnswerError(f"answer: expected {name} as a list of numbers, got {shorten(value)}") from None
+
+
+def _count(value: Any, name: str) -> int | None:
+    """A number of tokens, where an answer says one."""
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if type(found) is int else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _versions(value: Any) -> tuple[tuple[str, int, int], ...]:

@@ -313,6 +313,146 @@ def spoil_logprobs(value: Any) -> Callable[[Json], Json]:
     return spoil
 
 
+LONG = SamplingParams(max_tokens=12, stop_token_ids=(), seed=3)
+
+
+def with_id(dialect: str, answer: Json, name: str) -> Json:
+    """The answer under another request's name."""
+    if dialect == "sglang":
+        return answer | {"meta_info": answer["meta_info"] | {"id": name}}
+    return answer | {"id": name}
+
+
+def with_logprobs(dialect: str, answer: Json, change: Callable[[int, int, float], tuple[int, float]]) -> Json:
+    """The answer with other (token, logprob) pairs: `change` is given their place, too."""
+    if dialect == "sglang":
+        rows = answer["meta_info"]["output_token_logprobs"]
+        for place, (value, token, _) in enumerate(rows):
+            rows[place] = [*reversed(change(place, token, value)), None]
+        return answer
+    choice = answer["choices"][0]
+    pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+    changed = [change(place, token, value) for place, (token, value) in enumerate(pairs)]
+    choice["token_ids"] = [token for token, _ in changed]
+    choice["logprobs"]["token_logprobs"] = [value for _, value in changed]
+    return answer
+
+
+def with_text(dialect: str, answer: Json) -> Json:
+    """The answer with a text that goes on after its tokens."""
+    if dialect == "sglang":
+        return answer | {"text": answer["text"] + "  \n\n"}
+    answer["choices"][0]["text"] += "  \n\n"
+    return answer
+
+
+def with_count(dialect: str, answer: Json) -> Json:
+    """The answer of an endpoint that says it sampled 9 tokens."""
+    if dialect == "sglang":
+        return answer | {"meta_info": answer["meta_info"] | {"completion_tokens": 9}}
+    return answer | {"usage": {"completion_tokens": 9}}
+
+
+LIES: dict[str, tuple[Callable[[str, Json], Json], str]] = {
+    "another request's id": (lambda d, a: with_id(d, a, "cmpl-0123456789abcdef-7-0"), "to another request"),
+    "no id any more": (lambda d, a: with_id(d, a, "cmpl-1"), "to another request"),
+    "no logprobs": (lambda d, a: with_logprobs(d, a, lambda _, token, __: (token, 0.0)), "12 sampled tokens are 0"),
+    "pad tokens": (
+        lambda d, a: with_logprobs(d, a, lambda place, *pair: (0, 0.0) if place >= 7 else pair),
+        "padded: it ends in 5 tokens 0 whose logprobs are 0",
+    ),
+    "a text that goes on": (with_text, "padded: its text is"),
+    "more tokens than were sampled": (with_count, "padded: 12 tokens, of which the endpoint says it sampled 9"),
+}
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_was_not_sampled_for_this_call_is_refused_and_asked_for_again(lie: str, dialect: Any) -> None:
+    spoil, reason = LIES[lie]
+
+    async def spoil_one_then_all(engine: HttpEngine) -> None:
+        first = iter([True])
+        server.spoil = lambda answer: spoil(dialect, answer) if next(first, False) else answer
+        completion = await engine.generate(PROMPT, LONG)
+        assert completion.token_ids.tolist() == hash_model.sample(PROMPT, seed=3, max_tokens=12).token_ids
+        assert engine.counters.failures == {"answer": 1}
+        server.spoil = lambda answer: spoil(dialect, answer)
+        with pytest.raises(EngineError, match=reason):
+            await engine.generate(PROMPT, LONG)
+
+    with FaultyServer(dialect=dialect) as server:
+        use(server, spoil_one_then_all, TOKENIZER, tier="trainable", retries=RetrySettings(max_attempts=2))
+
+
+def test_of_two_calls_that_got_each_others_answers_neither_is_believed() -> None:
+    """Same prompt, other seeds: nothing but the ids tells the answers apart."""
+
+    async def swap(engine: HttpEngine) -> None:
+        held: list[Json] = []
+
+        def exchange(answer: Json) -> Json:
+            held.append(dict(answer))
+            return held[0] if len(held) == 2 else answer  # the second call gets the first one's
+
+        first = await engine.generate(PROMPT, LONG)
+        server.spoil = exchange
+        await engine.generate(PROMPT, SamplingParams(max_tokens=12, stop_token_ids=(), seed=4))
+        second = await engine.generate(PROMPT, SamplingParams(max_tokens=12, stop_token_ids=(), seed=5))
+        assert engine.counters.failures == {"answer": 1}
+        expected = [hash_model.sample(PROMPT, seed=seed, max_tokens=12).token_ids for seed in (3, 5)]
+        assert [first.token_ids.tolist(), second.token_ids.tolist()] == expected
+
+    with FaultyServer(dialect="sglang") as server:  # which does not echo the prompt either
+        use(server, swap, tier="trainable")
+
+
+def test_an_endpoint_with_ids_of_its_own_is_believed() -> None:
+    number = iter(range(1000))
+    with FaultyServer(spoil=lambda answer: with_id("vllm", answer, f"cmpl-{next(number)}")) as server:
+        assert ask(server, LONG).token_ids.tolist() == hash_model.sample(PROMPT, seed=3, max_tokens=12).token_ids
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}])
+def test_logprobs_of_the_only_token_that_is_left_may_all_be_zero(asked: dict[str, Any]) -> None:
+    with FaultyServer() as server:
+
+        async def generate(engine: HttpEngine) -> Completion:
+            server.spoil = lambda answer: with_logprobs("vllm", answer, lambda _, token, __: (token, 0.0))
+            return await engine.generate(PROMPT, SamplingParams(max_tokens=12, stop_token_ids=(), seed=3, **asked))
+
+        assert not use(server, generate).logprobs.any()
+
+
+def test_zeros_are_believed_where_the_learners_logprobs_take_their_place() -> None:
+    with FaultyServer() as server:
+
+        async def generate(engine: HttpEngine) -> Completion:
+            server.spoil = lambda answer: with_logprobs("vllm", answer, lambda _, token, __: (token, 0.0))
+            return await engine.generate(PROMPT, LONG)
+
+        assert not use(server, generate, rescore=True).logprobs.any()
+
+
+def test_a_text_of_many_more_tokens_than_the_endpoint_sampled_is_padded() -> None:
+    """Of 2 sampled tokens, 33 letters of the policy's tokenizer: more than 16 for each."""
+
+    async def generate(engine: HttpEngine) -> None:
+        server.spoil = lambda answer: answer | {"usage": {"completion_tokens": 2}, "choices": [choice_of(answer, 32)]}
+        assert len((await engine.generate(PROMPT, sampling)).token_ids) == 32
+        server.spoil = lambda answer: answer | {"usage": {"completion_tokens": 2}, "choices": [choice_of(answer, 33)]}
+        with pytest.raises(EngineError, match="padded: a text of 33 tokens, of which the endpoint sampled 2"):
+            await engine.generate(PROMPT, sampling)
+
+    def choice_of(answer: Json, length: int) -> Json:
+        choice: Json = answer["choices"][0] | {"text": "A" * length}
+        return choice
+
+    sampling = SamplingParams(max_tokens=64, stop_token_ids=(), seed=3)
+    with FaultyServer(dialect="text") as server:
+        use(server, generate, TOKENIZER, max_model_len=100, tier="text", retries=RetrySettings(max_attempts=1))
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 0.5, None, "x"])
 def test_a_spoilt_answer_is_asked_for_again_and_never_returned(value: Any) -> None:
     async def spoil_two_then_all(engine: HttpEngine) -> None:
