@@ -162,8 +162,7 @@ class StepResult:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise RecordError(f"StepResult.reward: expected a finite number or None, got {self.reward}")
+        _require_finite_reward("StepResult", self.reward, self.reward_terms)
         if not self.done and not self.messages:
             raise RecordError(
                 "StepResult.messages: the episode goes on, so the model must be shown at least one message"
@@ -207,6 +206,7 @@ class Turn:
                 f"Turn {self.index}: expected observation before a non-empty action, "
                 f"got observation_span {self.observation_span}, action_span {self.action_span}"
             )
+        _require_finite_reward(f"Turn {self.index}", self.reward, self.reward_terms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,6 +317,8 @@ class Trajectory:
                 raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} names segment {turn.segment}")
             if turn.action_span[1] > len(self.segments[turn.segment]):
                 raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} reaches past its segment")
+        if not math.isfinite(sum(abs(turn.reward) for turn in self.turns if turn.reward is not None)):
+            raise RecordError(f"Trajectory {self.trajectory_id}: the sum of its turns' rewards overflows; scale them")
 
     def __repr__(self) -> str:  # short: asyncio prints results that it should not, at a second for a thousand episodes
         return f"Trajectory(<{self.trajectory_id}, attempt {self.attempt}, {self.outcome.value}, {self.segments}>)"
@@ -386,6 +388,14 @@ def _freeze(record: Any, **dtypes: type[np.generic]) -> None:
             raise RecordError(f"{type(record).__name__}.{name}: values do not fit {np.dtype(dtype).name}")
         array.setflags(write=False)
         object.__setattr__(record, name, array)
+
+
+def _require_finite_reward(kind: str, reward: float | None, terms: Mapping[str, float]) -> None:
+    if reward is not None and not math.isfinite(reward):
+        raise RecordError(f"{kind}.reward: expected a finite number or None, got {reward}")
+    for name, value in terms.items():
+        if not math.isfinite(value):
+            raise RecordError(f"{kind}.reward_terms[{name!r}]: expected a finite number, got {value}")
 
 
 def _require_equal_lengths(kind: str, record: Any, *names: str) -> None:

@@ -18,10 +18,10 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 from gspo_gym.env.core import Isolation
 from gspo_gym.env.playing import Playthrough, play_in, replaying
 from gspo_gym.env.probes import rubric_of
-from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.session import EnvSession, declared_reward_range, open_session
 from gspo_gym.env.subject import Findings, Subject
 from gspo_gym.env.workers import OwnThread
-from gspo_gym.errors import GymError
+from gspo_gym.errors import ContractError, GymError
 
 TOLERANCE = 1e-9  # returns are sums of a few floats
 
@@ -38,7 +38,7 @@ async def constructs(subject: Subject, findings: Findings) -> None:
     subject.max_steps = getattr(getattr(made[0], "spec", None), "max_episode_steps", None)
     env = getattr(made[0], "unwrapped", made[0])
     _read_policies(subject, findings, getattr(env, "policies", {}))
-    _read_reward_range(subject, findings, getattr(env, "reward_range", subject.reward_range))
+    _read_reward_range(subject, findings, made[0])
     subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
     subject.rubric = rubric_of(env)
     subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
@@ -56,14 +56,11 @@ def _read_policies(subject: Subject, findings: Findings, policies: Any) -> None:
         subject.policies = policies
 
 
-def _read_reward_range(subject: Subject, findings: Findings, declared: Any) -> None:
+def _read_reward_range(subject: Subject, findings: Findings, env: Any) -> None:
     try:
-        low, high = map(float, declared)
-        if not low <= high:
-            raise ValueError
-        subject.reward_range = (low, high)
-    except (TypeError, ValueError):
-        findings.fail(f"expected reward_range to be (smallest, largest return), got {declared!r}")
+        subject.reward_range = declared_reward_range(env, where=subject.name)
+    except ContractError as error:
+        findings.fail(str(error))
 
 
 async def speaks(subject: Subject, findings: Findings) -> None:
@@ -159,7 +156,8 @@ async def _open_noting(subject: Subject, made: list[Any]) -> EnvSession:
         made.append(subject.factory())
         return made[-1]
 
-    return await open_session(make, env_id=subject.name, step_timeout_seconds=subject.settings.step_timeout_seconds)
+    seconds = subject.settings.step_timeout_seconds
+    return await open_session(make, env_id=subject.name, step_timeout_seconds=seconds, checks_returns=False)
 
 
 async def gymnasium_agrees(subject: Subject, findings: Findings) -> None:

@@ -80,8 +80,9 @@ class TextEnv(gymnasium.Env[Any, Any]):
     Attributes:
         policies: hand-written players by name. "reference" earns the top score (it may read hidden state);
             "random" plays legal moves at random and is what warm-up imitates.
-        reward_range: smallest and largest possible return of an episode, checked by `check_env`; set on the instance
-            where it depends on the constructor's arguments.
+        reward_range: smallest and largest possible return of an episode, checked by `check_env`; a rollout refuses
+            a return outside it as an error of the environment. Set on the instance where it depends on the
+            constructor's arguments.
         reference_is_perfect: False: what even the best play earns depends on luck or on the task (dice, a distance), so
             "reference" need not earn the top score or succeed, but only more than other play does on average.
         isolation: where rollouts run it. "thread": plain methods in a thread of the episode's own (async ones in the

@@ -10,14 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
+
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from gspo_gym.env.answers import as_reset_result, as_step_result, described
 from gspo_gym.env.workers import OwnThread, Returned
 from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
+
+_RETURN_TOLERANCE = 1e-6  # of the larger bound: rewards may be float32 sums
+_KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # what `gymnasium.make` puts around an environment
 
 
 class EnvSession:
@@ -33,6 +39,7 @@ class EnvSession:
         env_id: its name in errors.
         step_timeout_seconds: for each call of a method; None waits for ever.
         thread: the session's thread, if the environment was made in it; the session gives it back. None leases one.
+        checks_returns: False: a return outside `reward_range` is answered, for one that plays to find such returns.
 
     Attributes:
         env: the environment below Gymnasium's wrappers, for hand-written policies that look at hidden state.
@@ -44,7 +51,13 @@ class EnvSession:
 
     # Any: authors need not subclass anything.
     def __init__(
-        self, env: Any, *, env_id: str, step_timeout_seconds: float | None = None, thread: OwnThread | None = None
+        self,
+        env: Any,
+        *,
+        env_id: str,
+        step_timeout_seconds: float | None = None,
+        thread: OwnThread | None = None,
+        checks_returns: bool = True,
     ) -> None:
         for method in ("reset", "step"):
             if not callable(getattr(env, method, None)):
@@ -56,6 +69,8 @@ class EnvSession:
         self._takes_messages = bool(getattr(self.env, "takes_messages", False))
         self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(getattr(self.env, "tool_schemas", ()))
         self._thread = thread or OwnThread()
+        self._checks_returns = checks_returns
+        self._episode_return = 0.0
         self._left: str | None = None  # the method whose answer was not awaited to the end
         self._is_thread_busy = False
         self._has_missed_deadline = False
@@ -76,6 +91,7 @@ class EnvSession:
         if options:
             given["options"] = dict(options)
         self._require_keywords(given)
+        self._episode_return = 0.0
         answer = await self._call("reset", partial(self._outer.reset, **given))
         return as_reset_result(answer, where=f"{self.env_id}: reset()")
 
@@ -84,11 +100,12 @@ class EnvSession:
 
         Raises:
             EnvError, EnvTimeoutError: it raised, or did not answer in time.
-            ContractError: the answer is not (observation, reward, terminated, truncated, info), or a part is wrong.
+            ContractError: the answer is not (observation, reward, terminated, truncated, info), or a part is wrong; or
+                with this reward the episode's return overflows or leaves the declared `reward_range`.
         """
         given = action if self._takes_messages else action.content
         answer = await self._call("step", partial(self._outer.step, given))
-        return as_step_result(answer, where=f"{self.env_id}: step()")
+        return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
         """Answer text that could not be parsed as an action; an object without that method shows `error`, reward 0.
@@ -102,7 +119,7 @@ class EnvSession:
         if method is None:
             return StepResult((Message("user", error),), reward=0.0)
         answer = await self._call("invalid_action", partial(method, error))
-        return as_step_result(answer, where=f"{self.env_id}: invalid_action()")
+        return self._added(as_step_result(answer, where=f"{self.env_id}: invalid_action()"), "invalid_action")
 
     async def close(self) -> None:
         """Close the environment, if it can be closed, and give the thread back. Closing again does nothing.
@@ -129,6 +146,30 @@ class EnvSession:
                 self._thread.abandon()
             else:
                 self._thread.release()
+
+    def _added(self, result: StepResult, method: str) -> StepResult:
+        """The result, once the return with its reward was found possible.
+
+        Our limits may end an episode after any turn, so every sum on the way must be a possible return; only before the
+        environment itself ends it, the 0 of having earned nothing yet is possible, too.
+        """
+        if result.reward is None or not self._checks_returns:
+            return result
+        self._episode_return += result.reward
+        low, high = declared_reward_range(self._outer, where=self.env_id)
+        if not result.done:
+            low, high = min(low, 0.0), max(high, 0.0)
+        finite = [abs(bound) for bound in (low, high) if math.isfinite(bound)]
+        rounding = _RETURN_TOLERANCE * max([1.0, *finite])
+        if not math.isfinite(self._episode_return):
+            raise ContractError(f"{self.env_id}: {method}(): the sum of the episode's rewards overflows; scale them")
+        if not low - rounding <= self._episode_return <= high + rounding:
+            raise ContractError(
+                f"{self.env_id}: {method}() gave reward {result.reward:g}, with which the episode's return is "
+                f"{self._episode_return:g}; expected it in the declared reward_range, ({low:g}, {high:g}). Correct "
+                "the reward, or declare what the environment can give"
+            )
+        return result
 
     # Any, here and below: what the environment answers is checked only afterwards.
     async def _call(self, method: str, call: Callable[[], Any]) -> Any:
@@ -202,6 +243,26 @@ class EnvSession:
                 )
 
 
+def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
+    """Return the smallest and the largest return that an environment declares; infinite where it declares nothing.
+
+    A wrapper may change rewards, so what is below one counts only where the wrapper is known to leave them alone.
+
+    Raises:
+        ContractError: `reward_range` is not two numbers in order. Starts with `where`.
+    """
+    while isinstance(env, _KEEP_REWARDS):
+        env = env.env
+    declared = getattr(env, "reward_range", (-math.inf, math.inf))
+    try:
+        low, high = map(float, declared)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not low <= high:
+        raise ContractError(f"{where}: expected reward_range to be (smallest, largest return), got {declared!r}")
+    return low, high
+
+
 async def _contained(awaitable: Awaitable[Any]) -> Returned:
     """What becomes of it. A SystemExit that leaves a task ends the event loop, so it is kept from leaving."""
     try:
@@ -216,18 +277,20 @@ def _read(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-async def open_session(factory: Callable[[], Any], *, env_id: str, step_timeout_seconds: float | None) -> EnvSession:
+async def open_session(
+    factory: Callable[[], Any], *, env_id: str, step_timeout_seconds: float | None, checks_returns: bool = True
+) -> EnvSession:
     """A session around a fresh environment, which is made in the session's own thread.
 
     So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
     in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
-    `step_timeout_seconds` None waits for ever.
+    `step_timeout_seconds` None waits for ever. `checks_returns`: see `EnvSession`.
 
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
         ContractError: what it made is no environment.
     """
-    opening = asyncio.create_task(_open_session(factory, env_id, step_timeout_seconds))
+    opening = asyncio.create_task(_open_session(factory, env_id, step_timeout_seconds, checks_returns=checks_returns))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -236,7 +299,9 @@ async def open_session(factory: Callable[[], Any], *, env_id: str, step_timeout_
         raise
 
 
-async def _open_session(factory: Callable[[], Any], env_id: str, step_timeout_seconds: float | None) -> EnvSession:
+async def _open_session(
+    factory: Callable[[], Any], env_id: str, step_timeout_seconds: float | None, *, checks_returns: bool
+) -> EnvSession:
     thread = OwnThread()
     made: list[Any] = []
     try:
@@ -251,7 +316,13 @@ async def _open_session(factory: Callable[[], Any], env_id: str, step_timeout_se
             raise returned.error  # a worker process says all there is to say
         text = f"{env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
         raise EnvError(text) from returned.error
-    return EnvSession(made[0], env_id=env_id, step_timeout_seconds=step_timeout_seconds, thread=thread)
+    return EnvSession(
+        made[0],
+        env_id=env_id,
+        step_timeout_seconds=step_timeout_seconds,
+        thread=thread,
+        checks_returns=checks_returns,
+    )
 
 
 def _close_if_possible(made: list[Any]) -> None:

@@ -18,6 +18,7 @@ from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.types import Float32Array
 
 _CONSTANT_TOLERANCE = 1e-6
+_SUM_TOLERANCE = 2.0**-44  # of the sizes summed: 256 roundings of float64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +63,7 @@ def batch_advantages(
     first and used then, as ROLL does.
     """
     returns = [r for group in groups for r in group]
-    values = _table(returns, settings.level)
-    magnitudes = np.array([r.reward_magnitude for r in returns])
+    values, magnitudes = _table(returns, settings.level), _magnitudes(returns, settings.level)
     so_far = _updated(running or RunningReturns(), returns, settings.level)
     spreads = {"batch": _Spread.of(values, magnitudes), "running": _Spread.of_running(so_far, values.shape[1])}
     advantages: list[Float32Array] = []
@@ -86,8 +86,7 @@ def is_constant(group: Sequence[Returns], settings: AdvantageSettings) -> bool:
     """
     if len(group) < 2:
         return True
-    magnitudes = np.array([r.reward_magnitude for r in group])
-    return not _Spread.of(_table(group, settings.level), magnitudes).varies.any()
+    return not _Spread.of(_table(group, settings.level), _magnitudes(group, settings.level)).varies.any()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,30 +103,32 @@ class _Spread:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], magnitudes: NDArray[np.float64]) -> _Spread:
-        """The spread of values [n, K].
-
-        Two episodes that both earned "1", one of them as 1 + 1.2e-7 from float32 arithmetic upstream, must not get
-        advantages of +-0.7, which dividing by their std would give. So a column varies only beyond 1e-6 (eight float32
-        roundings) of the largest sum of |rewards| of an episode, because that, not the return, is the scale at which
-        sums of cancelling rewards round; and never below 1e-6, because a turn's own reward may already be the remainder
-        of terms of order 1. Rewards that differ only below that are taken for equal.
-        """
+        """The spread of values [n, K] that were summed from rewards of these `magnitudes` [n, K]; see `_rounding`."""
+        mean = values.mean(axis=0) if len(values) else values.sum(axis=0)
         if len(values) < 2:
-            return cls(values.sum(axis=0), np.zeros(values.shape[1], np.bool_), 0.0)
-        varies = np.ptp(values, axis=0) > _rounding(float(magnitudes.max()))
+            return cls(mean, np.zeros(values.shape[1], np.bool_), 0.0)
+        varies = np.ptp(values, axis=0) > _rounding(magnitudes.max(axis=0), mean)
         std = float(values[:, varies].std(axis=0, ddof=1).max()) if varies.any() else 0.0
-        return cls(values.mean(axis=0), varies, std)
+        return cls(mean, varies, std)
 
     @classmethod
     def of_running(cls, running: RunningReturns, num_columns: int) -> _Spread:
-        varies = running.std > _rounding(running.magnitude)
-        return cls(
-            np.full(num_columns, running.mean), np.full(num_columns, varies, np.bool_), running.std if varies else 0.0
-        )
+        mean = np.full(num_columns, running.mean)
+        varies = running.std > _rounding(np.full(num_columns, running.magnitude), mean)
+        return cls(mean, varies, running.std if varies.any() else 0.0)
 
 
-def _rounding(magnitude: float) -> float:
-    return _CONSTANT_TOLERANCE * max(1.0, magnitude)
+def _rounding(magnitudes: NDArray[np.float64], means: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[K] the largest difference that rounding may have made.
+
+    Two episodes that both earned "1", one of them as 1 + 1.2e-7 from float32 arithmetic upstream, must not get
+    advantages of +-0.7, which dividing by their std would give. So differences up to 1e-6 are none: rewards are of
+    order 1, or the remainder of terms of order 1. Where rewards of 1e6 cancel, their rounding is left: so also up to
+    1e-6 (eight float32 roundings) of what is summed and not left in the mean. What all episodes share counts only with
+    the rounding of float64: 1e6 + 0.5 is more than 1e6.
+    """
+    cancelled = magnitudes - np.abs(means)
+    return np.maximum(_CONSTANT_TOLERANCE * np.maximum(1.0, cancelled), _SUM_TOLERANCE * magnitudes)
 
 
 def _compare(
@@ -155,6 +156,17 @@ def _table(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
     for row, r in zip(table, returns, strict=True):
         row[: len(r.to_go)] = r.to_go
     return table
+
+
+def _magnitudes(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
+    """[N, K] sums of sizes, of the rewards behind each entry of `_table`.
+
+    At level "turn" the rewards are taken to be the differences of the returns-to-go, which they are without a discount.
+    """
+    if level == "trajectory":
+        return np.array([[r.reward_magnitude] for r in returns])
+    steps = np.abs(np.diff(_table(returns, level), axis=1, append=0.0))
+    return np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
 
 
 def _updated(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:

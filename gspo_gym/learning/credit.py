@@ -16,6 +16,8 @@ from gspo_gym.learning.settings import RewardSettings, StepRewardSettings
 from gspo_gym.learning.step_rewards import step_rewards as rewards_of_turns
 from gspo_gym.types import FinishReason, Outcome, Trajectory, TrajectoryGroup
 
+_MAX_MAGNITUDE = 1e37  # float32, which advantages are, ends at 3.4e38
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Returns:
@@ -50,7 +52,7 @@ def returns_of(
 
     Raises:
         UnscoredError: no turn carries a reward, or the episode failed before it could be scored.
-        RecordError: turns are not numbered 0, 1, 2, ...
+        RecordError: turns are not numbered 0, 1, 2, ..., or advantages, in float32, could overflow.
         ConfigError: discount outside (0, 1].
     """
     if not 0 < discount <= 1:
@@ -68,10 +70,16 @@ def returns_of(
     for k in reversed(range(len(earned))):
         following = earned[k] + discount * following
         to_go[k] = following
+    reward_magnitude = float(sum(abs(reward) for reward in earned))
+    if not reward_magnitude <= _MAX_MAGNITUDE:
+        raise RecordError(
+            f"trajectory {trajectory.trajectory_id}: expected rewards whose sizes sum to at most {_MAX_MAGNITUDE:g}, "
+            f"got {reward_magnitude:g}; scale them"
+        )
     if rewards.clip is not None:
         episode_return = max(-rewards.clip, min(rewards.clip, episode_return))
         to_go = to_go.clip(-rewards.clip, rewards.clip)
-    return Returns(float(episode_return), to_go, float(sum(abs(reward) for reward in earned)))
+    return Returns(float(episode_return), to_go, reward_magnitude)
 
 
 def is_overlong(trajectory: Trajectory) -> bool:

@@ -194,7 +194,8 @@ def _first_of(
     if not present:
         return None, ""
     (source, first), (other, last) = present[0], present[-1]
-    if not math.isfinite(abs(first) + sum(map(abs, parts))):  # then their difference might not be a number
+    # Twice: the turns' rewards will be these and, in the last turn, the rest of the return.
+    if not math.isfinite(2 * (abs(first) + sum(map(abs, parts)))):
         raise AppAnswerError(f"{source} and the steps' rewards: expected a finite sum of sizes, got {first:g} and more")
     if other.startswith("the sum") and not _is_close(first, last, parts):
         warnings.append(f"returns differ: {source} is {first:g} and counts, but {other} is {last:g}")
@@ -204,7 +205,7 @@ def _first_of(
 def _is_close(a: float, b: float, parts: Iterable[float]) -> bool:
     """Return whether two sums are equal but for rounding; `parts` are what was summed, and give the scale."""
     scale = max(abs(a), abs(b), sum(map(abs, parts)))
-    return abs(a - b) <= _TOLERANCE * scale
+    return math.isfinite(scale) and abs(a - b) <= _TOLERANCE * scale
 
 
 def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Outcome:

@@ -122,6 +122,14 @@ def group(**changes: Any) -> TrajectoryGroup:
             {"messages": (), "truncated": True, "reward": math.inf},
             "expected a finite number or None, got inf",
         ),
+        (
+            StepResult,
+            {"messages": (), "truncated": True, "reward_terms": {"found": math.nan}},
+            r"StepResult.reward_terms\['found'\]: expected a finite number, got nan",
+        ),
+        (turn, {"reward": math.nan}, "Turn 0.reward: expected a finite number or None, got nan"),
+        (turn, {"reward": -math.inf}, "Turn 0.reward: expected a finite number or None, got -inf"),
+        (turn, {"reward": 1.0, "reward_terms": {"a": math.inf}}, r"Turn 0.reward_terms\['a'\]: expected a finite"),
         (turn, {"action_span": (2, 2)}, r"Turn 0: expected observation before a non-empty action"),
         (turn, {"observation_span": (-1, 2)}, "Turn 0: expected observation before a non-empty action"),
         (turn, {"observation_span": (2, 1)}, "Turn 0: expected observation before a non-empty action"),
@@ -148,6 +156,11 @@ def group(**changes: Any) -> TrajectoryGroup:
         (trajectory, {"turns": (turn(segment=1),)}, "turn 0 names segment 1"),
         (trajectory, {"turns": (turn(segment=-1),)}, "turn 0 names segment -1"),
         (trajectory, {"turns": (turn(action_span=(2, 5)),)}, "turn 0 reaches past its segment"),
+        (
+            trajectory,
+            {"turns": (turn(reward=1e308), turn(index=1, reward=1e308))},
+            "the sum of its turns' rewards overflows",
+        ),
         (group, {"requested_size": 2}, "requested 2, but kept 1 and dropped 0"),
         (
             group,

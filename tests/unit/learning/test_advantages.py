@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gspo_gym.errors import UnscoredError
+from gspo_gym.errors import RecordError, UnscoredError
 from gspo_gym.learning.advantages import BatchAdvantages, batch_advantages
 from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.settings import AdvantageSettings
@@ -69,7 +69,7 @@ def test_without_the_standard_deviation_only_the_mean_is_removed():
     [
         [1.0, 1.0, 1.0],
         [1.0, 1.0 + 1.2e-7],  # one float32 rounding; with an epsilon of 1e-8 this would give +-0.7
-        [1e6, 1e6 + 0.5],  # rounding of float32 at a million
+        [1e12, 1e12 + 1e-3],  # rounding of float64: the last digit of 1e12 is 1.2e-4
         [0.0, 3e-8],
     ],
 )
@@ -92,6 +92,28 @@ def test_rewards_that_cancel_leave_rounding_of_their_own_size():
     # the returns are 0.25 and 0, but they were summed from millions
     result = compare([[1e6, -1e6 + 0.25], [1e6, -1e6]], settings=TRAJECTORY)
     assert result.constant_groups == (True,)
+
+
+@pytest.mark.parametrize("settings", [TRAJECTORY, AdvantageSettings(level="turn", baseline="group")])
+@pytest.mark.parametrize("offset", [-1e6, 1e6, 1e9])
+@pytest.mark.parametrize("shared", [[], [0.25]])
+def test_what_all_returns_share_does_not_hide_their_differences(settings, offset, shared):
+    # offset + {0, 0.5, 1}: mean offset + 0.5, variance (0.25 + 0 + 0.25) / 2, so the advantages are -1, 0 and 1
+    values = advantages([[*shared, offset + x] for x in (0.0, 0.5, 1.0)], settings)
+    assert values == [pytest.approx([expected] * (len(shared) + 1), abs=ROUNDING) for expected in (-1, 0, 1)]
+    running = AdvantageSettings(level=settings.level, baseline="running", scale="running")
+    values = compare([[offset + x] for x in (0.0, 0.5, 1.0)], settings=running).values
+    assert [value.tolist() for value in values] == [[-1.0], [0.0], [1.0]]
+
+
+@pytest.mark.parametrize("settings", [TRAJECTORY, AdvantageSettings(scale="none")])
+def test_the_largest_returns_have_finite_advantages_and_larger_ones_are_refused(settings):
+    # two returns +-1e37: mean 0, so +-1e37 unscaled, and +-1/sqrt 2 with Bessel's correction
+    low, high = advantages([[-1e37], [1e37]], settings)
+    expected = 1e37 if settings.scale == "none" else math.sqrt(0.5)
+    assert (low, high) == ([pytest.approx(-expected)], [pytest.approx(expected)])
+    with pytest.raises(RecordError, match=r"sizes sum to at most 1e\+37, got 2e\+37; scale them"):
+        advantages([[0.0], [1e37, -1e37]], settings)
 
 
 def test_a_difference_far_above_rounding_is_a_difference():

@@ -117,9 +117,20 @@ def test_a_success_is_no_return_of_an_episode_that_a_server_of_this_library_did_
     assert (rollout.episode_return, rollout.success) == (None, True)
 
 
-def test_a_sum_that_is_no_number_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("rewards", "mean_return"),
+    [([1e308, 1e308], 1.0), ([1e308, -1e308, 1e308, -1e308], 0.0), ([1e308], -1e308), ([1.6e308], 1.6e308)],
+)
+def test_rewards_whose_sum_of_sizes_overflows_are_refused(rewards: list[float], mean_return: float) -> None:
     with pytest.raises(AppAnswerError, match="finite"):
-        told(answer([1e308, 1e308], mean_return=1.0))
+        told(answer(rewards, mean_return=mean_return))
+
+
+def test_reward_terms_whose_sum_overflows_do_not_pass_for_the_reward() -> None:
+    response = answer([1.0])
+    response["trajectories"][0]["steps"][0]["info"] = {"gspo_gym": {"reward_terms": {"a": 1e308, "b": 1e308}}}
+    with pytest.raises(AppAnswerError, match="expected reward_terms that sum to the reward"):
+        told(response)
 
 
 def test_returns_that_differ_are_warned_of_and_rounding_is_not() -> None:
