@@ -2,19 +2,6 @@
 
 All are frozen and check themselves when built, so a record that exists is a record that makes sense. numpy only: no
 torch, no I/O, no behaviour beyond reading a record. T = tokens of a segment, G = trajectories of a group.
-
-=================  ==================================  ====================================
-noun               made by                             read by
-=================  ==================================  ====================================
-Message            env, chat                           chat, judge, report
-Task               task sampling (trainer, evaluation) env, rollout, recording
-Completion         engine                              rollout
-StepResult         env                                 rollout
-Turn               rollout                             learning (credit), judge, report
-Segment            rollout                             learning (batching)
-Trajectory         rollout                             learning, evaluation, report
-TrajectoryGroup    rollout (pool)                      learning (advantages), trainer
-=================  ==================================  ====================================
 """
 
 from __future__ import annotations
@@ -317,7 +304,7 @@ class Trajectory:
                 raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} names segment {turn.segment}")
             if turn.action_span[1] > len(self.segments[turn.segment]):
                 raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} reaches past its segment")
-        if not math.isfinite(sum(abs(turn.reward) for turn in self.turns if turn.reward is not None)):
+        if not math.isfinite(sum(abs(turn.reward or 0.0) for turn in self.turns)):
             raise RecordError(f"Trajectory {self.trajectory_id}: the sum of its turns' rewards overflows; scale them")
 
     def __repr__(self) -> str:  # short: asyncio prints results that it should not, at a second for a thousand episodes
@@ -391,11 +378,9 @@ def _freeze(record: Any, **dtypes: type[np.generic]) -> None:
 
 
 def _require_finite_reward(kind: str, reward: float | None, terms: Mapping[str, float]) -> None:
-    if reward is not None and not math.isfinite(reward):
-        raise RecordError(f"{kind}.reward: expected a finite number or None, got {reward}")
-    for name, value in terms.items():
+    for name, value in {"reward": 0.0 if reward is None else reward, **terms}.items():
         if not math.isfinite(value):
-            raise RecordError(f"{kind}.reward_terms[{name!r}]: expected a finite number, got {value}")
+            raise RecordError(f"{kind}.{name}: expected a finite number or None, got {value}")
 
 
 def _require_equal_lengths(kind: str, record: Any, *names: str) -> None:
