@@ -4,7 +4,7 @@
         config.json, model.safetensors, ...  the policy as `models.save_policy` writes it; `load_policy` reads it
         resume/learner.safetensors           optimizer and reference
         resume/state.json                    {"counters": of the learner, "trainer": of the trainer}
-        manifest.json                        size and SHA-256 of every file; written last
+        manifest.json                        size and SHA-256 of every file, step and run; written last
 
 A checkpoint is written into a temporary folder, forced to the disk, and renamed. No pickle. What the numbers in it mean
 is the learner's and the trainer's affair; how often one is saved, the trainer's.
@@ -12,7 +12,6 @@ is the learner's and the trainer's affair; how often one is saved, the trainer's
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -26,12 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gspo_gym.errors import CheckpointError
-from gspo_gym.files import replace_file, sync, sync_tree
+from gspo_gym.files import sync
+from gspo_gym.manifest import is_complete, seal, verify
 from gspo_gym.models import Policy, save_policy
 
-_SCHEMA_VERSION = 1
 _STEP_FOLDER = re.compile(r"step_(\d+)")
-_MANIFEST = "manifest.json"
 _TENSORS = "resume/learner.safetensors"
 _STATE = "resume/state.json"
 
@@ -76,16 +74,23 @@ class CheckpointStore:
 
     Args:
         folder: made when the first one is saved.
+        run_id: of the run; checkpoints name it, and those of another run are refused. None: any are read.
         keep_last: older ones are removed after a newer one is complete.
         write_policy: writes a policy into a folder.
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int = 2, write_policy: Callable[[Policy, Path], None] = save_policy
+        self,
+        folder: Path,
+        *,
+        run_id: str | None = None,
+        keep_last: int = 2,
+        write_policy: Callable[[Policy, Path], None] = save_policy,
     ) -> None:
         if keep_last < 1:
             raise CheckpointError(f"keep_last: expected at least 1, got {keep_last}")
         self._folder = folder
+        self._run_id = run_id
         self._keep_last = keep_last
         self._write_policy = write_policy
 
@@ -109,7 +114,7 @@ class CheckpointStore:
             )
             state = {"counters": dict(learner.counters()), "trainer": dict(trainer_state)}
             (draft / _STATE).write_text(json.dumps(state, allow_nan=False, indent=2), encoding="utf-8")
-            _seal(draft, step)
+            seal(draft, step=step, run=self._run_id)
             self._publish(draft, target)
         except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(f"{target}: could not be saved: {error}") from error
@@ -122,7 +127,7 @@ class CheckpointStore:
         found = []
         for folder in self._folder.glob("step_*"):
             match = _STEP_FOLDER.fullmatch(folder.name)
-            if match and _is_complete(folder):
+            if match and is_complete(folder):
                 found.append(int(match[1]))
         return tuple(sorted(found))
 
@@ -143,12 +148,22 @@ class CheckpointStore:
         """The checkpoint of a step, every byte of it verified.
 
         Raises:
-            CheckpointError: there is none, or it is incomplete or damaged; names the file.
+            CheckpointError: there is none, or it is incomplete or damaged, or another step's or another run's; names
+                the file.
         """
         folder = self._folder / f"step_{step:06d}"
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such checkpoint; complete ones: {list(self.steps())}")
-        verify(folder)
+        manifest = verify(folder, required=(_STATE, _TENSORS))
+        if manifest.step != step:
+            raise CheckpointError(
+                f"{folder}: was saved after step {manifest.step}, as its manifest says; the folder was renamed"
+            )
+        if self._run_id is not None and manifest.run != self._run_id:
+            raise CheckpointError(
+                f"{folder}: is a checkpoint of another run ({manifest.run}; this one is {self._run_id}). Remove it, or "
+                "go on from it in a run of its own, with model.base"
+            )
         try:
             state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
             tensors = load_file(folder / _TENSORS)
@@ -185,61 +200,3 @@ class CheckpointStore:
         doomed = self._folder / f".tmp_removed_{folder.name}"
         folder.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def verify(folder: Path) -> None:
-    """Compare every file of a checkpoint with its manifest.
-
-    Raises:
-        CheckpointError: the manifest is missing or unreadable, or a file is missing, cut or changed; names the file.
-    """
-    for name, entry in _read_manifest(folder).items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: is missing; the checkpoint is not complete")
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{path}: expected {entry['bytes']} bytes, got {size}")
-        digest = _sha256(path)
-        if digest != entry["sha256"]:
-            raise CheckpointError(f"{path}: is damaged: expected SHA-256 {entry['sha256']}, got {digest}")
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether all files are there in full size, which is what a crash could have spoilt."""
-    try:
-        manifest = _read_manifest(folder)
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in manifest.items())
-    except OSError:  # CheckpointError included
-        return False
-
-
-def _seal(folder: Path, step: int) -> None:
-    """Force everything to the disk, and only then write the manifest that calls it complete."""
-    sync_tree(folder)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
-    }
-    manifest = {"schema": _SCHEMA_VERSION, "step": step, "files": entries}
-    replace_file(folder / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The entries of a manifest by file; Any: JSON, {"bytes": int, "sha256": str}."""
-    path = folder / _MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        files: dict[str, Any] = manifest["files"]
-        if manifest["schema"] != _SCHEMA_VERSION or not all({"bytes", "sha256"} <= set(e) for e in files.values()):
-            raise CheckpointError(f"{path}: expected schema {_SCHEMA_VERSION}, got {manifest['schema']!r}")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing; the checkpoint is not complete") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
-    return files
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

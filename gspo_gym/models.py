@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.manifest import MANIFEST, verify
 from gspo_gym.models_adapters import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.models_adapters import add_lora as add_lora
 from gspo_gym.models_parallel import parallel_options, require_even_parts
@@ -90,7 +91,7 @@ def load_policy(
 
     Raises:
         UnknownNameError: there is no such tiny model, folder or hub model.
-        CheckpointError: the folder is there but holds no model that loads.
+        CheckpointError: the folder is there but holds no model that loads, or is a checkpoint of a run and damaged.
         ConfigError: an unknown dtype; quantized weights where bitsandbytes or its support of the device is missing, or
             other ones than the adapter was trained on; a model that cannot be shared out over `tp` ranks.
 
@@ -106,6 +107,7 @@ def load_policy(
     if base.startswith(TINY_PREFIX):
         policy = _load_tiny(base, seed, form)
     elif Path(base).expanduser().is_dir():
+        _require_sound(Path(base).expanduser())
         policy = _load_folder(Path(base).expanduser(), form)
     else:
         policy = _load_hub(base, form)
@@ -248,6 +250,12 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     for parameter in model.parameters():  # and not the buffers: rotary frequencies need float32
         parameter.data = parameter.data.to(form.dtype)
     return policy
+
+
+def _require_sound(folder: Path) -> None:
+    """Refuse a run's checkpoint whose files are not those of its manifest; any other folder is as it is."""
+    if (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
+        verify(folder)
 
 
 def _load_folder(folder: Path, form: _Form) -> Policy:

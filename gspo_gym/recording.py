@@ -21,6 +21,7 @@ import json
 import math
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
 
 EVENTS: Mapping[str, str] = MappingProxyType(
     {
-        "started": "a run began",
+        "started": "a run began; data: its id, which its checkpoints name",
         "resumed": "a run went on from a checkpoint; data: what of later steps went into discarded/",
         "rescored": "an endpoint plays what is learned from, scored by the learner; data: where it is, and of which "
         "distribution the logprobs in its episodes are (none: they are zeros)",
@@ -161,7 +162,7 @@ class RunRecorder:
         (folder / "episodes").mkdir(parents=True, exist_ok=True)
         replace_file(folder / "config.toml", config_toml)
         recorder = cls(folder, last_step=None, policy_name=policy_name, sinks=sinks, clock=clock)
-        recorder.event("started", 0)
+        recorder.event("started", 0, {"run": uuid.uuid4().hex})
         return recorder
 
     @classmethod
@@ -295,6 +296,16 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's events.jsonl, as `read_metrics` does it."""
     return _read_lines(folder / "events.jsonl")
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Return the id that a run was given when it began; None: its folder has none.
+
+    Raises:
+        RecordError: a line of events.jsonl is damaged.
+    """
+    first = next((event for event in read_events(folder) if event["kind"] == "started"), None)
+    return None if first is None else first["data"].get("run")
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

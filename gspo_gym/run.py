@@ -25,7 +25,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
 from gspo_gym.preflight import require_ready
-from gspo_gym.recording import RunRecorder
+from gspo_gym.recording import RunRecorder, read_run_id
 from gspo_gym.report.progress import Progress, QuietProgress, make_progress
 from gspo_gym.schedule import is_played_again
 from gspo_gym.trainer import TrainState
@@ -217,7 +217,7 @@ async def _enter_judging(config: RunConfig, player: build.Player, stack: context
 
 
 def _checkpoints(config: RunConfig) -> CheckpointStore:
-    return CheckpointStore(config.run_folder / "checkpoints")
+    return CheckpointStore(config.run_folder / "checkpoints", run_id=read_run_id(config.run_folder))
 
 
 def _require_same_run(config: RunConfig) -> None:

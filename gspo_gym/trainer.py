@@ -145,7 +145,7 @@ class Trainer:
         """
         self.plan = plan
         self.state = state or TrainState()
-        self._saved = state  # None: a run that begins has no checkpoint
+        self._saved: TrainState | None = None  # what the newest checkpoint of this process holds
         self._schedule = self._make_schedule(pool, weight_version)
         self._publish = publish
         self._learner = learner

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_gym.checkpoints import CheckpointStore, verify
+from gspo_gym.checkpoints import CheckpointStore
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.manifest import verify
 from gspo_gym.models import Policy, add_lora, load_policy
 
 
@@ -164,6 +165,9 @@ def test_a_damaged_file_is_named(store: CheckpointStore, name: str, damage: Any,
         store.load(5)
 
 
+OUTSIDE = '{"schema": 1, "step": 5, "files": {"%s": {"bytes": 1, "sha256": ""}}}'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -172,6 +176,9 @@ def test_a_damaged_file_is_named(store: CheckpointStore, name: str, damage: Any,
         ('{"schema": 1, "files": []}', "is damaged: AttributeError"),
         ('{"schema": 2, "files": {}}', "expected schema 1, got 2"),
         ('{"schema": 1, "files": {"a": {}}}', "expected schema 1"),
+        ('{"schema": 1, "files": {}}', "is damaged: KeyError: 'step'"),
+        (OUTSIDE % "../step_000004/a", "lists '../step_000004/a', which is not a file of the checkpoint's folder"),
+        (OUTSIDE % "/etc/passwd", "lists '/etc/passwd', which is not"),
     ],
 )
 def test_a_damaged_manifest_is_named(store: CheckpointStore, content: str, message: str) -> None:
@@ -179,6 +186,64 @@ def test_a_damaged_manifest_is_named(store: CheckpointStore, content: str, messa
     (folder / "manifest.json").write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=rf"manifest\.json: {message}"):
         verify(folder)
+
+
+def test_a_file_that_is_not_listed_is_refused_by_name(store: CheckpointStore) -> None:
+    folder = save(store, 5)
+    (folder / "base" / "adapter_config.json").write_text("{}")  # what is there decides how a model is loaded
+    with pytest.raises(CheckpointError, match=r"base/adapter_config\.json: does not belong to the checkpoint"):
+        store.load_latest()
+
+
+def test_a_link_is_refused_by_name(store: CheckpointStore, tmp_path: Path) -> None:
+    folder = save(store, 5)
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a link"):
+        store.load(5)
+
+
+@pytest.mark.parametrize("name", ["resume/state.json", "resume/learner.safetensors"])
+def test_a_manifest_that_does_not_list_what_a_restart_needs_is_refused(store: CheckpointStore, name: str) -> None:
+    path = save(store, 5) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"][name]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: does not list {name}"):
+        store.load(5)
+
+
+def test_a_renamed_checkpoint_is_refused_by_the_step_that_it_was_saved_after(
+    store: CheckpointStore, folder: Path
+) -> None:
+    save(store, 5).rename(folder / "step_000009")
+    with pytest.raises(CheckpointError, match=r"step_000009: was saved after step 5"):
+        store.load_latest()
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_the_name_of_its_run(tmp_path: Path) -> None:
+    first, second = (
+        CheckpointStore(tmp_path / name, run_id=name, write_policy=write_fake_policy) for name in ("first", "second")
+    )
+    save(second, 4)
+    shutil.copytree(save(first, 5), tmp_path / "second" / "step_000005")
+    assert first.load_latest().step == 5
+    with pytest.raises(CheckpointError, match=r"step_000005: is a checkpoint of another run \(first; this one is sec"):
+        second.load_latest()
+    # one that names no run is not known to be of this one
+    save(CheckpointStore(tmp_path / "second", write_policy=write_fake_policy), 6)
+    with pytest.raises(CheckpointError, match="another run"):
+        second.load(6)
+
+
+def test_a_model_is_not_loaded_from_a_damaged_checkpoint_of_a_run(folder: Path) -> None:
+    store = CheckpointStore(folder)
+    saved = store.save(1, policy=load_policy("tiny:qwen3-64"), learner=FakeLearner(), trainer_state={})
+    flip_one_bit(saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is damaged"):
+        load_policy(str(saved))
+    shutil.rmtree(saved / "resume")  # a plain model's folder, then
+    load_policy(str(saved))
 
 
 def test_what_is_incomplete_is_not_the_latest(store: CheckpointStore, folder: Path) -> None:

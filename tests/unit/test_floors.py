@@ -52,6 +52,7 @@ FLOORS = {
     "recording_sinks": 4,
     "recording_resume": 4,
     "checkpoints": 4,
+    "manifest": 2,
     "models": 4,
     "models_adapters": 4,
     "models_options": 4,

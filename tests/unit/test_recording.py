@@ -25,6 +25,7 @@ from gspo_gym.recording import (
     RunRecorder,
     read_events,
     read_metrics,
+    read_run_id,
     read_summary,
 )
 from gspo_gym.recording_episodes import (
@@ -171,7 +172,12 @@ def test_a_reward_that_is_not_finite_is_refused_and_the_old_file_stays(
 
 def test_a_fresh_run_has_its_configuration_and_its_first_event(recorder: RunRecorder) -> None:
     assert (recorder.folder / "config.toml").read_text(encoding="utf-8") == "[run]\nseed = 0\n"
-    assert read_events(recorder.folder) == [{"schema": 1, "time": 100.0, "step": 0, "kind": "started", "data": {}}]
+    (event,) = read_events(recorder.folder)
+    run_id = read_run_id(recorder.folder)
+    assert event == {"schema": 1, "time": 100.0, "step": 0, "kind": "started", "data": {"run": run_id}}
+    assert run_id is not None
+    other = RunRecorder.create(recorder.folder.with_name("other"), "")
+    assert read_run_id(other.folder) != run_id
     assert read_metrics(recorder.folder) == []
 
 

@@ -195,7 +195,7 @@ class Fussy(TextEnv):
 def test_failures_that_follow_the_policys_actions_are_counted_told_of_and_found(tmp_path):
     register("test_run/Fussy-v0", entry_point=Fussy)
     try:
-        config = make_config(tmp_path, iterations=4, rollout__env_name="test_run/Fussy-v0")
+        config = make_config(tmp_path, iterations=4, rollout__env_name="test_run/Fussy-v0", rollout__isolation="thread")
         said = io.StringIO()
         values = config.model_dump(exclude_none=True, exclude={"warmup"})
         run_training(RunConfig.from_dict(values), console=Console(file=said, width=200))
