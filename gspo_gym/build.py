@@ -7,7 +7,8 @@ from here. Nothing here decides anything that the config does not say.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.selection import AttemptWatch
 from gspo_gym.seeding import child_seed
 from gspo_gym.trainer import Trainer, TrainPlan, TrainState
+from gspo_gym.types import TrajectoryGroup
 from gspo_gym.weight_sync import WeightSync
 
 
@@ -251,11 +253,16 @@ def build_trainer(
 
     attempts = AttemptWatch()
 
-    def more_metrics(step: int) -> Mapping[str, float]:
+    def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        of_apps: Mapping[str, float] = {}
         if (reason := attempts.alarm()) is not None:
             recorder.event("selection", step, {"reason": reason})
             progress.note(f"step {step}: {reason}")
-        of_apps = {} if player.apps is None else player.apps.metrics()
+        if player.apps is not None:
+            of_apps, selection = player.apps.after_step(groups)
+            if selection is not None:
+                recorder.event("return_selection", step, asdict(selection))
+                progress.note(f"step {step}: {selection.sentence()}")
         return {**attempts.metrics(), **of_apps, **({} if judging is None else judging.after_step(step))}
 
     if judging is not None:

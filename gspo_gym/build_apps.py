@@ -7,7 +7,7 @@ without its apps.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,10 +19,11 @@ from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
 from gspo_gym.keys import read_key
-from gspo_gym.remote.app_metrics import AppMetrics
+from gspo_gym.remote.app_metrics import AppMetrics, return_metrics, take_returns
+from gspo_gym.remote.app_selection import Selection, SelectionAlarm
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.types import Task, Trajectory
+from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from gspo_gym.remote.app_episodes import AppEpisodes
@@ -111,6 +112,7 @@ class AppPlayers:
         self._trained: list[AppEpisodes] = []
         self._rubrics: dict[tuple[str, int], Mapping[str, Any] | None] = {}
         self._metrics = AppMetrics()
+        self._alarm = SelectionAlarm(seed=config.run.seed)
 
     async def start(self) -> tuple[str, ...]:
         """Ask every app whether it can be used, then open the gateway; returns a line about each app.
@@ -176,9 +178,15 @@ class AppPlayers:
             self._rubrics[key] = info.rubric
         return self._rubrics[key]
 
-    def metrics(self) -> dict[str, float]:
-        """What became of the calls in training's rollouts since this was last asked."""
-        return self._metrics.since_last([episodes.counters for episodes in self._trained])
+    def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], Selection | None]:
+        """What became of the calls in training's rollouts since this was last asked, and of the step's episodes.
+
+        The second is an alarm: the episodes that are kept return something else than those that were played.
+        """
+        counters = [episodes.counters for episodes in self._trained]
+        returns = take_returns(counters, step_groups)
+        metrics = {**self._metrics.since_last(counters), **return_metrics(returns)}
+        return metrics, self._alarm.check(returns)
 
     async def _open_gateway(self) -> None:
         _check_gateway()

@@ -82,12 +82,13 @@ def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
     """What became of the groups; the fraction is over all that were played and have episodes."""
     counts = built.counts
     num_groups = collected.num_dropped + counts.num_groups
-    num_compared = counts.num_trajectories + counts.num_filtered
+    num_compared = counts.num_trajectories + counts.num_untrained + counts.num_filtered
     metrics = {
         "batch/constant_group_fraction": (collected.num_dropped + counts.num_constant_groups) / num_groups,
         "batch/dropped_constant_groups": float(collected.num_dropped),
         "batch/refilled_groups": float(collected.num_refilled),
         "batch/num_filtered": float(counts.num_filtered),
+        "batch/num_untrained": float(counts.num_untrained),
     }
     if built.mean_return is not None:
         metrics["batch/mean_return"] = built.mean_return

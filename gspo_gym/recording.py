@@ -53,6 +53,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "batch/dropped_constant_groups": "groups left out of the batch, because their episodes all earned the same",
         "batch/refilled_groups": "groups played in place of those that teach nothing",
         "batch/num_filtered": "episodes left out of the batch, because their advantages are within filter_eps",
+        "batch/num_untrained": "episodes that are compared and not in the batch: no token of theirs is trained on",
         "batch/mean_return": "mean over compared episodes of the return after step rewards, overlong penalty and clip",
         "batch/overlong_fraction": "share of compared episodes that a limit cut off (turns, context, output tokens)",
         "rollout/staleness_mean": "mean over kept episodes of how many versions the oldest token is behind",
@@ -76,6 +77,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
         "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
         "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
+        "return_selection": "kept episodes of task apps return something else than all that were played, beyond chance; data: "
+        "how many, both means, p",
         "staging_failed": "new weights could not be written and are written again; data: version, reason",
         "update_failed": "an engine failed an update and is replaced; data: version, reason",
         "engine_restored": "an engine died and another has the committed weights; data: version",

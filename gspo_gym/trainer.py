@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -132,7 +132,7 @@ class Trainer:
         weight_version: Callable[[], int] = lambda: 0,
         is_committed: Callable[[int], bool] | None = None,
         alarm: MismatchAlarm | None = None,
-        more_metrics: Callable[[int], Mapping[str, float]] | None = None,
+        more_metrics: Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]] | None = None,
         while_learning: WhileLearning = contextlib.nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -140,8 +140,8 @@ class Trainer:
 
         `weight_version` says what samples now, and is asked only if episodes are played ahead. `is_committed` says
         whether tokens of a version may be trained on; None: all may. `alarm` judges every batch; None: nobody does.
-        `more_metrics` gives a step's others. `while_learning` is around the learner's work on a batch; what played it
-        may give its memory up for so long.
+        `more_metrics` gives a step's others, from its number and groups. `while_learning` is around the learner's work
+        on a batch; what played it may give its memory up for so long.
         """
         self.plan = plan
         self.state = state or TrainState()
@@ -216,7 +216,7 @@ class Trainer:
             **(staleness_metrics(collected.groups, version=step - 1, num_dropped=num_late) if is_ahead else {}),
             **learned,
             **batch_metrics(collected, built),
-            **({} if self._more_metrics is None else self._more_metrics(step)),
+            **({} if self._more_metrics is None else self._more_metrics(step, collected.groups)),
             "time/rollout_seconds": played_at - started,
             "time/update_seconds": finished - played_at,
             "time/step_seconds": finished - started,

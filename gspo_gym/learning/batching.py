@@ -114,8 +114,9 @@ class BatchCounts:
     Attributes:
         num_groups: groups of which a trajectory took part. num_constant_groups: of these, where nobody did better than
             anybody else.
-        num_trajectories: that entered the batch. num_skipped: that took no part, because they hold no sampled token.
-            num_filtered: that took part in the statistics and not in the batch, because of filter_eps.
+        num_trajectories: that entered the batch. num_skipped: that took no part, because they hold no turn.
+            num_untrained: that took part in the statistics and not in the batch, because no token of theirs is trained
+            on. num_filtered: the same, because of filter_eps.
         num_overlong: of those that took part, cut off by a limit.
     """
 
@@ -123,6 +124,7 @@ class BatchCounts:
     num_constant_groups: int = 0
     num_trajectories: int = 0
     num_skipped: int = 0
+    num_untrained: int = 0
     num_filtered: int = 0
     num_overlong: int = 0
 
@@ -132,7 +134,7 @@ class BuiltBatch:
     """A batch and the facts about what went into it.
 
     Attributes:
-        batch: None: filter_eps left nothing, or there were no groups.
+        batch: None: there were no groups, or nothing in them to train on (see `BatchCounts`).
         running: the running statistics, with this batch's returns.
         mean_return: of the trajectories that took part, as the advantages compare them: after step rewards, penalty and
             clip; None: there were none.
@@ -154,14 +156,15 @@ def build_batch(
 ) -> BuiltBatch:
     """The trajectories of all groups with their advantages, in order; None for settings: their defaults.
 
-    A trajectory without a sampled token takes no part, neither in the batch nor in its group's statistics: there is
-    nothing that the policy did. Tokens after a segment's last sampled one are left out, for nothing depends on them.
-    One with |advantage| <= filter_eps at all its turns takes part in the statistics and then leaves. One that is
-    overlong, where `rewards.overlong` is "mask", stays and is marked.
+    A trajectory without a turn takes no part, neither in the batch nor in its group's statistics: there is nothing that
+    the policy did. One with turns of which no token is trained on takes part in the statistics alone. Tokens after a
+    segment's last sampled one are left out, for nothing depends on them. One with |advantage| <= filter_eps at all its
+    turns takes part in the statistics and then leaves. One that is overlong, where `rewards.overlong` is "mask", stays
+    and is marked.
 
     Raises:
         UnscoredError: a trajectory that takes part has no reward.
-        RecordError: there are groups, and no trajectory in them to train on.
+        RecordError: there are groups, and no trajectory in them with a turn.
     """
     rewards = rewards or RewardSettings()
     running = running or RunningReturns()
@@ -171,20 +174,22 @@ def build_batch(
         return BuiltBatch(None, BatchCounts(), running, None)
     trajectories = [trajectory for group in members for trajectory in group]
     if not trajectories:
-        raise RecordError(f"expected at least one trajectory with a sampled token, got none in {len(groups)} groups")
+        raise RecordError(f"expected at least one trajectory with a turn, got none in {len(groups)} groups")
     returns = [
         [returns_of(t, discount=advantages.discount, rewards=rewards, step_rewards=step_rewards) for t in group]
         for group in members
     ]
     result = batch_advantages(returns, advantages, running)
-    kept = _unfiltered(result.values, advantages.filter_eps)
+    trained = {i for i, trajectory in enumerate(trajectories) if trajectory.num_actions > 0}
+    kept = [i for i in _unfiltered(result.values, advantages.filter_eps) if i in trained]
     overlong = [is_overlong(trajectory) for trajectory in trajectories]
     counts = BatchCounts(
         num_groups=len(members),
         num_constant_groups=sum(result.constant_groups),
         num_trajectories=len(kept),
         num_skipped=sum(len(group.trajectories) for group in groups) - len(trajectories),
-        num_filtered=len(trajectories) - len(kept),
+        num_untrained=len(trajectories) - len(trained),
+        num_filtered=len(trained) - len(kept),
         num_overlong=sum(overlong),
     )
     batch = None

@@ -93,5 +93,9 @@ def is_overlong(trajectory: Trajectory) -> bool:
 
 
 def played(group: TrajectoryGroup) -> list[Trajectory]:
-    """The trajectories of a group that hold a sampled token; in the others the policy did nothing."""
-    return [trajectory for trajectory in group.trajectories if trajectory.num_actions > 0]
+    """The trajectories of a group in which the policy took a turn; in the others it did nothing.
+
+    Whether tokens of a turn are trained on does not matter: leaving out episodes that a task app played in a way that
+    cannot be trained on would move the mean with which the others are compared.
+    """
+    return [trajectory for trajectory in group.trajectories if trajectory.turns]

@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 _MAX_ERROR_CHARACTERS = 500
 # Refusals that the episode's own limits are: what the app makes of them is a result.
 _OUR_LIMITS: Mapping[str, Outcome] = {"overflow": Outcome.CONTEXT_OVERFLOW, "limit": Outcome.MAX_TURNS}
+# Refusals of what the app asked for, which asking again does not change: how it goes on is its own affair.
+_REFUSALS = ("template", "config")
+_MAX_RETURNS = 65_536  # attempts whose returns are remembered until their step has ended
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")  # run ids stand in URLs and file names of some apps
 
 
@@ -103,13 +106,23 @@ class AppCounters:
 
     `num_attempts` counts requests to the app, `calls` the calls of the model by what became of them ("trained", or why
     not), `warnings` by kind; tokens are those that were sampled in episodes that were not failures.
+    `num_untrained_episodes` are those with a return of which no token is trained on. `returns` are what the app said of
+    every attempt that it finished, used or not, by trajectory and attempt; the oldest are forgotten.
     """
 
     num_attempts: int = 0
     num_sampled_tokens: int = 0
     num_trained_tokens: int = 0
+    num_untrained_episodes: int = 0
+    returns: dict[tuple[str, int], float] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     warnings: Counter[str] = field(default_factory=Counter)
+
+    def note_return(self, trajectory_id: str, attempt: int, episode_return: float) -> None:
+        """Remember what the app said that an attempt is worth."""
+        self.returns[trajectory_id, attempt] = episode_return
+        if len(self.returns) > _MAX_RETURNS:
+            del self.returns[next(iter(self.returns))]
 
     @property
     def trained_fraction(self) -> float:
@@ -183,12 +196,14 @@ class AppEpisodes:
         final_messages: tuple[Message, ...] = ()
         try:
             played = await self._play(f"{trajectory_id}/{attempt}", task, sampling_seed)
-            capture = played.capture
+            capture, said = played.capture, played.rollout
+            if said is not None and said.episode_return is not None and not said.aborted:
+                self.counters.note_return(trajectory_id, attempt, said.episode_return)
             parts = build_trajectory_parts(capture)
             ending = _ending_of(played, parts)
-            if played.rollout is not None and ending.error is None:
-                parts = replace(parts, turns=self._scored(parts, played.rollout))
-                success, final_messages = played.rollout.success, played.rollout.final_messages
+            if said is not None and ending.error is None:
+                parts = replace(parts, turns=self._scored(parts, said))
+                success, final_messages = said.success, said.final_messages
         except EnginePoisonedError:
             raise
         except Exception as error:  # a bad rollout is a record, whatever was bad about it
@@ -274,7 +289,7 @@ class AppEpisodes:
 
     def _scored(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
         """The turns with their rewards; counts and says what does not fit together."""
-        joined = join_rewards(parts.turns, rollout)
+        joined = join_rewards(parts.turns, rollout, parts.decision_turns)
         for warning in (*rollout.warnings, *([joined.warning] if joined.warning else [])):
             kind = warning.partition(":")[0]
             self.counters.warnings[kind] += 1
@@ -283,6 +298,7 @@ class AppEpisodes:
         self.counters.calls.update(parts.counts)
         self.counters.num_sampled_tokens += parts.num_sampled_tokens
         self.counters.num_trained_tokens += parts.num_trained_tokens
+        self.counters.num_untrained_episodes += parts.num_trained_tokens == 0
         return joined.turns
 
 
@@ -297,6 +313,8 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
     if poisoned is not None:
         raise EnginePoisonedError(poisoned.error)
     failed = _unanswered(capture)
+    if failed is not None and failed.kind in _REFUSALS and parts.turns:
+        failed = None
     if rollout is None:
         return _failure_of(played.error, failed)
     if rollout.aborted:
@@ -309,9 +327,6 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
         said = "".join(f"; the app says: {error}" for error in rollout.errors[-1:])
         text = f"the app answers with a return of {rollout.episode_return}, but its model did not play: {cause}{said}"
         return _Ending(Outcome.ENGINE_ERROR, _one_line(text))
-    if not parts.turns:
-        why = ", ".join(f"{count} {reason}" for reason, count in parts.counts.items())
-        return _Ending(Outcome.ENGINE_ERROR, f"none of the calls of the model can be trained on: {why}")
     return _Ending(rollout.outcome)
 
 
@@ -322,7 +337,7 @@ def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollou
     if not capture.calls:
         return "it was never called"
     num_decisions = len(rollout.decisions)
-    if rollout.errors and num_decisions > len(capture.calls):  # a call of which nothing arrived here
+    if rollout.ends_in_error and num_decisions > len(capture.calls):  # a call of which nothing arrived here
         return f"it answered {len(capture.calls)} calls, and the app lists {num_decisions} decisions, with an error"
     return None
 
@@ -339,11 +354,12 @@ def _failure_of(error: AppError | None, failed: FailedCall | None) -> _Ending:
 
 
 def _unanswered(capture: Capture) -> FailedCall | None:
-    """The last call, if the app got no answer to it."""
+    """The last call, if the app got no answer to it, nor to another one that asked the same."""
+    answered = {call.request_key for call in capture.calls if call.is_delivered}
     lost = [
         FailedCall(call.index, "cancelled", "its answer reached nobody")
         for call in capture.calls
-        if not call.is_delivered
+        if not call.is_delivered and call.request_key not in answered
     ]
     last_answered = max((call.index for call in capture.calls if call.is_delivered), default=-1)
     later = [failed for failed in (*capture.failed, *lost) if failed.index > last_answered]

@@ -65,6 +65,7 @@ class AppRollout:
         aborted: the app was told to stop, so that what it says is no result.
         errors: what `info.error` of its steps and `metrics.details.error` say: often the only trace of a call of the
             model that failed.
+        ends_in_error: the last step or `metrics.details` has one; an error before is one that the app went on from.
         warnings: what does not fit together, one line each; what stands before the colon names the kind.
         details: `metrics.details` as it stands.
         final_messages: what the environment answered to the last action, which no model read; () from apps that are no
@@ -79,6 +80,7 @@ class AppRollout:
     success: bool | None = None
     aborted: bool = False
     errors: tuple[str, ...] = ()
+    ends_in_error: bool = False
     warnings: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     final_messages: tuple[Message, ...] = ()
@@ -115,6 +117,7 @@ def _read_outcome_response(response: OutcomeResponse) -> AppRollout:
         decisions=decisions,
         success=success if isinstance(success, bool) else None,
         errors=_errors_in([info.details]),
+        ends_in_error=bool(_errors_in([info.details])),
         warnings=tuple(warnings),
         details=info.details,
     )
@@ -156,6 +159,7 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
         success=success if isinstance(success, bool) else None,
         aborted=response.aborted,
         errors=_errors_in([*(step.info for step in steps), metrics.details]),
+        ends_in_error=bool(_errors_in([*(step.info for step in steps[-1:]), metrics.details])),
         warnings=tuple(warnings),
         details=metrics.details,
         final_messages=_final_messages(response) if is_ours else (),
@@ -290,26 +294,31 @@ class JoinedTurns:
     warning: str | None = None
 
 
-def join_rewards(turns: Sequence[Turn], rollout: AppRollout) -> JoinedTurns:
+def join_rewards(
+    turns: Sequence[Turn], rollout: AppRollout, decision_turns: Sequence[int | None] | None = None
+) -> JoinedTurns:
     """The captured turns with the app's rewards and events; their rewards sum to its return.
 
-    Where the app lists as many decisions as turns were captured, the k-th belongs to the k-th turn; what its return is
-    more or less than their sum is the last turn's, in a reward term of its own. Otherwise the last turn gets the whole
-    return, and all events.
+    Where the app lists as many decisions as there are turns, the k-th belongs to the k-th turn; what its return is more
+    or less than their sum is the last turn's, in a reward term of its own. Where it lists as many as `decision_turns`
+    (see `CaptureBuild`; None: the turns), a decision without a turn counts with the turn before it, or the first one.
+    Otherwise the last turn gets the whole return, and all events.
     """
+    if not turns:
+        return JoinedTurns(())
+    warning = None
     if len(rollout.decisions) == len(turns):
-        decisions, warning = list(rollout.decisions), None
+        decisions = list(rollout.decisions)
+    elif decision_turns is not None and len(rollout.decisions) == len(decision_turns):
+        decisions = _folded(rollout.decisions, decision_turns, len(turns))
     else:
         events = dict.fromkeys(event for decision in rollout.decisions for event in decision.events)
         decisions = [*[AppDecision()] * (len(turns) - 1), AppDecision(rollout.episode_return, {}, tuple(events))]
-        warning = None
         if rollout.decisions:
             warning = (
                 f"steps are not calls: the app lists {len(rollout.decisions)} decisions and {len(turns)} calls of the "
                 "model are trained on; the last of them gets the whole return"
             )
-    if not turns:
-        return JoinedTurns((), warning)
     if rollout.episode_return is not None:
         decisions[-1] = _with_rest(decisions, rollout.episode_return)
     joined = (
@@ -317,6 +326,18 @@ def join_rewards(turns: Sequence[Turn], rollout: AppRollout) -> JoinedTurns:
         for turn, decision in zip(turns, decisions, strict=True)
     )
     return JoinedTurns(tuple(joined), warning)
+
+
+def _folded(
+    decisions: Sequence[AppDecision], decision_turns: Sequence[int | None], num_turns: int
+) -> list[AppDecision]:
+    """One decision a turn; that of a call without a turn counts with the turn before it, or the first."""
+    of_turn: list[list[AppDecision]] = [[] for _ in range(num_turns)]
+    latest = 0
+    for decision, turn in zip(decisions, decision_turns, strict=True):
+        latest = latest if turn is None else turn
+        of_turn[latest].append(decision)
+    return [_merged(together) for together in of_turn]
 
 
 def _with_rest(decisions: Sequence[AppDecision], episode_return: float) -> AppDecision:

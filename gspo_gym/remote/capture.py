@@ -39,8 +39,6 @@ class Untrained(enum.Enum):
     OTHER_SAMPLING = "other sampling"  # its temperature or top_p were its own; a batch is scored under one
     UNDELIVERED = "undelivered"  # its answer reached nobody, and no retry asked for it
     AUXILIARY = "auxiliary"  # beside the task: a title or a summary
-    RETRIED = "retried"  # asked again, and the conversation went on from the other answer
-    AMBIGUOUS = "ambiguous"  # asked again, and nothing shows which answer was used
 
 
 class SessionClosedError(UsageError):

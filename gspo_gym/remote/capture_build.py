@@ -3,13 +3,14 @@
 Calls form trees: a call whose prompt appends to another's tokens is its child. Each path from a root to a leaf is one
 segment, as the model read it; a completion is trained on in the first path that holds it, and is context in others. So
 every trained completion counts exactly once, whatever the agent branched into. `capture_rules.py` decides which are
-trained on.
+trained on. Where none is, the delivered ones are turns all the same, and masked: the episode was played and is worth
+what its app says, which its group's statistics need.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from gspo_gym.segments import OpenSegment, SampledTokens
 from gspo_gym.types import Message, Segment, Turn
 
 CallKind = Literal["root", "extends", "rewrites", "failed"]
+_NO_DECISIONS = (Untrained.UNDELIVERED, Untrained.AUXILIARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class CallUse:
         kind: "root" (a conversation of its own), "extends" (its prompt appends to its parent's tokens), "rewrites" (it
             continues its parent, but the template rewrote the tokens) or "failed".
         num_sampled_tokens: what was sampled for it.
-        turn: the number of its turn; None if it is not trained on.
+        turn: the number of its turn that is trained on; None if it is not.
         untrained: why not; None if it is.
     """
 
@@ -52,6 +54,8 @@ class CaptureBuild:
             says that it said, is a user's "(earlier) ..." behind the first turn. What an app never showed the model
             (its last observation) is not among them.
         turn_calls: the index of the call of each turn.
+        decision_turns: of each call that may be a decision of the task (its answer was delivered, and it is not beside
+            the task), the number of its turn; None if it has none, because others are trained on and it is not.
         uses: of every call, in their order.
     """
 
@@ -59,6 +63,7 @@ class CaptureBuild:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     turn_calls: tuple[int, ...]
+    decision_turns: tuple[int | None, ...]
     uses: tuple[CallUse, ...]
 
     @property
@@ -93,13 +98,15 @@ def build_trajectory_parts(capture: Capture) -> CaptureBuild:
     """
     untrained = untrained_calls(capture.calls)
     calls = {call.index: call for call in capture.calls}
-    turn_calls = tuple(index for index in calls if index not in untrained)
+    decisions = _decisions(calls, untrained)
+    masked = frozenset() if any(index not in untrained for index in calls) else frozenset(decisions)
+    turn_calls = tuple(index for index in calls if index not in untrained or index in masked)
     numbers = {index: turn for turn, index in enumerate(turn_calls)}
     paths = sorted(_owned_paths(calls, numbers), key=lambda path: min(numbers[index] for index in path.owned))
     segments: list[Segment] = []
     turns: dict[int, Turn] = {}
     for path in paths:
-        segment, its_turns = _segment_of(path, calls, numbers, number=len(segments))
+        segment, its_turns = _segment_of(path, calls, numbers, number=len(segments), masked=masked)
         segments.append(segment)
         turns |= {turn.index: turn for turn in its_turns}
     return CaptureBuild(
@@ -107,7 +114,18 @@ def build_trajectory_parts(capture: Capture) -> CaptureBuild:
         turns=tuple(turns[turn] for turn in range(len(turn_calls))),
         messages=_messages(calls, turn_calls),
         turn_calls=turn_calls,
+        decision_turns=tuple(numbers.get(index) for index in decisions),
         uses=_uses(capture, numbers, untrained),
+    )
+
+
+def _decisions(calls: Mapping[int, CapturedCall], untrained: Mapping[int, Untrained]) -> tuple[int, ...]:
+    """The calls whose answers the agent had, but for those beside the task."""
+    continued = {call.parent for call in calls.values()}
+    return tuple(
+        index
+        for index, call in calls.items()
+        if untrained.get(index) not in _NO_DECISIONS and (call.is_delivered or index in continued)
     )
 
 
@@ -142,9 +160,14 @@ def _line(call: CapturedCall, calls: Mapping[int, CapturedCall]) -> list[int]:
 
 
 def _segment_of(
-    path: _Path, calls: Mapping[int, CapturedCall], turn_numbers: Mapping[int, int], *, number: int
+    path: _Path,
+    calls: Mapping[int, CapturedCall],
+    turn_numbers: Mapping[int, int],
+    *,
+    number: int,
+    masked: Collection[int],
 ) -> tuple[Segment, list[Turn]]:
-    """The tokens of a path, and the turns that are trained on in it."""
+    """The tokens of a path and its turns; those of `masked` calls are in no mask."""
     segment = OpenSegment()
     turns: list[Turn] = []
     observed = 0  # up to where the tokens belong to an earlier turn
@@ -155,10 +178,13 @@ def _segment_of(
             segment.append_context(completion.token_ids.tolist())
             continue
         start, turn = len(segment), turn_numbers[call.index]
-        sampled = SampledTokens(
-            completion.token_ids.tolist(), completion.logprobs.tolist(), completion.weight_version.tolist()
-        )
-        segment.append_action(sampled, turn=turn)
+        if call.index in masked:
+            segment.append_context(completion.token_ids.tolist())
+        else:
+            sampled = SampledTokens(
+                completion.token_ids.tolist(), completion.logprobs.tolist(), completion.weight_version.tolist()
+            )
+            segment.append_action(sampled, turn=turn)
         turns.append(
             Turn(
                 index=turn,
@@ -204,6 +230,7 @@ def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[
     uses = [CallUse(failed.index, "failed", 0, untrained=Untrained.FAILED) for failed in capture.failed]
     for call in capture.calls:
         kind: CallKind = "root" if call.parent is None else "extends" if call.appends else "rewrites"
-        turn = turn_numbers.get(call.index)
-        uses.append(CallUse(call.index, kind, call.num_sampled_tokens, turn, untrained.get(call.index)))
+        why = untrained.get(call.index)
+        turn = turn_numbers[call.index] if why is None else None
+        uses.append(CallUse(call.index, kind, call.num_sampled_tokens, turn, why))
     return tuple(sorted(uses, key=lambda use: use.index))

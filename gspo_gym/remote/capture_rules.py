@@ -5,12 +5,13 @@ In this order:
 1. What the capture already knows: the caller said no, a schema narrowed the choice, the sampling was another one.
 2. What the caller wants to be trained on, is. The rules below are for calls that say nothing.
 3. An answer that reached nobody, and on which nothing followed, was not part of what happened.
-4. Calls that ask for the same thing (same conversation, tools and stop strings). If the conversation went on from some
-   of them, the others were asked again: they are left out. If it went on from none, and nothing else was asked in
-   between, nothing shows which answer was used: all are left out. Where other calls stand between them, as with an
-   agent that shows its model only the present state, they are turns like any other.
-5. A conversation of a single call without tools (a title, a summary) is beside the task if the session holds others of
-   several calls, or with tools, and none of these has the same system message.
+4. A conversation of a single call without tools (a title, a summary) is beside the task if the session holds others of
+   several calls, or with tools, and none of these has the same system message. Several single calls under one system
+   message are no title, but an agent that shows its model only the present state.
+
+Calls that ask for the same thing are turns like any other if their answers were delivered: what asks again for an
+answer that was lost is recognised before anything is sampled for it (`replay.py`), so that two answers are two draws
+from the policy, and leaving one of them out would select by what they say.
 
 So a sub-agent of several calls, or with tools, is trained on, and so is a conversation that starts afresh under the
 same system message because its context was compacted.
@@ -18,8 +19,8 @@ same system message because its context was compacted.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from gspo_gym.remote.capture import CapturedCall, Untrained
 
@@ -32,10 +33,6 @@ def untrained_calls(calls: Sequence[CapturedCall]) -> dict[int, Untrained]:
     for call in silent:
         if not call.is_delivered and call.index not in continued:
             reasons[call.index] = Untrained.UNDELIVERED
-    repeated = _repeated([call for call in calls if reasons.get(call.index) is not Untrained.UNDELIVERED], continued)
-    for call in silent:
-        if call.index in repeated:
-            reasons.setdefault(call.index, repeated[call.index])
     auxiliary = _auxiliary(calls, reasons)
     for call in silent:
         if call.index in auxiliary:
@@ -43,30 +40,23 @@ def untrained_calls(calls: Sequence[CapturedCall]) -> dict[int, Untrained]:
     return reasons
 
 
-def _repeated(calls: Iterable[CapturedCall], continued: set[int | None]) -> dict[int, Untrained]:
-    """Calls that were asked again, or may have been."""
-    reasons: dict[int, Untrained] = {}
-    went_on = {call.request_key for call in calls if call.index in continued}
-    for key, run in itertools.groupby(calls, key=lambda call: call.request_key):
-        same = [call.index for call in run]
-        if key in went_on:
-            reasons |= {index: Untrained.RETRIED for index in same if index not in continued}
-        elif len(same) > 1:
-            reasons |= dict.fromkeys(same, Untrained.AMBIGUOUS)
-    return reasons
-
-
 def _auxiliary(calls: Sequence[CapturedCall], reasons: Mapping[int, Untrained]) -> set[int]:
-    """Single calls beside the task."""
+    """Return the indices of the single calls beside the task."""
     by_index = {call.index: call for call in calls}
     trees: dict[int, list[CapturedCall]] = {}
     for call in calls:
         root = call
         while root.parent is not None:
             root = by_index[root.parent]
-        if reasons.get(call.index) not in (Untrained.RETRIED, Untrained.UNDELIVERED):
+        if reasons.get(call.index) is not Untrained.UNDELIVERED:
             trees.setdefault(root.index, []).append(call)
-    is_task = {root: len(tree) > 1 or any(call.tools_key for call in tree) for root, tree in trees.items()}
+    num_trees = Counter(_system_of(by_index[root]) for root in trees)
+    is_task = {
+        root: len(tree) > 1
+        or any(call.tools_key for call in tree)
+        or ((system := _system_of(by_index[root])) is not None and num_trees[system] > 1)
+        for root, tree in trees.items()
+    }
     systems = {_system_of(by_index[root]) for root, is_it in is_task.items() if is_it}
     return {
         tree[0].index

@@ -3,18 +3,20 @@
 A request is the same as an earlier one of its session if
 
 - it carries the same `Idempotency-Key` (with another body, that is refused), or
-- it has the same body and says that it is a retry (`x-stainless-retry-count` of OpenAI's clients), or
-- it has the same body and whoever asked earlier has gone without an answer, or
-- it has the same body, the earlier one is still being answered, and nothing says that it is a first attempt.
+- it has the same body, and the clients of the earlier one have hung up without an answer, or
+- it has the same body and says that it is a retry (`x-stainless-retry-count` of OpenAI's clients above 0), unless what
+  it tries again is a request that failed: that has no answer, and is worked on anew.
 
-Otherwise the same body is a new call: an agent may well ask the same thing twice. While the answer is being sampled,
-the same request waits for it (coalescing); afterwards it gets the same bytes. No HTTP: `gateway_app.py` reads headers.
+Otherwise the same body is a new call, also while the earlier one is being answered: an agent may well ask the same
+thing twice, one time after another or at once. While the answer is being sampled, the same request waits for it
+(coalescing); afterwards it gets the same bytes. No HTTP: `gateway_app.py` reads headers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -99,6 +101,7 @@ class Replays:
 
     def __init__(self, *, max_remembered: int = MAX_REMEMBERED) -> None:
         self._exchanges: list[Exchange] = []  # oldest first
+        self._num_failed: Counter[bytes] = Counter()  # by digest: failures that were not tried again yet
         self._max_remembered = max_remembered
         self.num_coalesced = 0
         self.num_replayed = 0
@@ -119,12 +122,14 @@ class Replays:
             else:
                 self.num_coalesced += 1
             return exchange, await asyncio.shield(exchange.reply)
+        if asked.retry_count and self._num_failed[asked.digest]:
+            self._num_failed[asked.digest] -= 1
         exchange = Exchange(asked.digest, asked.key, asyncio.get_running_loop().create_future(), [asked])
         self._exchanges.append(exchange)
         try:
             reply = await work()
         except BaseException as error:
-            self._exchanges.remove(exchange)
+            self._forget(exchange)
             failure = error if isinstance(error, Exception) else asyncio.CancelledError()
             exchange.reply.set_exception(failure)
             exchange.reply.exception()  # seen: nobody need wait for it
@@ -135,11 +140,16 @@ class Replays:
 
     def _remember(self, exchange: Exchange, reply: Reply) -> None:
         if not reply.is_final:
-            self._exchanges.remove(exchange)
+            self._forget(exchange)
             return
         finished = [kept for kept in self._exchanges if kept.reply.done()]
         for old in finished[: -self._max_remembered]:
             self._exchanges.remove(old)
+
+    def _forget(self, exchange: Exchange) -> None:
+        """Drop an exchange that came to no answer, so that a retry of it is not given another call's answer."""
+        self._exchanges.remove(exchange)
+        self._num_failed[exchange.digest] += 1
 
     async def _same_as(self, asked: Asked) -> Exchange | None:
         if asked.key is not None:
@@ -148,11 +158,8 @@ class Replays:
         for exchange in same:
             if await exchange.is_abandoned():
                 return exchange
-        if asked.retry_count:
-            return same[0] if same else None
-        if asked.retry_count is None:  # who says nothing may be asking again; who says 0 is not
-            return next((exchange for exchange in same if not exchange.reply.done()), None)
-        return None
+        is_retry = bool(asked.retry_count) and not self._num_failed[asked.digest]
+        return same[0] if is_retry and same else None
 
     def _of_key(self, key: str, digest: bytes) -> Exchange | None:
         if len(key) > _MAX_KEY_LENGTH:

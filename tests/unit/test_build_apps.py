@@ -436,6 +436,22 @@ def test_app_episodes_are_played_ahead_and_carry_their_versions(make: Make, tmp_
     assert oldest[-1] > 0
 
 
+def test_a_run_says_that_what_is_kept_is_not_what_was_played(make: Make, tmp_path: Path) -> None:
+    """Every other attempt loses its last call and is worth 1 less: 8 of 16 attempts are kept, the better half."""
+    app = quiz(fault=lambda number: "made_up_unseen" if number >= 3 and number % 2 else None)
+    changes = {**SMALL, "run.folder": str(tmp_path), "training.iterations_per_epoch": 1, "limits.max_attempts": 9}
+    with serving(app) as url:
+        config = make({**changes, "services.task_url": url, "evaluation": {"seeds": "0:3", "every_n_iters": 9}})
+        run_training(config)
+    (line,) = read_metrics(config.run_folder)
+    assert line["gateway/kept_return_mean"] == line["rollout/reward_mean"]
+    assert line["gateway/kept_return_mean"] > line["gateway/played_return_mean"]
+    events = [json.loads(text) for text in (config.run_folder / "events.jsonl").read_text().splitlines()]
+    (data,) = [event["data"] for event in events if event["kind"] == "return_selection"]
+    assert (data["num_kept"], data["num_steps"]) == (8, 1)
+    assert data["mean_kept"] == line["gateway/kept_return_mean"]
+
+
 # --- what needs an environment here -----------------------------------------------------------------------------------
 
 

@@ -75,6 +75,34 @@ def test_a_trajectory_without_a_sampled_token_takes_part_in_nothing(make_traject
     assert built.batch.advantages[:, -1].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-6)
 
 
+def test_a_trajectory_of_which_nothing_is_trained_on_counts_in_the_statistics_alone(make_trajectory, make_group):
+    played = [make_trajectory([r], seed=i) for i, r in enumerate([1.0, 3.0])]
+    masked = without_mask(make_trajectory([8.0]))
+    assert masked.num_actions == 0
+    built = build_batch([make_group(played[0], masked, played[1])], AdvantageSettings(scale="none"))
+    counts = built.counts
+    assert (counts.num_trajectories, counts.num_untrained, counts.num_skipped, counts.num_filtered) == (2, 1, 0, 0)
+    # mean (1 + 8 + 3) / 3 = 4
+    assert built.batch.advantages[:, -1].tolist() == [-3.0, -1.0]
+    assert built.mean_return == 4.0
+
+
+def test_a_batch_of_which_nothing_is_trained_on_is_no_batch(make_trajectory, make_group):
+    built = build_batch([make_group(without_mask(make_trajectory([8.0])))], AdvantageSettings())
+    assert (built.batch, built.counts.num_untrained, built.mean_return) == (None, 1, 8.0)
+
+
+def without_mask(trajectory):
+    """The same, with turns of which no token is to be trained on."""
+    segments = []
+    for segment in trajectory.segments:
+        n = len(segment)
+        nothing = {"action_mask": np.zeros(n, bool), "rollout_logprobs": np.zeros(n, np.float32)}
+        nothing |= {name: np.full(n, -1, np.int32) for name in ("turn_index", "weight_version")}
+        segments.append(dataclasses.replace(segment, **nothing))
+    return dataclasses.replace(trajectory, segments=tuple(segments))
+
+
 def test_groups_are_compared_within_themselves_and_constant_ones_are_counted(make_trajectory, make_group):
     groups = [make_group(*[make_trajectory([r]) for r in returns]) for returns in ([5.0, 5.0], [0.0, 2.0])]
     built = build_batch(groups, AdvantageSettings(scale="none"))

@@ -12,15 +12,18 @@ def test_a_step_has_what_was_counted_since_the_one_before() -> None:
     bank.num_attempts, bank.num_sampled_tokens, bank.num_trained_tokens = 3, 100, 80
     bank.calls.update({"trained": 5, "auxiliary": 1, "failed": 2})
     shop.num_attempts, shop.num_sampled_tokens, shop.num_trained_tokens = 1, 50, 40
-    shop.calls.update({"trained": 2, "ambiguous": 1})
+    shop.calls.update({"trained": 2, "other sampling": 1})
+    shop.num_untrained_episodes = 1
     shop.warnings.update(["two returns"])
     first = reader.since_last([bank, shop])
     assert first == {
         "gateway/calls": 11,
         "gateway/untrained_calls": 4,
         "gateway/auxiliary_calls": 1,
-        "gateway/retried_calls": 0,
-        "gateway/ambiguous_calls": 1,
+        "gateway/undelivered_calls": 0,
+        "gateway/constrained_calls": 0,
+        "gateway/other_sampling_calls": 1,
+        "gateway/untrained_episodes": 1,
         "gateway/app_requests": 4,
         "gateway/app_warnings": 1,
         "gateway/trained_fraction": 0.8,  # 120 of 150
@@ -28,11 +31,11 @@ def test_a_step_has_what_was_counted_since_the_one_before() -> None:
     bank.num_attempts += 2
     bank.num_sampled_tokens += 10
     bank.num_trained_tokens += 1
-    bank.calls.update({"trained": 1, "retried": 1})
+    bank.calls.update({"trained": 1, "undelivered": 1})
     assert reader.since_last([bank, shop]) == dict.fromkeys(first, 0) | {
         "gateway/calls": 2,
         "gateway/untrained_calls": 1,
-        "gateway/retried_calls": 1,
+        "gateway/undelivered_calls": 1,
         "gateway/app_requests": 2,
         "gateway/trained_fraction": 0.1,
     }

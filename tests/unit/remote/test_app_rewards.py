@@ -331,6 +331,15 @@ def test_rewards_that_cancel_are_0_but_for_rounding() -> None:
     assert [turn.reward for turn in join_rewards(turns(3), rollout).turns] == [0.1, 0.2, -0.3]
 
 
+def test_a_decision_without_a_turn_counts_with_the_turn_before_it_or_the_first() -> None:
+    """Five decisions, of which the second and the fourth are turns: 1 + 2 + 4 and 8 + 16 of a return of 31."""
+    decisions = [AppDecision(float(2**k), {}, (f"event {k}",)) for k in range(5)]
+    joined = join_rewards(turns(2), rollout_of(31.0, *decisions), (None, 0, None, 1, None))
+    assert [turn.reward for turn in joined.turns] == [7.0, 24.0]
+    assert [turn.events for turn in joined.turns] == [("event 0", "event 1", "event 2"), ("event 3", "event 4")]
+    assert joined.warning is None
+
+
 def test_no_turns_join_to_none() -> None:
     assert join_rewards([], rollout_of(1.0)).turns == ()
 

@@ -133,29 +133,72 @@ def test_a_branch_trains_what_is_common_once() -> None:
     assert build.turns[3].observation_span[0] == 0
 
 
-def test_a_retry_on_which_nothing_followed_is_left_out() -> None:
+def test_equal_calls_whose_answers_were_delivered_are_turns_whichever_the_conversation_goes_on_from() -> None:
+    """An agent that draws twice and goes on from the second: both draws are the policy's, and led to the return."""
+
     async def talk(session: GatewaySession) -> None:
         await ask(session, user("one"))
         second = await ask(session, user("one"))
         await ask(session, user("one"), second.answer, user("two"))
 
     build = built(talk)
-    assert reasons(build) == ["retried", "trained", "trained"]
-    assert trained_in(build) == [[0, 1]]
-    assert build.turn_calls == (1, 2)
+    assert reasons(build) == ["trained"] * 3
+    assert trained_in(build) == [[0], [1, 2]]
 
 
-def test_a_retry_of_the_last_call_is_ambiguous_and_both_are_left_out() -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_agent_that_asks_the_same_thing_again_and_again_is_trained_on_every_answer(count: int) -> None:
     async def talk(session: GatewaySession) -> None:
-        first = await ask(session, user("one"))
-        for _ in range(2):
-            await ask(session, user("one"), first.answer, user("two"))
+        for _ in range(count):
+            await ask(session, SYSTEM, user("one"))
 
     build = built(talk)
-    assert reasons(build) == ["trained", "ambiguous", "ambiguous"]
-    assert build.counts == {"trained": 1, "ambiguous": 2}
-    tokens = [use.num_sampled_tokens for use in build.uses]
-    assert build.trained_fraction == tokens[0] / sum(tokens)
+    assert build.counts == {"trained": count}
+    assert trained_in(build) == [[turn] for turn in range(count)]
+    assert build.trained_fraction == 1.0
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.5}, {"is_trained": False}])
+def test_an_episode_of_which_nothing_can_be_trained_on_has_masked_turns(fields: dict[str, Any]) -> None:
+    async def talk(session: GatewaySession) -> None:
+        first = await ask(session, SYSTEM, user("one"), **fields)
+        await ask(session, SYSTEM, user("one"), first.answer, user("two"), **fields)
+        lost = await ask(session, SYSTEM, user("lost"), **fields)
+        session.note_delivery(lost.index, is_delivered=False)
+
+    capture = captured(talk)
+    build = build_trajectory_parts(capture)
+    assert build.turn_calls == (0, 1)
+    assert build.decision_turns == (0, 1)
+    assert actions(build) == sampled(capture, 0, 1)
+    [segment] = build.segments
+    assert not segment.action_mask.any()
+    assert (segment.turn_index == -1).all()
+    assert (build.num_trained_tokens, build.trained_fraction) == (0, 0.0)
+    assert "trained" not in build.counts
+
+
+def test_a_player_without_a_memory_is_the_task_beside_a_sub_agent_with_tools() -> None:
+    """Its calls are conversations of one call each, as a title is, but several under one system message."""
+
+    async def talk(session: GatewaySession) -> None:
+        await ask(session, HELPER, user("please"), tools=TOOLS)
+        await ask(session, SYSTEM, user("door"))
+        await ask(session, SYSTEM, user("wall"))
+        await ask(session, TITLE, user("A game about colours"))
+
+    build = built(talk)
+    assert reasons(build) == ["trained"] * 3 + ["auxiliary"]
+    assert build.decision_turns == (0, 1, 2)
+
+
+def test_a_call_that_is_not_trained_on_is_a_decision_without_a_turn_beside_others_that_are() -> None:
+    async def talk(session: GatewaySession) -> None:
+        await ask(session, SYSTEM, user("one"), temperature=0.5)
+        await ask(session, SYSTEM, user("two"))
+        await ask(session, SYSTEM, user("three"), temperature=0.5)
+
+    assert built(talk).decision_turns == (None, 0, None)
 
 
 def test_an_agent_that_shows_only_the_present_state_may_meet_a_state_again() -> None:

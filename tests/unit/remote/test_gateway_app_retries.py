@@ -103,9 +103,7 @@ def test_a_retry_waits_for_the_call_that_is_being_answered() -> None:
             session = served.open()
             first = asyncio.create_task(served.post(session, HELLO, headers=FIRST))
             await slow.begun(1)
-            again = [
-                asyncio.create_task(served.post(session, HELLO, headers=headers)) for headers in (RETRY, {}, RETRY)
-            ]
+            again = [asyncio.create_task(served.post(session, HELLO, headers=RETRY)) for _ in range(3)]
             await gw.until(lambda: served.app.replays_of(session).num_coalesced == 3)
             slow.let_go()
             answers = [await task for task in (first, *again)]
@@ -137,20 +135,23 @@ def test_the_same_question_unmarked_after_its_answer_is_a_new_call() -> None:
             answers = [said(await served.post(session, HELLO, headers=headers)) for headers in ({}, {}, FIRST)]
             assert answers == ["a", "b", "c"]
             uses = build_trajectory_parts(await session.freeze()).uses
-            assert {use.untrained for use in uses} == {Untrained.AMBIGUOUS}  # nothing shows which one was used
+            assert [use.untrained for use in uses] == [None] * 3  # three draws from the policy, all delivered
 
     gw.run(check)
 
 
-def test_two_first_attempts_at_once_are_two_calls() -> None:
+@pytest.mark.parametrize("headers", [FIRST, {}], ids=["marked", "unmarked"])
+def test_two_that_wait_for_the_same_at_once_are_two_calls(headers: dict[str, str]) -> None:
     async def check() -> None:
         slow = Slow()
         async with gw.served(slow.engine) as served:
             session = served.open()
-            tasks = [asyncio.create_task(served.post(session, HELLO, headers=FIRST)) for _ in range(2)]
+            tasks = [asyncio.create_task(served.post(session, HELLO, headers=headers)) for _ in range(2)]
             await slow.begun(2)
             slow.let_go()
             assert sorted([said(await task) for task in tasks]) == ["0", "1"]
+            uses = build_trajectory_parts(await session.freeze()).uses
+            assert [use.untrained for use in uses] == [None, None]
 
     gw.run(check)
 
@@ -198,6 +199,24 @@ def test_a_failure_is_not_replayed() -> None:
             capture = await session.freeze()
             assert [call.index for call in capture.calls] == [0, 2]
             assert [call.kind for call in capture.failed] == ["engine"]
+
+    gw.run(check)
+
+
+def test_a_retry_of_a_call_that_failed_is_not_given_the_answer_of_another_call_with_the_same_body() -> None:
+    """Two calls: the second one's first attempt meets a broken engine, and its retry is sampled anew."""
+
+    async def check() -> None:
+        engine = ScriptedEngine([gw.ids_of("a"), gw.ids_of("b"), gw.ids_of("c")], failures=Failures(every=2))
+        async with gw.served(engine) as served:
+            session = served.open()
+            assert said(await served.post(session, HELLO, headers=FIRST)) == "a"
+            assert (await served.post(session, HELLO, headers=FIRST)).status_code == 503
+            second = await served.post(session, HELLO, headers=RETRY)
+            assert said(second) == "c"
+            assert (await served.post(session, HELLO, headers=RETRY)).content == second.content
+            build = build_trajectory_parts(await session.freeze())
+            assert build.counts == {"trained": 2, "failed": 1}
 
     gw.run(check)
 
