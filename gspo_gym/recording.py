@@ -77,8 +77,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
         "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
         "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
-        "return_selection": "kept episodes of task apps return something else than all that were played, beyond chance; data: "
-        "how many, both means, p",
+        "return_selection": "kept episodes of task apps return something else than all that were played, beyond "
+        "chance; data: how many, both means, p",
         "staging_failed": "new weights could not be written and are written again; data: version, reason",
         "update_failed": "an engine failed an update and is replaced; data: version, reason",
         "engine_restored": "an engine died and another has the committed weights; data: version",
