@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +38,8 @@ NUM_GROUPS, GROUP_SIZE = 6, 4
 SYSTEM = {"role": "system", "content": "You play."}
 FIRST, RETRY = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
 MAX_CALLS = 6
+HAS_BEGUN: set[str] = set()  # the slow questions that have reached the engine
+_MARKS = itertools.count()
 
 
 @dataclass
@@ -117,10 +121,20 @@ async def uses_one_key_twice(model: Model) -> None:
 @agent
 async def hangs_up_and_asks_again(model: Model) -> None:
     """The connection is closed before the answer is there, by a client that says nothing of retries."""
-    with contextlib.suppress(httpx.TimeoutException):
-        body = {"model": "policy", "messages": [SYSTEM, *user("SLOW")], "temperature": model.temperature}
-        await model.http.post(model.url, json=body, timeout=0.05)
-    await model.ask([SYSTEM, *user("SLOW")])
+    messages = await hung_up(model)
+    await model.ask(messages)
+
+
+async def hung_up(model: Model) -> list[Json]:
+    """What was asked by a client that went when the engine had begun."""
+    mark = f"SLOW {next(_MARKS)}."
+    messages = [SYSTEM, *user(mark)]
+    asking = asyncio.ensure_future(model.ask(messages))
+    while mark not in HAS_BEGUN:  # noqa: ASYNC110  # it is another thread's
+        await asyncio.sleep(0.002)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    return messages
 
 
 @agent
@@ -237,10 +251,11 @@ def _on_stage() -> Iterator[None]:
 
 
 class SlowIfAsked(SeededEngine):
-    """Takes longer than its caller waits where the prompt says SLOW."""
+    """Takes a while where the prompt says SLOW, and notes that it has begun."""
 
     async def generate(self, prompt_token_ids: Any, sampling: Any, **options: Any) -> Any:
-        if "SLOW" in TOKENIZER.decode(list(prompt_token_ids)):
+        for mark in re.findall(r"SLOW \d+\.", TOKENIZER.decode(list(prompt_token_ids))):
+            HAS_BEGUN.add(mark)
             await asyncio.sleep(0.2)
         return await super().generate(prompt_token_ids, sampling, **options)
 
@@ -321,9 +336,7 @@ def test_failing_episodes_of_which_no_token_can_be_trained_on_still_count_in_the
 
 
 async def does_not_wait_for_its_last_answer(model: Model) -> None:
-    with contextlib.suppress(httpx.TimeoutException):
-        body = {"model": "policy", "messages": [SYSTEM, *user("SLOW")], "temperature": model.temperature}
-        await model.http.post(model.url, json=body, timeout=0.02)
+    await hung_up(model)
 
 
 def test_failing_episodes_that_are_played_again_until_they_succeed_sound_the_alarm() -> None:
