@@ -7,7 +7,7 @@ from here. Nothing here decides anything that the config does not say.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -252,19 +252,6 @@ def build_trainer(
         recorder.event("checkpoint", state.step, {"folder": folder.name})
 
     attempts = AttemptWatch()
-
-    def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        of_apps: Mapping[str, float] = {}
-        if (reason := attempts.alarm()) is not None:
-            recorder.event("selection", step, {"reason": reason})
-            progress.note(f"step {step}: {reason}")
-        if player.apps is not None:
-            of_apps, selection = player.apps.after_step(groups)
-            if selection is not None:
-                recorder.event("return_selection", step, asdict(selection))
-                progress.note(f"step {step}: {selection.sentence()}")
-        return {**attempts.metrics(), **of_apps, **({} if judging is None else judging.after_step(step))}
-
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
     return Trainer(
@@ -280,6 +267,26 @@ def build_trainer(
         weight_version=lambda: engine.weight_version,
         is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
         alarm=build_alarm(config),
-        more_metrics=more_metrics,
+        more_metrics=_more_metrics(player, attempts, judging, recorder=recorder, progress=progress),
         while_learning=build_while_learning(config, player.engine),
     )
+
+
+def _more_metrics(
+    player: Player, attempts: AttemptWatch, judging: Judging | None, *, recorder: RunRecorder, progress: Progress
+) -> Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]]:
+    """What a step's metrics have beside the trainer's own; also sounds the alarms about what is kept."""
+
+    def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        of_apps: Mapping[str, float] = {}
+        if (reason := attempts.alarm()) is not None:
+            recorder.event("selection", step, {"reason": reason})
+            progress.note(f"step {step}: {reason}")
+        if player.apps is not None:
+            of_apps, selection = player.apps.after_step(groups)
+            if selection is not None:
+                recorder.event("return_selection", step, asdict(selection))
+                progress.note(f"step {step}: {selection.sentence()}")
+        return {**attempts.metrics(), **of_apps, **({} if judging is None else judging.after_step(step))}
+
+    return more_metrics
