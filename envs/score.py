@@ -26,7 +26,7 @@ _STEP_TIMEOUT_SECONDS = 60.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gspo_gym_envs.score", description="Score the hand-written players."
+        allow_abbrev=False, prog="python -m gspo_gym_envs.score", description="Score the hand-written players."
     )
     parser.add_argument("env_id")
     parser.add_argument("--episodes", type=int, default=200)

@@ -114,7 +114,7 @@ def plot(curves: dict[str, list[list[tuple[int, float]]]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare credit per turn with credit per episode.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Compare credit per turn with credit per episode.")
     parser.add_argument("changes", nargs="*", metavar="section.key=value", help="over the settings of every run")
     parser.add_argument("--folder", type=Path, default=Path("runs/credit_comparison"))
     parser.add_argument("--num-seeds", type=int, default=5)

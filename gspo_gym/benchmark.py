@@ -31,6 +31,7 @@ from gspo_gym.benchmark_mutants import run_mutants
 from gspo_gym.benchmark_pipeline import Workload, run_pipeline
 from gspo_gym.benchmark_vllm import has_vllm, running_vllm
 from gspo_gym.benchmark_weights import run_weights
+from gspo_gym.command_line import Parser
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local import LocalEngine
 from gspo_gym.errors import EngineError, GymError, UsageError
@@ -298,7 +299,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m gspo_gym.benchmark", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m gspo_gym.benchmark", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:

@@ -5,19 +5,18 @@ Nothing heavy is imported before the chosen command runs, so `--help` answers at
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from gspo_gym import config_commands, env_commands, evaluate, judge_commands, serve_engine_command, train
-from gspo_gym.command_line import parse_and_run
+from gspo_gym.command_line import Parser, parse_and_run
 from gspo_gym.doctor import command as doctor
 from gspo_gym.search import command as search
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
-    parser = argparse.ArgumentParser(
+def command_parser() -> Parser:
+    """Return the parser of `gspo-gym` with all its commands."""
+    parser = Parser(
         prog="gspo-gym", description="Train language-model agents on multi-turn text environments with GSPO."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -29,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve_engine_command.add_arguments(commands.add_parser("serve", help="serve a model to training runs"))
     env_commands.add_arguments(commands.add_parser("env", help="list, check and play environments"))
     judge_commands.add_arguments(commands.add_parser("judge", help="check rubrics; serve, audit and use judges"))
-    return parse_and_run(parser, argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    return parse_and_run(command_parser(), argv)
 
 
 if __name__ == "__main__":

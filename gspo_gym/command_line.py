@@ -14,6 +14,18 @@ from typing import Any
 from gspo_gym.errors import GymError, UsageError
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser, as are those of its commands, that takes an option by its whole name only.
+
+    argparse alone takes `--set` for `--set-aside`, which moves a run away.
+    """
+
+    def __init__(
+        self, *, prog: str | None = None, description: str | None = None, **more: Any
+    ) -> None:  # Any: argparse
+        super().__init__(prog=prog, description=description, **{**more, "allow_abbrev": False})
+
+
 def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Parse, call the `run` that the chosen command put into its defaults, and return the exit status.
 

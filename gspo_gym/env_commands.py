@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym import env_check_command, env_collect_command, serve_command
 from gspo_gym.authoring import command as authoring_commands
-from gspo_gym.command_line import add_environment, env_config_of, parse_and_run
+from gspo_gym.command_line import Parser, add_environment, env_config_of, parse_and_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +100,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of these commands alone."""
-    parser = argparse.ArgumentParser(prog="gspo-gym env", description="List, check and play environments.")
+    parser = Parser(prog="gspo-gym env", description="List, check and play environments.")
     add_arguments(parser)
     return parser
 

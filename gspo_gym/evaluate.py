@@ -140,11 +140,9 @@ async def _play_without_engine(config: RunConfig, name: str) -> Evaluation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m gspo_gym.evaluate`."""
-    from gspo_gym.command_line import parse_and_run
+    from gspo_gym.command_line import Parser, parse_and_run
 
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_gym.evaluate", description="Evaluate a model over seeded episodes."
-    )
+    parser = Parser(prog="python -m gspo_gym.evaluate", description="Evaluate a model over seeded episodes.")
     add_arguments(parser)
     return parse_and_run(parser, argv)
 

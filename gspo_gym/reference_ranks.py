@@ -266,7 +266,9 @@ def _follow(orders: queue.SimpleQueue[tuple[bytes, bytes]], answers: IO[bytes], 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gspo_gym.reference_ranks", description="Not for use by hand.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m gspo_gym.reference_ranks", description="Not for use by hand."
+    )
     for name in ("--rank", "--size", "--port", "--num-threads"):
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--device", required=True)

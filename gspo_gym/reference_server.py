@@ -184,7 +184,9 @@ def _ranks(arguments: argparse.Namespace, num_threads: int) -> Ranks | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gspo_gym.reference_server", description="Serve a frozen policy.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m gspo_gym.reference_server", description="Serve a frozen policy."
+    )
     parser.add_argument("--model", required=True, help="a folder, tiny:NAME@SEED, or a model id of the hub")
     parser.add_argument("--port", type=int, default=8002)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.addresses import is_loopback
-from gspo_gym.command_line import add_environment, env_config_of, parse_and_run
+from gspo_gym.command_line import Parser, add_environment, env_config_of, parse_and_run
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.keys import read_key
 
@@ -162,7 +162,7 @@ def served_of(arguments: argparse.Namespace) -> ServedEnv:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m gspo_gym.serve_command`, the same as `gspo-gym env serve`."""
-    parser = argparse.ArgumentParser(prog="gspo-gym env serve", description="Serve an environment to other trainers.")
+    parser = Parser(prog="gspo-gym env serve", description="Serve an environment to other trainers.")
     add_arguments(parser)
     return parse_and_run(parser, argv)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from gspo_gym.command_line import parse_and_run
+from gspo_gym.command_line import Parser, parse_and_run
 from gspo_gym.engine.vllm_server import VllmServer
 from gspo_gym.engine.vllm_settings import VllmSettings
 
@@ -125,7 +125,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m gspo_gym.serve_engine_command`, the same as `gspo-gym serve`."""
-    parser = argparse.ArgumentParser(prog="gspo-gym serve", description="Serve a model to training runs.")
+    parser = Parser(prog="gspo-gym serve", description="Serve a model to training runs.")
     add_arguments(parser)
     return parse_and_run(parser, argv)
 

@@ -77,11 +77,9 @@ def run_training(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m gspo_gym.train`."""
-    from gspo_gym.command_line import parse_and_run
+    from gspo_gym.command_line import Parser, parse_and_run
 
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_gym.train", description="Train a model as a config file says."
-    )
+    parser = Parser(prog="python -m gspo_gym.train", description="Train a model as a config file says.")
     add_arguments(parser)
     return parse_and_run(parser, argv)
 

@@ -286,9 +286,9 @@ def _short(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m gspo_gym.search.command`."""
-    from gspo_gym.command_line import parse_and_run
+    from gspo_gym.command_line import Parser, parse_and_run
 
-    parser = argparse.ArgumentParser(prog="python -m gspo_gym.search.command", description="Search over runs.")
+    parser = Parser(prog="python -m gspo_gym.search.command", description="Search over runs.")
     add_arguments(parser)
     return parse_and_run(parser, argv)
 

@@ -5,6 +5,7 @@ traceback, what --json writes, and what `env play` shows.
 """
 
 import argparse
+import ast
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from gspo_gym_envs import BUNDLED
 
 from gspo_gym import env_commands
-from gspo_gym.cli import main
+from gspo_gym.cli import command_parser, main
 from gspo_gym.command_line import parse_and_run
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
@@ -158,3 +159,44 @@ def test_an_option_that_does_not_exist_is_no_override(capsys):
         main(["train", "config.toml", "--nonsense"])
     assert caught.value.code == 2
     assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
+
+
+def parsers(parser):
+    """A parser and those of all its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers(command)
+
+
+def test_no_command_takes_the_beginning_of_an_option_for_the_option():
+    found = list(parsers(command_parser()))
+    assert len(found) > 20
+    for parser in found:
+        assert not parser.allow_abbrev, parser.prog
+        for option in [option for option in parser._option_string_actions if option.startswith("--")]:
+            others = set(parser._option_string_actions)
+            if option[:-1] not in others:
+                assert parser._get_option_tuples(option[:-1]) == [], f"{parser.prog} {option}"
+
+
+def test_a_cut_option_moves_no_run_away(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", QUICKSTART, "--set", f"run.folder={tmp_path}"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --set" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_parser_of_the_project_is_made_without_abbreviations():
+    calls = []
+    for path in [
+        *(ROOT / "gspo_gym").rglob("*.py"),
+        *(ROOT / "envs").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser"):
+                calls.append((path.name, [ast.unparse(word) for word in node.keywords]))
+    assert [name for name, words in calls if "allow_abbrev=False" not in words] == []
