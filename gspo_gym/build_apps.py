@@ -239,7 +239,7 @@ class AppPlayers:
             model=_MODEL,
             gateway_url=self._section.public_url or self._server.url,
             max_turns=limits.max_turns,
-            env_config=source.env_config,
+            env_config={**self._step_rewards_of(mode), **source.env_config},
             policy_name=rollout.policy_name,
             policy_config={} if asked is None else asked.model_dump(exclude=set(_OUR_KEYS), exclude_none=True),
             ops=rollout.ops[:2],
@@ -248,6 +248,11 @@ class AppPlayers:
         )
         client = self._clients[source.task_url, source.api_key_env]
         return AppEpisodes(client, self._gateway, settings, retry_seed=self._config.run.seed)
+
+    def _step_rewards_of(self, mode: Literal["rl", "eval"]) -> dict[str, Any]:
+        """What an app is told of step rewards while training, unless the source's env_config says something else."""
+        told = self._config.app_step_rewards if mode == "rl" else {}
+        return {"step_rewards": told} if told else {}
 
     async def _check(self, source: TaskSource) -> str:
         """One line about an app that can be used."""

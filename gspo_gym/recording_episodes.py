@@ -58,6 +58,7 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
         "outcome": trajectory.outcome.value,
         "success": trajectory.success,
         "error": trajectory.error,
+        "reports_events": trajectory.reports_events,
         "reward": trajectory.reward if trajectory.is_scored else None,
         "messages": [message.to_dict() for message in trajectory.messages],
         "turns": [_turn_to_json(turn) for turn in trajectory.turns],
@@ -90,6 +91,7 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
             outcome=Outcome(values["outcome"]),
             success=values["success"],
             error=values["error"],
+            reports_events=values.get("reports_events", True),  # absent in files of earlier versions
             timing=Timing(**values["timing"]),
         )
     except RecordError:

@@ -281,7 +281,8 @@ class Trajectory:
     """One episode as it happened.
 
     `trajectory_id` is stable over retries (they differ in `attempt`). `error` is the one-line reason of a failure,
-    None otherwise. `success` is what the environment declared last, None if it never did.
+    None otherwise. `success` is what the environment declared last, None if it never did. `reports_events`: False where
+    a task app played and does not say what its decisions achieved, so that turns without events are no sign of failure.
     """
 
     trajectory_id: str
@@ -295,6 +296,7 @@ class Trajectory:
     success: bool | None = None
     error: str | None = None
     timing: Timing = Timing()
+    reports_events: bool = True
 
     def __post_init__(self) -> None:
         if self.outcome.is_infrastructure_failure and self.error is None:

@@ -225,6 +225,26 @@ class RunConfig(Settings):
         return StepRewardSettings(**{name: value for name, value in given.items() if value is not None})
 
     @property
+    def app_step_rewards(self) -> dict[str, Any]:
+        """What a task app is told of step rewards, as `env_config.step_rewards` of the hosted trainer (Any: JSON).
+
+        {} unless decisions are rewarded: other modes need nothing of the app. A strategy that is not given is not told.
+        """
+        settings = self.step_reward_settings
+        if settings.mode != "decision_stepwise":
+            return {}
+        told: dict[str, Any] = {
+            "enabled": True,
+            "mode": settings.mode,
+            "strategy": settings.strategy,
+            "indicator_lambda": settings.indicator_lambda,
+            "step_beta": settings.beta,
+        }
+        if settings.strategy == "per_achievement":
+            told |= {"weights": dict(settings.weights), "k_limits": dict(settings.k_limits)}
+        return {name: value for name, value in told.items() if value is not None}
+
+    @property
     def reference_settings(self) -> ReferenceSettings:
         """Return what the reference is and when it moves; the defaults where nothing compares with one."""
         if not self.has_reference:

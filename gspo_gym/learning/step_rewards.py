@@ -39,14 +39,18 @@ def step_rewards(trajectory: Trajectory, settings: StepRewardSettings) -> tuple[
     in the first case and multiplies in the others, as it does there. The hosted application only records beta, its
     trainer applies it; here it is applied with every strategy.
 
+    An episode of a task app that does not say what its decisions achieved (`Trajectory.reports_events`) is worth its
+    return in mode "decision_stepwise", too, on its last turn: it is not known to have achieved nothing.
+
     Raises:
         UnscoredError: the episode failed or has no turn, or (unless its rewards are replaced) nothing scored it.
     """
     is_played = bool(trajectory.turns) and not trajectory.outcome.is_infrastructure_failure
-    if settings.mode == "decision_stepwise" and is_played:
+    is_decisions = settings.mode == "decision_stepwise"
+    if is_decisions and is_played and trajectory.reports_events:
         return _decision_rewards(trajectory.turns, settings)
     episode_return = trajectory.reward  # raises UnscoredError
-    if settings.mode == "off":
+    if settings.mode == "off" or is_decisions:
         return (*[0.0] * (len(trajectory.turns) - 1), episode_return)
     return tuple(0.0 if turn.reward is None else turn.reward for turn in trajectory.turns)
 

@@ -192,7 +192,7 @@ class AppEpisodes:
             EnginePoisonedError: no episode can be played with this engine any more.
         """
         started = self._clock()
-        capture, parts, success = None, None, None
+        capture, parts, success, reports_events = None, None, None, True
         final_messages: tuple[Message, ...] = ()
         try:
             played = await self._play(f"{trajectory_id}/{attempt}", task, sampling_seed)
@@ -203,7 +203,7 @@ class AppEpisodes:
             ending = _ending_of(played, parts)
             if said is not None and ending.error is None:
                 parts = replace(parts, turns=self._scored(parts, said))
-                success, final_messages = said.success, said.final_messages
+                success, final_messages, reports_events = said.success, said.final_messages, said.reports_events
         except EnginePoisonedError:
             raise
         except Exception as error:  # a bad rollout is a record, whatever was bad about it
@@ -223,6 +223,7 @@ class AppEpisodes:
             success=success,
             error=ending.error,
             timing=Timing(total_seconds, max(0.0, total_seconds - engine_seconds), engine_seconds),
+            reports_events=reports_events,
         )
 
     async def _play(self, name: str, task: Task, sampling_seed: int) -> _Played:
@@ -290,7 +291,10 @@ class AppEpisodes:
     def _scored(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
         """The turns with their rewards; counts and says what does not fit together."""
         joined = join_rewards(parts.turns, rollout, parts.decision_turns)
-        for warning in (*rollout.warnings, *([joined.warning] if joined.warning else [])):
+        warnings = [*rollout.warnings, *([joined.warning] if joined.warning else [])]
+        if "step_rewards" in self.settings.env_config and self.settings.mode == "rl" and not rollout.reports_events:
+            warnings.append("no step rewards: the app was asked for them and reports none; its return counts instead")
+        for warning in warnings:
             kind = warning.partition(":")[0]
             self.counters.warnings[kind] += 1
             if self.counters.warnings[kind] == 1:

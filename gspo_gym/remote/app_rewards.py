@@ -32,6 +32,7 @@ from gspo_gym.types import Message, Outcome, Turn
 
 _TOLERANCE = 1e-6  # of the largest sum of absolute rewards: below it, two sums of the same rewards do not differ
 _MAX_SHOWN = 200  # characters of an app's error
+_MAX_UNNAMED = 1_000  # achievements of one decision that have no names
 _ENDINGS = {
     outcome.value: outcome
     for outcome in (Outcome.TERMINATED, Outcome.TRUNCATED, Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW)
@@ -67,6 +68,8 @@ class AppRollout:
             model that failed.
         ends_in_error: the last step or `metrics.details` has one; an error before is one that the app went on from.
         warnings: what does not fit together, one line each; what stands before the colon names the kind.
+        reports_events: the app says what its decisions achieved: a step has `decision_rewards`, `stepwise` or the
+            events of a server of this library, which may all be empty. Without it, there are no step rewards.
         details: `metrics.details` as it stands.
         final_messages: what the environment answered to the last action, which no model read; () from apps that are no
             servers of this library, whose last observation may be anything.
@@ -82,6 +85,7 @@ class AppRollout:
     errors: tuple[str, ...] = ()
     ends_in_error: bool = False
     warnings: tuple[str, ...] = ()
+    reports_events: bool = False
     details: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     final_messages: tuple[Message, ...] = ()
 
@@ -161,6 +165,7 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
         errors=_errors_in([*(step.info for step in steps), metrics.details]),
         ends_in_error=bool(_errors_in([*(step.info for step in steps[-1:]), metrics.details])),
         warnings=tuple(warnings),
+        reports_events=any(map(_reports_events, steps)),
         details=metrics.details,
         final_messages=_final_messages(response) if is_ours else (),
     )
@@ -227,7 +232,10 @@ def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Out
 
 def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[AppDecision, ...]:
     """The steps, those of one decision together where every step says to which turn it belongs."""
-    single = [_decision_of(step, number, warnings) for number, step in enumerate(steps)]
+    unnamed: list[str] = []
+    single = [_decision_of(step, number, unnamed) for number, step in enumerate(steps)]
+    if unnamed:
+        warnings.append("achievements without names: they are counted, and names were made up for them")
     turns = [_decision_block(step).get("turn") for step in steps]
     numbers = [turn for turn in turns if type(turn) is int]
     if len(numbers) < len(turns) or numbers != sorted(numbers):
@@ -238,14 +246,12 @@ def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[Ap
     return tuple(_merged(decisions) for decisions in grouped.values())
 
 
-def _decision_of(step: RolloutStep, number: int, warnings: list[str]) -> AppDecision:
+def _decision_of(step: RolloutStep, number: int, unnamed: list[str]) -> AppDecision:
     details = StepDetails.model_validate((step.info or {}).get(EXTENSION) or {})
     terms = details.reward_terms.values()
     if terms and not _is_close(sum(terms), step.reward or 0.0, terms):
         raise AppAnswerError(f"step {number}: expected reward_terms that sum to the reward, {step.reward}")
-    return AppDecision(
-        step.reward, details.reward_terms, tuple(details.events) or _achievements(step, number, warnings)
-    )
+    return AppDecision(step.reward, details.reward_terms, tuple(details.events) or _achievements(step, number, unnamed))
 
 
 def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
@@ -261,8 +267,12 @@ def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
     return AppDecision(sum(rewards) if rewards else None, dict(terms), tuple(events))
 
 
-def _achievements(step: RolloutStep, number: int, warnings: list[str]) -> tuple[str, ...]:
-    """The names that became true in a step: `decision_rewards.all`, or what stands in for it."""
+def _achievements(step: RolloutStep, number: int, unnamed: list[str]) -> tuple[str, ...]:
+    """The names that became true in a step: `decision_rewards.all`, or what stands in for it.
+
+    Where there are only counts, names are made up and added to `unnamed`: `unique_delta` new ones, and of those before
+    as many as `ach_delta` is more, so that both kinds of counting come to what the app says.
+    """
     block, stepwise = _decision_block(step), _part(step.info, "stepwise")
     places = ((block, "all"), (block, "unique"), (stepwise, "new_achievements"))
     for holder, key in places:
@@ -272,9 +282,25 @@ def _achievements(step: RolloutStep, number: int, warnings: list[str]) -> tuple[
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise AppAnswerError(f"step {number}: {key}: expected a list of names, got {names!r:.{_MAX_SHOWN}}")
         return tuple(dict.fromkeys(names))
-    if block.get("ach_delta") or block.get("unique_delta"):
-        warnings.append("achievements without names: they cannot be told apart, and are not counted")
-    return ()
+    num_all, num_new = (_count(block, key, number) for key in ("ach_delta", "unique_delta"))
+    again = unnamed[: max(0, num_all - num_new)]
+    new = [f"unnamed {len(unnamed) + k + 1}" for k in range(num_new)]
+    unnamed += new
+    return (*again, *new)
+
+
+def _count(block: Mapping[str, Any], key: str, number: int) -> int:
+    count = block.get(key) or 0
+    is_whole = type(count) is int or (type(count) is float and count.is_integer())
+    if not is_whole or not 0 <= count <= _MAX_UNNAMED:
+        raise AppAnswerError(f"step {number}: {key}: expected a count to {_MAX_UNNAMED}, got {count!r:.{_MAX_SHOWN}}")
+    return int(count)
+
+
+def _reports_events(step: RolloutStep) -> bool:
+    """Whether a step says what was achieved in it, nothing included."""
+    ours = (step.info or {}).get(EXTENSION)
+    return bool(_decision_block(step) or _part(step.info, "stepwise") or isinstance(ours, Mapping))
 
 
 def _decision_block(step: RolloutStep) -> Mapping[str, Any]:

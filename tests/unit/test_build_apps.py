@@ -436,6 +436,54 @@ def test_app_episodes_are_played_ahead_and_carry_their_versions(make: Make, tmp_
     assert oldest[-1] > 0
 
 
+RECIPE = load_config(Path(__file__).parents[2] / "configs/recipes/hosted_crafter.toml")
+STEP_REWARDS = {
+    f"training.{name}": value
+    for name, value in RECIPE.training.model_dump(exclude_none=True).items()
+    if name.startswith(("step_rewards", "event_rewards")) and value != {}
+}
+
+
+def stepwise(told: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a hosted app that was asked for step rewards: an achievement in its first decision, none later."""
+    for number, step in enumerate(told["trajectories"][0]["steps"]):
+        names = ["collect_wood"] if number == 0 else []
+        block = {"turn": number + 1, "ach_delta": len(names), "unique_delta": len(names), "all": names, "unique": names}
+        step["info"] = {"meta": {"decision_rewards": block}}
+    return told
+
+
+def test_an_app_is_told_of_step_rewards_as_the_hosted_trainer_tells_it(make: Make, policy: Policy) -> None:
+    """Under the recipe of the hosted example, in the shape of its app's `env.config.step_rewards`."""
+    app = quiz()
+    expected = {"enabled": True, "mode": "decision_stepwise", "strategy": "consistent", "indicator_lambda": 1.0}
+    with serving(app) as url:
+        changes = {**SMALL, **STEP_REWARDS, "services.task_url": url, "rollout.env_config": {"level": 2}}
+        collect(make(changes), policy, Task(GUESS, 41))
+        own = {"step_rewards": {"enabled": False}}
+        collect(make({**changes, "rollout.env_config": own}), policy, Task(GUESS, 41))
+        collect(make({**SMALL, "services.task_url": url}), policy, Task(GUESS, 41))
+    asked = [asked.body["env"]["config"] for asked in app.asked if asked.path == "/rollout"]
+    assert asked == [{"step_rewards": {**expected, "step_beta": 0.0}, "level": 2}] * 2 + [own] * 2 + [{}] * 2
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_step_rewards_of_an_app_are_what_it_reports_or_else_its_return_and_never_a_silent_0(
+    reports: bool, make: Make, tmp_path: Path
+) -> None:
+    """Of the recipe: an achievement in one decision earns lambda = 1; without reports, the episode earns its return."""
+    changes = {**SMALL, **STEP_REWARDS, "run.folder": str(tmp_path), "training.iterations_per_epoch": 1}
+    with serving(quiz(spoil=stepwise if reports else lambda told: told)) as url:
+        config = make({**changes, "services.task_url": url})
+        run_training(config)
+    (line,) = read_metrics(config.run_folder)
+    assert line["rollout/reward_mean"] > 0
+    assert line["batch/mean_return"] == pytest.approx(1.0 if reports else line["rollout/reward_mean"])
+    assert line["gateway/app_warnings"] == (0 if reports else 8)
+    episodes = read_episodes(config.run_folder / "episodes" / "step_000001.jsonl")
+    assert [episode.reports_events for episode in episodes] == [reports] * 8
+
+
 def test_a_run_says_that_what_is_kept_is_not_what_was_played(make: Make, tmp_path: Path) -> None:
     """Every other attempt loses its last call and is worth 1 less: 8 of 16 attempts are kept, the better half."""
     app = quiz(fault=lambda number: "made_up_unseen" if number >= 3 and number % 2 else None)

@@ -143,3 +143,12 @@ def test_a_failed_episode_earns_nothing_at_all(earn, settings):
 def test_a_setting_that_would_be_ignored_is_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         StepRewardSettings(**settings)
+
+
+@pytest.mark.parametrize("strategy", [None, "consistent", "per_achievement"])
+def test_an_episode_that_does_not_report_events_is_worth_its_return_and_not_0(make_trajectory, strategy):
+    settings = StepRewardSettings(mode="decision_stepwise", strategy=strategy)
+    trajectory = make_trajectory([0.5, 1.0])
+    silent = dataclasses.replace(trajectory, reports_events=False)
+    assert step_rewards(trajectory, settings) == (0.0, 0.0)  # it achieved nothing, which is known
+    assert step_rewards(silent, settings) == (0.0, 1.5)

@@ -69,6 +69,7 @@ def test_the_stored_answer_of_generation_a_is_read() -> None:
         ),
         outcome=Outcome.TERMINATED,
         success=True,
+        reports_events=True,
         details=rollout.details,
     )
     assert rollout.details["stepwise"]["reward_sum"] == 2.0
@@ -229,9 +230,38 @@ def test_achievements_that_are_no_names_are_refused() -> None:
         told(answer([1.0], infos=[{"meta": {"decision_rewards": {"all": [1]}}}]))
 
 
-def test_achievements_without_names_are_warned_of() -> None:
-    (warning,) = told(answer([1.0], infos=[{"meta": {"decision_rewards": {"turn": 1, "unique_delta": 2}}}])).warnings
-    assert warning.startswith("achievements without names")
+def test_achievements_without_names_count_as_the_app_counts_them() -> None:
+    """Two new ones; then three, of which one is new; then one that is not new. By kind 2 + 1 + 0 and 2 + 3 + 1."""
+    blocks = [{"turn": k + 1, "ach_delta": a, "unique_delta": u} for k, (a, u) in enumerate([(2, 2), (3, 1), (1.0, 0)])]
+    rollout = told(answer([None] * 3, infos=[{"meta": {"decision_rewards": block}} for block in blocks]))
+    assert [len(decision.events) for decision in rollout.decisions] == [2, 3, 1]
+    seen: set[str] = set()
+    num_new = []
+    for decision in rollout.decisions:
+        num_new.append(len(set(decision.events) - seen))
+        seen |= set(decision.events)
+    assert num_new == [2, 1, 0]
+    assert [warning.partition(":")[0] for warning in rollout.warnings] == ["achievements without names"]
+
+
+@pytest.mark.parametrize("count", ["2", True, 0.5, -1, 10**9])
+def test_achievements_without_names_need_a_count(count: Any) -> None:
+    with pytest.raises(AppAnswerError, match="step 0: unique_delta: expected a count"):
+        told(answer([1.0], infos=[{"meta": {"decision_rewards": {"unique_delta": count}}}]))
+
+
+@pytest.mark.parametrize(
+    ("info", "reports"),
+    [
+        (None, False),
+        ({"meta": {"inference_url": "http://gw"}}, False),
+        ({"meta": {"decision_rewards": {"turn": 1, "all": []}}}, True),
+        ({"stepwise": {"new_achievements": []}}, True),
+        ({"gspo_gym": {}}, True),
+    ],
+)
+def test_an_app_reports_step_rewards_if_a_step_has_them_though_they_be_none(info: Any, reports: bool) -> None:
+    assert told(answer([0.0, 0.0], infos=[None, info])).reports_events is reports
 
 
 def test_steps_of_one_decision_are_one() -> None:
