@@ -141,7 +141,7 @@ class CheckpointStore:
             self._recover_replaced()
         steps = self.steps()
         if not steps:
-            raise CheckpointError(f"{self._folder}: there is no complete checkpoint")
+            raise CheckpointError(f"{self._folder}: there is no complete checkpoint; begin again, without --resume")
         return self.load(steps[-1])
 
     def load(self, step: int) -> Checkpoint:

@@ -6,12 +6,15 @@ A command ends with an exit status, and our own errors are one clear message ins
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from gspo_gym.errors import GymError, UsageError
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,6 +43,12 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         status: int = arguments.run(arguments)
     except GymError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None and error.errno not in _OF_THE_DISK:
+            raise
+        # What a library of others writes: a message that names the file, as ours is, and no traceback.
+        print(f"StorageError: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

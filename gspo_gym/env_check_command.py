@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.command_line import add_environment, env_config_of
+from gspo_gym.files import write_output
 
 if TYPE_CHECKING:
     from gspo_gym.token_audit import TokenAudit
@@ -58,7 +59,7 @@ def check_environment(arguments: argparse.Namespace) -> int:
         _show_mask(audit)
     if arguments.json is not None:
         written = {**report.as_json(), "tokens": None if audit is None else audit.as_json()}
-        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        write_output(arguments.json, json.dumps(written, indent=2) + "\n")
     return 0 if report.passed and (audit is None or audit.passed) else 1
 
 

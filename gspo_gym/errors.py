@@ -21,7 +21,8 @@ Each class is also the standard-library error it refines, so `except ValueError`
     ├── ServiceError         RuntimeError  a process or server that the run needs beside it did not start or broke off
     ├── RolloutError         RuntimeError  so many episodes failed that the run cannot go on
     ├── NonFiniteError       ArithmeticError   a loss or gradient was NaN or infinite too many times in a row
-    └── CheckpointError      OSError       a checkpoint is missing, incomplete or of another run
+    ├── CheckpointError      OSError       a checkpoint is missing, incomplete or of another run
+    └── StorageError         OSError       a file or folder cannot be written: no permission, no room, no folder
 
 A failed *episode* is a record (`types.Outcome`), never one of these escaping; a failed *run* is.
 """
@@ -110,6 +111,10 @@ class NonFiniteError(GymError, ArithmeticError):
 
 class CheckpointError(GymError, OSError):
     """A checkpoint is missing, incomplete or of another run."""
+
+
+class StorageError(GymError, OSError):
+    """A file or folder cannot be written."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.files import require_writable, write_output
 from gspo_gym.train import add_task_url
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.evaluation import compare, comparison_table, evaluation_table, in_one_unit
     from gspo_gym.settings import parse_seeds
 
+    if arguments.json_file not in (None, "-"):
+        require_writable(Path(arguments.json_file))
     overrides = list(arguments.overrides)
     if arguments.seeds is not None:
         overrides += [f"evaluation.seeds={json.dumps(arguments.seeds)}"]
@@ -70,7 +73,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if comparison is not None:
         console.print(comparison_table(comparison, first=arguments.against, second=names[0]))
     if arguments.json_file is not None:
-        Path(arguments.json_file).write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+        write_output(Path(arguments.json_file), json.dumps(answer, indent=2) + "\n")
     return 0
 
 

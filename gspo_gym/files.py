@@ -1,31 +1,112 @@
 """Files that survive a crash: whole or not there, and lines of which only the last can be torn.
 
 "Durable" means that the bytes are on the disk (fsync) and not only with the operating system, so that a power cut, too,
-leaves the old file or the new one. Called by recording and checkpoints; knows nothing of what is written.
+leaves the old file or the new one. Nothing here knows what is written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from gspo_gym.errors import StorageError
+
+_IS_WINDOWS = os.name == "nt"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise what the system says against writing below `path` as StorageError.
+
+    Raises:
+        StorageError: no permission, no room, no such folder, and the like.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, if they are not there.
+
+    Raises:
+        StorageError: see `writing`.
+    """
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that a person named, which may be a device or a link.
+
+    Raises:
+        StorageError: see `writing`.
+    """
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
+def require_writable(path: Path) -> None:
+    """Refuse, before hours of work, an output file that could not be written after them. Changes nothing.
+
+    Raises:
+        StorageError: it is a folder, or its folder is not there or takes no file.
+    """
+    with writing(path):
+        if path.is_dir():
+            raise IsADirectoryError(f"it is a folder: {path}")
+        if path.exists():
+            with path.open("ab"):
+                return
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            return
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file durably, replacing it at once: a reader sees the old text or the new one, never a part."""
+    """Write the file durably, replacing it at once: a reader sees the old text or the new one, never a part.
+
+    Raises:
+        StorageError: see `writing`.
+    """
     draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    sync(draft)
-    draft.replace(path)
-    sync(path.parent)
+    with writing(path):
+        draft.write_text(text, encoding="utf-8")
+        sync(draft)
+        draft.replace(path)
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file's bytes, or a folder's names, are on the disk.
+
+    Windows has no handle of a folder to flush (its file systems journal names), and flushes files that are open for
+    writing only. On macOS fsync leaves the bytes in the drive's cache; F_FULLFSYNC does not.
+    """
+    if _IS_WINDOWS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if _IS_WINDOWS else os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        if not _flush_drive(descriptor):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _flush_drive(descriptor: int) -> bool:
+    """Whether the system has F_FULLFSYNC and the file's volume took it; some network volumes do not."""
+    try:
+        fcntl = importlib.import_module("fcntl")
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    except (ImportError, AttributeError, OSError):
+        return False
+    return True
 
 
 def sync_tree(folder: Path) -> None:
@@ -39,8 +120,12 @@ def sync_tree(folder: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line; the operating system has it on return (a killed process loses nothing, a power cut may)."""
-    with path.open("a", encoding="utf-8") as file:
+    """Append a line; the operating system has it on return (a killed process loses nothing, a power cut may).
+
+    Raises:
+        StorageError: see `writing`.
+    """
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 

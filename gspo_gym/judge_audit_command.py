@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.files import require_writable, write_output
 from gspo_gym.judge_score_command import add_judge_arguments, load_judge_config, load_judge_rubrics
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
     from gspo_gym.judge.labels import labelled_episodes, read_labels
     from gspo_gym.rescoring import stored_episodes
 
+    if arguments.json is not None:
+        require_writable(arguments.json)
     labels = read_labels(arguments.gold)
     labelled = labelled_episodes(stored_episodes(arguments.episodes), labels)
     config = load_judge_config(arguments.episodes, arguments)
@@ -61,7 +64,7 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
     report = asyncio.run(_audit(config, rubrics, settings, labelled))
     print(report)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_output(arguments.json, json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n")
     return 0 if report.num_unscored == 0 else 1
 
 

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
-from gspo_gym.files import append_line, cut_torn_line, replace_file, sync, whole_lines
+from gspo_gym.files import append_line, cut_torn_line, make_folder, replace_file, sync, whole_lines
 from gspo_gym.judging import METRICS as JUDGE_METRICS
 from gspo_gym.learning.metrics import METRICS as LEARNING_METRICS
 from gspo_gym.recording_episodes import SCHEMA_VERSION, write_episodes
@@ -156,13 +156,14 @@ class RunRecorder:
 
         Raises:
             ConfigError: the folder holds a run already.
+            StorageError: it cannot be made or written.
         """
         if (folder / "config.toml").exists():
             raise ConfigError(
                 f"{folder}: holds a run already; go on with it (--resume), give this one another model.label, or "
                 "remove the folder"
             )
-        (folder / "episodes").mkdir(parents=True, exist_ok=True)
+        make_folder(folder / "episodes")
         replace_file(folder / "config.toml", config_toml)
         recorder = cls(folder, last_step=None, policy_name=policy_name, sinks=sinks, clock=clock)
         recorder.event("started", 0, {"run": uuid.uuid4().hex})

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import ConfigError
+from gspo_gym.files import make_folder, require_writable, writing
 from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
 from gspo_gym.preflight import require_ready
-from gspo_gym.recording import RunRecorder, read_run_id
+from gspo_gym.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.report.progress import Progress, QuietProgress, make_progress
 from gspo_gym.schedule import is_played_again
 from gspo_gym.trainer import TrainState
@@ -81,9 +84,7 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
     folder = config.run_folder
     if resume:
         return asyncio.run(_resume(config, progress))
-    if set_aside:
-        _set_aside(folder)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(folder.iterdir()) and not (set_aside or _ended_without_checkpoint(config)):
         raise ConfigError(
             f"{folder} already holds a run: go on with it (--resume), move it away first (--set-aside), or choose "
             "another model.label"
@@ -92,14 +93,15 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
 
 
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
-    for notice in await require_ready(config):
-        progress.note(notice)
-    policy = build.build_policy(config)
+    """Run from the beginning. What fails before the first evaluation begins leaves everything as it was."""
     async with contextlib.AsyncExitStack() as stack:
+        begin = stack.enter_context(_folder_of_a_new_run(config.run_folder, progress))
+        for notice in await require_ready(config):
+            progress.note(notice)
+        policy = build.build_policy(config)
         player = await build.build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
-        # Before the folder exists: a wrong name, or an app that is not there, leaves nothing behind.
         warmup = await build.build_warmup(config, player)
         notes = (*await player.start(), *await build.environment_notes(config))
         sinks = build.build_sinks(config)
@@ -119,6 +121,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
         learner = build.build_learner(config, policy, reference)
+        begin()
         return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync, judging)
 
 
@@ -257,11 +260,53 @@ def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any
     }
 
 
-def _set_aside(folder: Path) -> None:
-    """Move an earlier run to the first free FOLDER.1, FOLDER.2, ...; nothing is deleted."""
-    if not folder.exists():
-        return
+def _ended_without_checkpoint(config: RunConfig) -> bool:
+    """Whether the folder's run has ended, and left nothing to go on from; then another may take its place."""
+    folder = config.run_folder
+    if not (folder / "summary.json").exists() or _checkpoints(config).steps():
+        return False
+    return read_summary(folder)["status"] in ("failed", "interrupted")
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Move an earlier run to the first free FOLDER.1, FOLDER.2, ..., and return that; nothing is deleted."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    folder.rename(target)
+    with writing(target):
+        folder.rename(target)
+    return target
+
+
+@contextlib.contextmanager
+def _folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[[], None]]:
+    """Make the folder; an earlier run is moved aside. If the block fails before it calls what it is given, undo both.
+
+    Raises:
+        StorageError: it cannot be made, or takes no file.
+    """
+    missing = [path for path in folder.parents if not path.exists()]
+    earlier = _set_aside(folder)
+    begun: list[bool] = []
+    try:
+        make_folder(folder)
+        require_writable(folder / "config.toml")
+        if earlier is not None:
+            progress.note(f"the run that was in {folder} is in {earlier} now")
+        yield lambda: begun.append(True)
+    except BaseException:
+        if not begun:
+            _undo(folder, earlier, missing)
+        raise
+
+
+def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path]) -> None:
+    """Remove the folder of a run that did not start, bring an earlier one back, and remove folders that were made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if earlier is not None:
+        earlier.rename(folder)
+    for path in missing:
+        with contextlib.suppress(OSError):  # it was never made, or holds another run by now
+            path.rmdir()

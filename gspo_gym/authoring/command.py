@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.command_line import add_environment, env_config_of
+from gspo_gym.files import make_folder, write_output
 
 
 def add_commands(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
@@ -55,7 +56,7 @@ def print_card(arguments: argparse.Namespace) -> int:
     if arguments.markdown is None:
         sys.stdout.write(text)
     else:
-        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text(text, encoding="utf-8")
+        make_folder(arguments.markdown.parent)
+        write_output(arguments.markdown, text)
         print(f"wrote {arguments.markdown}")
     return 1 if any(record.failures for record in card.records) else 0

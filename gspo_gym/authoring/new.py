@@ -16,6 +16,7 @@ from string import Template
 
 from gspo_gym.env.registry import list_environments
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
+from gspo_gym.files import make_folder, write_output
 
 KINDS = ("text", "tool")
 
@@ -66,8 +67,8 @@ def new_environment(name: str, *, kind: str = "text", folder: Path = Path()) -> 
         for path, template in _files(words["package"]).items()
     }
     for path, text in texts.items():
-        (project / path).parent.mkdir(parents=True, exist_ok=True)
-        (project / path).write_text(text, encoding="utf-8")
+        make_folder((project / path).parent)
+        write_output(project / path, text)
     return NewEnvironment(project, tuple(texts), words["env_id"])
 
 

@@ -246,7 +246,7 @@ class _Search:
 
 def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
     """Make or check the search's folder; returns its copy of the base."""
-    from gspo_gym.files import replace_file
+    from gspo_gym.files import make_folder, replace_file, writing
     from gspo_gym.search.settings import load_search, require_same_search
 
     folder = settings.search_folder
@@ -259,8 +259,9 @@ def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
         return base
     if is_begun or (folder.exists() and any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: go on with its search (--resume) or choose another search.label")
-    (folder / "trials").mkdir(parents=True)
-    shutil.copyfile(settings.search.base, base)
+    make_folder(folder / "trials")
+    with writing(base):
+        shutil.copyfile(settings.search.base, base)
     replace_file(folder / "search.toml", settings.to_toml())  # last: with it, the search has begun
     return base
 

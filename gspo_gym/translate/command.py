@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.files import write_output
 from gspo_gym.translate import agilerl, roll, stateset, trl
 from gspo_gym.translate.draft import Draft, Translation, label_of
 
@@ -95,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         print(text, end="")
     else:
-        arguments.output.write_text(text, encoding="utf-8")
+        write_output(arguments.output, text)
     for line in translation.left_out:
         print(f"left out: {line}", file=sys.stderr)
     try:

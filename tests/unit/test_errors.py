@@ -29,6 +29,7 @@ TREE = {
     "RolloutError": ("GymError", RuntimeError),
     "NonFiniteError": ("GymError", ArithmeticError),
     "CheckpointError": ("GymError", OSError),
+    "StorageError": ("GymError", OSError),
 }
 
 

@@ -23,7 +23,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.doctor.command import diagnose, read_run
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
-from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, UnknownNameError
+from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, StorageError, UnknownNameError
 from gspo_gym.files import whole_lines
 from gspo_gym.recording import read_events, read_metrics
 from gspo_gym.recording_episodes import read_episodes
@@ -164,6 +164,38 @@ def test_unknown_names_leave_no_folder_behind(tmp_path):
         with pytest.raises(UnknownNameError, match=match):
             run_training(make_config(tmp_path, **changes))
     assert not (tmp_path / "test").exists()
+
+
+def test_a_run_that_cannot_start_leaves_everything_as_it_was(tmp_path):
+    # no demonstration fits into 20 tokens, so the warm-up, which is after the folder is begun, fails
+    with pytest.raises(RolloutError, match="context_overflow"):
+        run_training(make_config(tmp_path / "runs", rollout__max_model_len=20))
+    assert list(tmp_path.iterdir()) == []
+    run_training(make_config(tmp_path, iterations=1))
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    with pytest.raises(RolloutError, match="context_overflow"):
+        run_training(make_config(tmp_path, rollout__max_model_len=20), set_aside=True)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_can_be_started_again(tmp_path):
+    config = make_config(tmp_path)
+    values = config.model_dump(exclude_none=True, exclude={"warmup"})
+    values["rollout"]["max_model_len"] = 20
+    with pytest.raises(RolloutError, match="context_overflow"):
+        run_training(RunConfig.from_dict(values))
+    assert "context_overflow" in json.loads((tmp_path / "test" / "summary.json").read_text())["error"]
+    with pytest.raises(CheckpointError, match="begin again, without --resume"):
+        run_training(RunConfig.from_dict(values), resume=True)
+    values["rollout"]["max_model_len"] = 256
+    assert run_training(RunConfig.from_dict(values))["status"] == "completed"
+    assert json.loads((tmp_path / "test.1" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_run_in_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/test: cannot be written: Not a directory"):
+        run_training(make_config(tmp_path / "file", model__base="tiny:qwen3-64"))
 
 
 def test_a_context_longer_than_the_model_is_refused(tmp_path):

@@ -1,0 +1,75 @@
+"""Files on disks that refuse, and the differences between systems."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_gym import files
+from gspo_gym.errors import StorageError
+from gspo_gym.files import append_line, make_folder, replace_file, require_writable, sync, sync_tree, write_output
+
+
+def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) -> None:
+    """/dev/full takes no byte; a limit on the size of files is met by a file of ours."""
+    with pytest.raises(StorageError, match="/dev/full: cannot be written: No space left on device"):
+        write_output(Path("/dev/full"), "text")
+    with pytest.raises(StorageError, match="/dev/full: cannot be written"):
+        append_line(Path("/dev/full"), "line")
+    (tmp_path / "whole").write_text("old")
+    program = (
+        "import pathlib, signal, sys; from gspo_gym.files import replace_file\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "replace_file(pathlib.Path(sys.argv[1]), 'x' * 100_000)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "whole")],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )
+    assert f"StorageError: {tmp_path / 'whole'}: cannot be written: File too large" in result.stderr
+    assert (tmp_path / "whole").read_text() == "old"
+
+
+def test_a_folder_below_a_file_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/runs: cannot be written: Not a directory"):
+        make_folder(tmp_path / "file" / "runs")
+    with pytest.raises(StorageError, match="Not a directory"):
+        replace_file(tmp_path / "file" / "summary.json", "{}")
+
+
+def test_what_can_be_written_is_known_before_and_nothing_is_changed(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("old")
+    require_writable(tmp_path / "there")
+    require_writable(tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+    assert (tmp_path / "there").read_text() == "old"
+    for path, reason in ((tmp_path, "it is a folder"), (tmp_path / "no" / "file", "No such file or directory")):
+        with pytest.raises(StorageError, match=reason):
+            require_writable(path)
+
+
+def test_folders_are_not_flushed_where_the_system_has_no_handle_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_IS_WINDOWS", True)
+    system_open = os.open
+
+    def windows_open(path: Path, flags: int) -> int:
+        if os.path.isdir(path) or not flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))  # as the system call there says it
+        return system_open(path, flags)
+
+    monkeypatch.setattr(os, "open", windows_open)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("")
+    sync_tree(tmp_path)
+    sync(tmp_path / "folder" / "file")
