@@ -1,7 +1,7 @@
 """The checks of `checker.check_env`, in order: what each promises, and the function that finds out.
 
 By theme: `checks_contract.py` (what is declared and answered), `checks_play.py` (alone, beside others, in workers),
-`checks_cost.py` (time and leaks), `checks_score.py` (what is rewarded).
+`checks_cost.py` (time and leaks), `checks_score.py` (what is rewarded), `checks_copying.py` (answers that are shown).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from gspo_gym.env import checks_contract as contract
+from gspo_gym.env import checks_copying as copying
 from gspo_gym.env import checks_cost as cost
 from gspo_gym.env import checks_play as play
 from gspo_gym.env import checks_score as score
@@ -32,5 +33,6 @@ CHECKS: Mapping[str, tuple[str, Check | None]] = {
     "leaks": ("episodes leave no files, threads, child processes or memory behind", cost.leaks_nothing),
     "reference": ("the reference policy earns the top score", score.reference_is_best),
     "tricks": ("no trick succeeds, and neither tricks nor random play earn as much", score.tricks_do_not_pay),
+    "copying": ("the answer stands nowhere in the first observation or info", copying.nothing_shown_is_the_answer),
     "gymnasium": ("Gymnasium's own checker accepts it", contract.gymnasium_agrees),
 }

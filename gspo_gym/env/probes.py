@@ -36,7 +36,7 @@ def probes(rubric: str) -> dict[str, PolicyFactory]:
         "every number to 100": lambda _env, _messages: CANDIDATES,
         "claiming success": lambda _env, _messages: CLAIM,
     }
-    spoken = {name: _saying(text) for name, text in texts.items()}
+    spoken = {name: saying(text) for name, text in texts.items()}
     return {"an empty answer": _empty, "every tool without arguments": _every_tool, **spoken}
 
 
@@ -60,7 +60,7 @@ def _every_tool(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: 
     return lambda _messages: Message("assistant", "", calls)
 
 
-def _saying(text: _Text) -> PolicyFactory:
+def saying(text: _Text) -> PolicyFactory:
     """Says the text, and where there are tools calls all of them with it."""
 
     def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:

@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from random import seed as seed_random
@@ -30,7 +29,7 @@ from gspo_gym.env.global_state import GENERATOR, global_state
 from gspo_gym.env.playing import spoken_by
 from gspo_gym.env.process_channel import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, Channel, ChannelClosedError, frame_of
 from gspo_gym.env.process_target import ProcessTarget
-from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.session import EnvSession, open_session, place_of
 from gspo_gym.env.wire import (
     message_from_json,
     message_to_json,
@@ -150,9 +149,9 @@ async def _answer_to(worker: _Worker, request: Request) -> bytes:
     try:
         return frame_of({"result": await worker.answer(method, request)}, max_bytes=MAX_ANSWER_BYTES, where=where)
     except GymError as error:
-        return _error_frame(type(error).__name__, f"{error}{_place_of(error.__cause__)}")
+        return _error_frame(type(error).__name__, str(error))  # the session's, which says where
     except Exception as error:
-        return _error_frame("EnvError", f"{worker.name}: {method}() raised {_told(error)}{_place_of(error)}")
+        return _error_frame("EnvError", f"{worker.name}: {method}() raised {_told(error)}{place_of(error)}")
 
 
 def _error_frame(kind: str, text: str) -> bytes:
@@ -161,14 +160,6 @@ def _error_frame(kind: str, text: str) -> bytes:
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _place_of(error: BaseException | None) -> str:
-    """The last line of an error's traceback, since the rest of it stays here."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else None
-    if not frames:
-        return ""
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line})"
 
 
 class _Worker:

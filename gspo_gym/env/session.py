@@ -11,8 +11,12 @@ import asyncio
 import contextlib
 import inspect
 import math
+import os
+import sysconfig
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
@@ -24,6 +28,8 @@ from gspo_gym.types import Message, StepResult
 
 _RETURN_TOLERANCE = 1e-6  # of the larger bound: rewards may be float32 sums
 _KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # what `gymnasium.make` puts around an environment
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen")
 
 
 class EnvSession:
@@ -225,7 +231,7 @@ class EnvSession:
     def _failure(self, method: str, error: BaseException) -> BaseException:
         if isinstance(error, ContractError | EnvError):
             return error  # an adapter of a foreign environment knows better than we what went wrong
-        return EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}")
+        return EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}{place_of(error)}")
 
     def _require_keywords(self, given: Mapping[str, Any]) -> None:
         try:
@@ -315,6 +321,7 @@ async def _open_session(
         if isinstance(returned.error, EnvError):
             raise returned.error  # a worker process says all there is to say
         text = f"{env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
+        text += place_of(returned.error)
         raise EnvError(text) from returned.error
     return EnvSession(
         made[0],
@@ -330,6 +337,21 @@ def _close_if_possible(made: list[Any]) -> None:
         close = getattr(env, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
+
+
+def place_of(error: BaseException) -> str:
+    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if that is not known.
+
+    That is the innermost line outside this library, Python's own and installed packages; else, for an environment that
+    is an installed package itself, the outermost line outside this library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    authored = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    frame = (authored or foreign[:1] or frames)[-1]
+    return f" ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}, in {frame.name}: {frame.line})"
 
 
 @contextlib.asynccontextmanager

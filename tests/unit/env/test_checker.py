@@ -137,6 +137,7 @@ def test_a_good_environment_passes_every_check(good: type) -> None:
 def test_notes_say_what_could_not_be_checked() -> None:
     assert check(PlainCoin).notes == (
         "no policy 'reference': whether the task can be solved was not checked",
+        "neither success nor a largest return: whether the answer is shown was not checked",
         "not a gymnasium.Env with plain methods, so Gymnasium's own checker does not apply",
     )
 
@@ -387,6 +388,22 @@ class EchoWins(TextEnv):
         return "Done.", reward, True, False, {}
 
 
+class TellsTheNumber(TextEnv):
+    """The answer is in info, which every server of the environment passes on."""
+
+    reward_range = (0.0, 1.0)
+    policies: ClassVar = {"reference": lambda env, rng: lambda messages: str(env.number)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.number = int(self.np_random.integers(1_000, 10_000))
+        return "Which number?", {"expected": self.number}
+
+    def step(self, action: str) -> Any:
+        is_right = action == str(self.number)
+        return "", Reward({"right": float(is_right)}, success=is_right), True, False, {}
+
+
 class UnseededGymnasium(Sums):
     """Does not tell Gymnasium of the seed."""
 
@@ -447,6 +464,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (playing(random=tell_sum), "tricks", "expected random to earn less than 'reference' on average (1), got 1"),
     (PaysForNothing, "tricks", "expected an empty answer to earn less than 'reference' on average (1), got 1"),
     (EchoWins, "tricks", "seed 0: expected repeating the prompt to fail, it succeeded"),
+    (TellsTheNumber, "copying", "expected info['expected'] to say nothing of the answer"),
     (UnseededGymnasium, "gymnasium", "AssertionError"),
 ]
 

@@ -13,8 +13,10 @@ Pinned here:
 from __future__ import annotations
 
 import asyncio
+import statistics
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -22,7 +24,7 @@ import pytest
 
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.session import EnvSession
+from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.tools import tool
 from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, UsageError
 from gspo_gym.types import Message, ToolCall
@@ -239,6 +241,40 @@ def test_what_step_raises_is_an_env_error(kind: type[Echo], error: BaseException
     assert not isinstance(caught.value, EnvTimeoutError)
     assert isinstance(caught.value.__cause__, type(error))
     assert env.num_closed == 1
+
+
+class Miscounts:
+    """Raises two calls below `step`, in a library's function, as an author's mistake does."""
+
+    def reset(self, seed: int) -> Any:
+        return "Go.", {}
+
+    def step(self, action: str) -> Any:
+        return self._score(action), 1.0, True, False, {}
+
+    def _score(self, action: str) -> str:
+        return str(statistics.mean(map(float, action.split())))  # the line that is named
+
+
+class MiscountsLater(Miscounts):
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", [Miscounts, MiscountsLater])
+def test_an_error_names_the_file_and_the_line_of_the_authors_code(kind: type[Any]) -> None:
+    async def play() -> None:
+        session = await open_session(kind, env_id="Miscounts", step_timeout_seconds=10.0)
+        try:
+            await session.reset(0)
+            await session.step(Message("assistant", ""))
+        finally:
+            await session.close()
+
+    lines = Path(__file__).read_text().splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if line.endswith("# the line that is named"))
+    with pytest.raises(EnvError, match=rf"StatisticsError: .* \(env/test_env_session.py:{number}, in _score: return"):
+        asyncio.run(play())
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])

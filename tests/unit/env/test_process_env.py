@@ -307,7 +307,7 @@ def test_a_function_that_makes_environments_will_do_as_well_as_a_class(pool: Pro
         (
             "raise",
             EnvError,
-            r"step\(\) raised KeyError: 'as told' \(process_env_subject.py:\d+, in do_raise: raise",
+            r"step\(\) raised KeyError: 'as told' \(\w+/process_env_subject.py:\d+, in do_raise: raise",
         ),
         ("segfault", EnvError, r"^Subject: its worker process was killed by SIGSEGV in step\(\)$"),
         ("exit 3", EnvError, r"Subject: step\(\) raised SystemExit: 3"),
