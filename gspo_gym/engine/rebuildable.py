@@ -81,7 +81,7 @@ class RebuildableEngine:
 
         Raises:
             EnginePoisonedError: it cannot be made, or not be brought up; all calls raise this from now on.
-            EngineError: this engine was closed, or a later rebuild took the place of this one.
+            EngineError: this engine was closed or poisoned meanwhile, or a later rebuild took the place of this one.
         """
         mine = self._begin_rebuild(bring_up)
         try:
@@ -92,7 +92,7 @@ class RebuildableEngine:
             raise
         if mine.cancelled():
             self._require_open()
-            raise EngineError("rebuild: a later rebuild of the engine took the place of this one")
+            raise EngineError("rebuild: given up for a later rebuild, or because the engine was poisoned meanwhile")
         mine.result()
 
     async def generate(
@@ -169,7 +169,10 @@ class RebuildableEngine:
             await self._poison_if_it_fails("wake up", require_sleeping(asleep).wake_up())
 
     def poison(self, reason: str) -> None:
-        """Never answer again, unless rebuilt."""
+        """Never answer again, unless `rebuild` is asked for; a rebuild that is under way is given up."""
+        self._is_lost = True
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
         self._engine.poison(reason)
 
     async def health(self) -> EngineHealth:

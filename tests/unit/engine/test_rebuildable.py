@@ -60,7 +60,7 @@ def test_of_two_rebuilds_at_once_the_later_stays_and_every_other_engine_is_close
         await settle()
         assert (engine.weight_version, workshop.num_open) == (2, 1)
         (outcome,) = await asyncio.gather(first, return_exceptions=True)
-        assert outcome is None or "a later rebuild" in str(outcome)
+        assert outcome is None or "given up for a later rebuild" in str(outcome)
         assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [2, 2]
         await asyncio.gather(waiting, return_exceptions=True)
 
@@ -99,7 +99,7 @@ def test_a_rebuild_that_is_overtaken_says_so_and_its_bring_up_is_cancelled() -> 
         await settle()
         assert not first.done()
         await engine.rebuild(under(2))
-        with pytest.raises(EngineError, match="a later rebuild of the engine took the place of this one"):
+        with pytest.raises(EngineError, match="given up for a later rebuild"):
             await first
         assert ended == ["cancelled"]
         assert [one.is_closed for one in workshop.made] == [True, True, False]
@@ -220,6 +220,32 @@ def test_an_engine_that_was_rebuilt_too_often_is_poisoned_until_somebody_closes_
         assert (len(workshop.made), engine.num_rebuilds) == (3, 2)
 
     assert run(body, max_rebuilds=2).num_open == 0
+
+
+@pytest.mark.parametrize("is_rebuilding", [False, True])
+def test_an_engine_that_was_poisoned_is_not_revived_by_a_call_that_finds_it_dead(is_rebuilding: bool) -> None:
+    """A failed publication poisons it: what it would be restored to is not for a call to decide."""
+
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        engine.bring_up = under(1)
+        await workshop.made[0].close()
+        if is_rebuilding:
+            workshop.may_make.clear()
+            with pytest.raises(EngineError, match="closed"):
+                await engine.generate([1], SAMPLING)  # which begins a rebuild
+            await settle()
+        engine.poison("the update failed")
+        workshop.may_make.set()
+        await settle()
+        for _ in range(2):
+            with pytest.raises(EnginePoisonedError, match="the update failed"):
+                await engine.generate([1], SAMPLING)
+            await settle()
+        assert len(workshop.made) == 1
+        await engine.rebuild(under(2))
+        assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [2, 2]
+
+    assert run(body).num_open == 0
 
 
 def test_a_session_that_was_replaced_with_its_engine_is_forgotten_without_an_error() -> None:
