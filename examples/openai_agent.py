@@ -108,6 +108,16 @@ def rollout(request):
     return {"run_id": request["run_id"], "trajectories": [trajectory], "metrics": metrics, "ops_executed": len(steps)}
 
 
+def checked(request):
+    """The request, if all that is read of it later is there and what it should be."""
+    seed, policy = request["env"].get("seed"), request["policy"]["config"]
+    policy["inference_url"].encode()
+    json.dumps([request["run_id"], policy], ensure_ascii=False, allow_nan=False).encode()
+    if seed is not None and (type(seed) is not int or seed < 0):
+        raise ValueError(f"seed: expected a whole number from 0, got {seed!r:.40}")
+    return request
+
+
 class TaskApp(BaseHTTPRequestHandler):
     """The four routes that a trainer asks. Loopback only, so without a key."""
 
@@ -115,21 +125,34 @@ class TaskApp(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path, _, query = self.path.partition("?")
-        seeds = [int(part.split("=")[1]) for part in query.split("&") if part.startswith("seed")]
+        try:
+            seeds = [int(part.split("=")[1]) for part in query.split("&") if part.startswith("seed")]
+        except (IndexError, ValueError) as error:
+            return self.answer(422, {"detail": f"seed: {error}"})
         infos = [{"task": {"id": "guessing"}, "environment": GAME["id"], "task_metadata": {"seed": s}} for s in seeds]
         task_info = (infos[0] if len(infos) == 1 else infos) if infos else {"taskset": {"id": "guessing"}}
         info = {"service": {"task": {"id": "guessing", "name": "Guessing"}}}
         answers = {"/": {"status": "ok"}, "/health": {"healthy": True}, "/info": info, "/task_info": task_info}
-        self.answer(200 if path in answers else 404, answers.get(path, {"detail": "not found"}))
+        return self.answer(200 if path in answers else 404, answers.get(path, {"detail": "not found"}))
 
     def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        length = self.headers.get("content-length", "")
+        if not length.isdecimal() or len(length) > 8:
+            self.close_connection = True  # what else is sent on it cannot be told from the body
+            return self.answer(411, {"detail": "expected a body and its length"})
+        try:
+            request = checked(json.loads(self.rfile.read(int(length))))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # as others write it, or not JSON
+            return self.answer(422, {"detail": f"{type(error).__name__}: {error}"})
         if self.path != "/rollout":
             return self.answer(404, {"detail": "not found"})
         try:
             return self.answer(200, rollout(request))
         except Exception as error:  # the trainer tries again, or drops the episode
             return self.answer(500, {"detail": f"{type(error).__name__}: {error}"})
+
+    def send_error(self, code, *_):
+        self.answer(405 if code == 501 else code, {"detail": "there is no such request"})
 
     def answer(self, status, value):
         body = json.dumps(value).encode()

@@ -30,6 +30,7 @@ from gspo_gym.errors import GymError
 from gspo_gym.reference_model import FrozenModel
 from gspo_gym.reference_ranks import Ranks, start_ranks
 from gspo_gym.reference_wire import MAX_BODY_BYTES, TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings, check_inputs
+from gspo_gym.strict_json import read_json
 
 
 class ReferenceModel:
@@ -103,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, json.dumps(info).encode())
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or -1)
+        given = self.headers.get("Content-Length", "")
+        length = int(given) if given.isascii() and given.isdigit() and len(given) < 20 else -1
         if not 0 <= length <= MAX_BODY_BYTES:
             self._say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected 0 to {MAX_BODY_BYTES} bytes and their number")
             return
@@ -123,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             logprobs = self.served.score(load(body), ScoringSettings.from_query(query))
             self._answer(HTTPStatus.OK, save({"logprobs": logprobs.contiguous()}), "application/octet-stream")
         elif path == "/load" and self._is_owner():
-            wanted = json.loads(body)
+            wanted = read_json(body)
             self.served.replace(Path(wanted["file"]), int(wanted["version"]))
             self._answer(HTTPStatus.OK, json.dumps(self.served.info()).encode())
         else:
@@ -132,6 +134,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_owner(self) -> bool:
         given = self.headers.get(TOKEN_HEADER, "")
         return self.secret is not None and hmac.compare_digest(given.encode(), self.secret.encode())
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002  # the base class has it
+        """As the base class's for what is no request of this protocol; a method that is not here is 405, not 501."""
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        self.close_connection = True  # what follows in the stream is of the request that was not read
+        self._say(status, message or status.phrase)
 
     def _say(self, status: HTTPStatus, text: str) -> None:
         self._answer(status, json.dumps({"error": text}).encode())

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse
 
 from gspo_gym.judge.prompt import EVENT_HEAD, OUTCOME_HEAD
 from gspo_gym.judge.verdict import OUTCOME_PART, verdict_key
+from gspo_gym.strict_json import read_json
 
 MODEL = "fake-judge"
 
@@ -135,11 +136,11 @@ def create_fake_judge_app(rule: Rule = score_by_words, *, answer: Answer | None 
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "gspo-gym"}]}
 
     @app.post("/v1/chat/completions")
-    async def complete(body: Json) -> Any:
+    async def complete(request: fastapi.Request) -> Any:
         try:
-            messages = body["messages"]
+            messages = read_json(await request.body())["messages"]
             text = honest_verdict(read_prompt(messages), rule) if answer is None else answer(messages)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             message = f"this fake answers only prompts of this project's judge: {error}"
             return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, 400)
         return completion(text, messages)

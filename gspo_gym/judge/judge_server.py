@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import fastapi
+from pydantic import ValidationError
 
 from gspo_gym.errors import ConfigError, RecordError, UnknownNameError
 from gspo_gym.judge.base import (
@@ -29,6 +30,7 @@ from gspo_gym.judge.http_contract import LATER_ROUTE, ROUTE, ScoreRequest, judge
 from gspo_gym.judge.rubric_files import parse_task_rubrics
 from gspo_gym.judge.rubric_merge import RubricsPatch, merge_rubrics
 from gspo_gym.judge.wire_episode import read_episode
+from gspo_gym.strict_json import read_json
 
 _RETRY_AFTER_SECONDS = "15"
 
@@ -52,10 +54,15 @@ def create_judge_app(
         yield
         await judge.close()
 
-    async def score(body: ScoreRequest) -> Any:
+    async def score(http: fastapi.Request) -> Any:
         try:
+            body = ScoreRequest.model_validate(read_json(await http.body()))
             rubrics = _rubrics_of(body, default, find_rubrics)
             episode = read_episode(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the body"
+            raise _error(422, "invalid_request", f"{where}: {first['msg']}") from None
         except (ConfigError, RecordError, UnknownNameError) as error:
             raise _error(422, "invalid_request", str(error)) from error
         request = JudgeRequest(episode.trajectory, rubrics, task_app=body.task_app.id)

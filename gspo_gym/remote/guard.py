@@ -1,8 +1,9 @@
 """Who may ask a server, and how much it reads before it answers: ASGI middleware, in front of every server here.
 
 A request passes if its Host and Origin are ours, it has a key where one is asked for, there is room for it, and its
-body is short, shallow and arrives in time. Only then is the application called, with the whole body. Keys are compared
-as digests, all of them, in constant time; none appears in an answer or a log. No protocol is known here.
+body is short, shallow, holds nothing that JSON has not, and arrives in time. Only then is the application called, with
+the whole body. Keys are compared as digests, all of them, in constant time; none appears in an answer or a log. No
+protocol is known here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.strict_json import refuse_strange_json
 
 # What ASGI passes: Any, as the protocol has it.
 Scope = MutableMapping[str, Any]
@@ -186,9 +188,15 @@ class Guard:
         except TimeoutError:
             text = f"the body did not arrive within {self._body_timeout:g} seconds"
             raise _RefusedError(408, "slow_body", text, {"connection": "close"}) from None
-        if body is not None and json_depth_exceeds(body, MAX_JSON_DEPTH):
+        if body is None:
+            return None
+        if json_depth_exceeds(body, MAX_JSON_DEPTH):
             raise _RefusedError(400, "body_too_deep", f"a body is nested at most {MAX_JSON_DEPTH} levels deep")
-        return None if body is None else bytes(body)
+        try:
+            refuse_strange_json(body)
+        except RecordError as error:
+            raise _RefusedError(400, "invalid_json", str(error)) from None
+        return bytes(body)
 
     async def _read(self, receive: Receive) -> bytearray | None:
         body = bytearray()  # a list of what arrives would cost a hundred bytes for each that comes alone

@@ -15,6 +15,7 @@ from typing import Any
 from gspo_gym.chat_api import messages_from_wire, require_encodable
 from gspo_gym.errors import GymError, RecordError
 from gspo_gym.remote.capture import REQUIRED, ChatCall, CompletionCall
+from gspo_gym.strict_json import read_json
 
 Json = Any  # a JSON value
 
@@ -70,8 +71,8 @@ def read_body(body: bytes) -> Mapping[str, Json]:
         RequestError: it is none.
     """
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = read_json(body)
+    except RecordError as error:
         raise RequestError(f"expected a JSON object as the body: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError(f"expected a JSON object as the body, got {shown(value)}", code="invalid_json")

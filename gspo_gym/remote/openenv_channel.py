@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import ValidationError
 
-from gspo_gym.errors import GymError, UsageError
+from gspo_gym.errors import GymError, RecordError, UsageError
 from gspo_gym.remote.openenv_mcp import answer_rpc
 from gspo_gym.remote.openenv_sessions import CapacityError, Session, Sessions
 from gspo_gym.remote.openenv_wire import (
@@ -28,6 +28,7 @@ from gspo_gym.remote.openenv_wire import (
     validation_errors,
     with_call_result,
 )
+from gspo_gym.strict_json import read_json
 
 
 class Channel:
@@ -93,8 +94,8 @@ class Channel:
     async def _answer(self, text: str | None, session: Session) -> dict[str, Any] | None:
         """The frame that answers a client's; None: it said goodbye."""
         try:
-            frame = json.loads(text if text is not None else "")
-        except (json.JSONDecodeError, RecursionError) as error:
+            frame = read_json(text if text is not None else "")
+        except RecordError as error:
             return error_frame("INVALID_JSON", f"Invalid JSON: {error}")
         kind = frame.get("type") if isinstance(frame, dict) else None
         try:

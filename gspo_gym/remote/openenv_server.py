@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from pydantic import ValidationError
 
 from gspo_gym.env.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
-from gspo_gym.errors import ConfigError, GymError
+from gspo_gym.errors import ConfigError, GymError, RecordError
 from gspo_gym.remote.env_source import description_of
 from gspo_gym.remote.guard import Guard
 from gspo_gym.remote.openenv_channel import Channel
@@ -40,7 +39,9 @@ from gspo_gym.remote.openenv_wire import (
     read_action,
     validation_errors,
 )
+from gspo_gym.remote.refusals import failure_status
 from gspo_gym.remote.services import joined_app
+from gspo_gym.strict_json import read_json
 
 _STATELESS = (
     "HTTP is stateless: this action would meet a fresh environment that was never reset. Play an episode over the "
@@ -220,8 +221,8 @@ async def reset(request: fastapi.Request) -> JSONResponse:
     """The first observation of a fresh environment, which is closed again."""
     sessions = _service(request.app).sessions
     try:
-        given = ResetRequest.model_validate(json.loads(await request.body() or b"{}"))
-    except json.JSONDecodeError as error:
+        given = ResetRequest.model_validate(read_json(await request.body() or b"{}"))
+    except RecordError as error:
         return JSONResponse({"detail": f"the body is not JSON: {error}"}, 400)
     except ValidationError as error:
         return JSONResponse({"detail": validation_errors(error)}, 422)
@@ -234,7 +235,7 @@ async def reset(request: fastapi.Request) -> JSONResponse:
     try:
         result = await session.reset(given.seed, given.episode_id, given.options)
     except GymError as error:
-        return JSONResponse({"detail": str(error)}, 500)
+        return JSONResponse({"detail": str(error)}, failure_status(error, given.options))
     finally:
         await sessions.destroy(session)
     return JSONResponse(observation_data(result))
@@ -245,9 +246,9 @@ async def step(request: fastapi.Request) -> JSONResponse:
     """Always an error: what is wrong with the action, or that there is no episode here."""
     has_tools = bool(_service(request.app).facts.tool_schemas)
     try:
-        body = json.loads(await request.body() or b"{}")
+        body = read_json(await request.body() or b"{}")
         read_action(body.get("action") if isinstance(body, dict) else body, has_tools=has_tools)
-    except json.JSONDecodeError as error:
+    except RecordError as error:
         return JSONResponse({"detail": f"the body is not JSON: {error}"}, 400)
     except ValidationError as error:
         return JSONResponse({"detail": validation_errors(error)}, 422)
@@ -258,8 +259,8 @@ async def step(request: fastapi.Request) -> JSONResponse:
 async def mcp(request: fastapi.Request) -> JSONResponse:
     """JSON-RPC: tools/list, tools/call in a session, and OpenEnv's session/create and session/close."""
     try:
-        asked = json.loads(await request.body())
-    except json.JSONDecodeError as error:
+        asked = read_json(await request.body())
+    except RecordError as error:
         return JSONResponse(rpc_error(None, -32700, f"Parse error: {error}"))
     service = _service(request.app)
     return JSONResponse(await answer_rpc(asked, sessions=service.sessions, tool_schemas=service.facts.tool_schemas))

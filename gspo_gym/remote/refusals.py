@@ -6,10 +6,12 @@ the routes of `task_app_server.py`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from gspo_gym.errors import GymError
+from gspo_gym.errors import ContractError, GymError
 
 _RETRY_AFTER_SECONDS = 1
 
@@ -20,6 +22,20 @@ class RefusalError(GymError, RuntimeError):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+def failure_status(error: BaseException, given: Collection[str]) -> int:
+    """Return 422 if an environment failed because it refuses values that the client has `given`, else 500.
+
+    It refuses them by a ValueError, TypeError or LookupError of its own, as constructors and `reset` do.
+    """
+    cause: BaseException | None = error
+    while given and cause is not None:
+        is_refused = isinstance(cause, ValueError | TypeError | LookupError) and not isinstance(cause, ContractError)
+        if is_refused:
+            return 422
+        cause = cause.__cause__
+    return 500
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:

@@ -22,7 +22,7 @@ from gspo_gym.env.wire import message_from_json, messages_to_json, step_result_t
 from gspo_gym.errors import ContractError, GymError, UsageError
 from gspo_gym.remote.env_source import EnvSource
 from gspo_gym.remote.openenv_sessions import CapacityError, Session, Sessions
-from gspo_gym.remote.refusals import RefusalError
+from gspo_gym.remote.refusals import RefusalError, failure_status
 from gspo_gym.types import Message, StepResult, ToolCall
 
 Json = dict[str, Any]  # Any: JSON
@@ -171,7 +171,7 @@ class StepSessions:
         try:
             env = await self._sessions.open_env(factory)
         except GymError as error:
-            raise RefusalError(500, "env_init_failed", str(error)) from error
+            raise RefusalError(failure_status(error, factory.kwargs), "env_init_failed", str(error)) from error
         try:
             return [dict(schema) for schema in env.tool_schemas]
         finally:
@@ -185,13 +185,14 @@ class StepSessions:
         except CapacityError as error:
             raise RefusalError(503, "at_capacity", str(error)) from error
         except GymError as error:
-            raise RefusalError(500, "env_init_failed", str(error)) from error
+            raise RefusalError(failure_status(error, request.config), "env_init_failed", str(error)) from error
         try:
             result = await session.reset(request.seed, attempt_id, request.options)
         except BaseException as error:
             await self._sessions.destroy(session)
             if isinstance(error, GymError):
-                raise RefusalError(500, "env_reset_failed", str(error)) from error
+                given = {**request.config, **request.options}
+                raise RefusalError(failure_status(error, given), "env_reset_failed", str(error)) from error
             raise
         self._forget_lost()
         attempt.session = session

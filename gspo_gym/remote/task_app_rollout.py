@@ -25,7 +25,7 @@ from gspo_gym.remote.agent_loop import Plan, PlayedRollout, PlayError, play_roll
 from gspo_gym.remote.contracts import RolloutRequest
 from gspo_gym.remote.env_source import EnvSource
 from gspo_gym.remote.inference import InferenceClient
-from gspo_gym.remote.refusals import RefusalError
+from gspo_gym.remote.refusals import RefusalError, failure_status
 from gspo_gym.remote.rollout_answer import AnswerContext, rollout_answer
 from gspo_gym.remote.runs import Run, Runs, until_stopped
 from gspo_gym.remote.step_rewards import AppStepRewards, step_rewards_of
@@ -97,7 +97,7 @@ class Rollouts:
                 run.status = "succeeded" if is_over else "aborted"
         except PlayError as error:
             _log.info("rollout %s: %s: %s", request.run_id, error.code, error)
-            raise RefusalError(_STATUS.get(error.code, 500), error.code, str(error)) from error
+            raise RefusalError(_status_of(error, request), error.code, str(error)) from error
         finally:
             client_left.close()
         return rollout_answer(played, context, aborted=not is_over, created_at=run.started_at)
@@ -160,6 +160,13 @@ class Rollouts:
         except UrlError as error:
             text = f"{error} (the operator allows hosts with --inference-host)"
             raise RefusalError(422, "inference_url_not_allowed", text) from error
+
+
+def _status_of(error: PlayError, request: RolloutRequest) -> int:
+    """Of the answer to a rollout that failed; before the first step, the request's own values may be why."""
+    if error.code in ("env_init_failed", "env_reset_failed"):
+        return failure_status(error, request.env.config)
+    return _STATUS.get(error.code, 500)
 
 
 def correlation_id_of(policy: Mapping[str, Any], url: str) -> str | None:

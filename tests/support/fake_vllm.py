@@ -73,14 +73,20 @@ class FakeVllm:
                 break
         path = scope["path"]
         query = {name: values[0] for name, values in parse_qs(scope["query_string"].decode()).items()}
-        parsed = json.loads(body) if body else None
+        try:
+            parsed = json.loads(body) if body else None
+        except ValueError:
+            parsed = body
         self.seen.append((scope["method"], path, query, parsed))
-        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.headers.append({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
         while path in self.hang:
             if (await receive())["type"] == "http.disconnect":
                 self.num_disconnects += 1
                 return
-        status, answer = self.fail[path] if path in self.fail else self._answer(path, query, parsed)
+        try:
+            status, answer = self.fail[path] if path in self.fail else self._answer(path, query, parsed)
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            status, answer = 400, {"error": {"message": f"not a request of ours: {error!r}"}}
         content = b"" if answer is None else json.dumps(answer).encode()
         kind = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": kind})
@@ -204,6 +210,7 @@ class FakeVllm:
         return 200, {"model": body["model"], "choices": [choice]}
 
     def _sample(self, prompt: list[int], params: Any, model: str) -> tuple[list[int], list[float], str]:
+        assert params["max_tokens"] <= 128, params["max_tokens"]
         rng = np.random.default_rng(params["seed"])
         weights = f"{self.weights} {self.adapters.get(model, '')}"
         ids: list[int] = []

@@ -74,7 +74,7 @@ class ScriptedModel:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         asked = Asked(scope["path"], scope["query_string"].decode(), headers, json.loads(body))
         self.asked.append(asked)
         self.is_asked.set()

@@ -250,7 +250,7 @@ def test_http_is_stateless_and_a_step_is_refused(guess: str) -> None:
     assert answer["observation"]["text"] == "Guess 1-8. 4 tries."
     assert httpx.post(f"{guess}/reset", json={"seed": "x"}, trust_env=False).status_code == 422
     assert httpx.post(f"{guess}/reset", content="{", trust_env=False).status_code == 400
-    assert httpx.post(f"{guess}/reset", json={"level": 3}, trust_env=False).status_code == 500
+    assert httpx.post(f"{guess}/reset", json={"level": 3}, trust_env=False).status_code == 422
     assert httpx.post(f"{guess}/step", json={"action": {"text": "x"}}, trust_env=False).status_code == 422
     refused = httpx.post(f"{guess}/step", json={"action": {"message": "4"}}, trust_env=False)
     assert refused.status_code == 409

@@ -1,0 +1,83 @@
+"""JSON from strangers, read by one rule in every server: what is not JSON, or cannot be written again, is refused.
+
+Python's reader takes more than JSON has: NaN and infinities, also as 1e999, lone surrogates, which no encoder writes
+and no tokenizer reads, and whole numbers without end. Each of them fails later, in a place that does not expect it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from gspo_gym.errors import RecordError
+
+_MAX_DIGITS = 300  # of a whole number: what is longer is no float either
+# What a text has to hold for one of the values above to be in it; few bodies have any.
+_SUSPECT = re.compile(
+    rb"NaN|Infinity|\d[eE]\+?\d{3}|\d{300}|\xed[\xa0-\xbf]|\x00"
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+
+
+def read_json(body: bytes | str) -> Any:
+    """The value of a JSON text (Any: JSON), without anything that is no JSON value.
+
+    Raises:
+        RecordError: it is not JSON, or holds NaN, an infinity, a lone surrogate or a number without end.
+
+    >>> read_json(b'{"a": [1, "b"]}')
+    {'a': [1, 'b']}
+    """
+    raw = body.encode(errors="surrogatepass") if isinstance(body, str) else body
+    try:
+        value = json.loads(
+            raw.decode(), parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_bounded_int
+        )
+    except UnicodeDecodeError as error:
+        raise RecordError(f"expected JSON in UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"expected JSON: {error}") from None
+    if _SUSPECT.search(raw) is not None:
+        _require_encodable(value)
+    return value
+
+
+def refuse_strange_json(body: bytes | bytearray) -> None:
+    """Refuse JSON in which there is what JSON has not; what is no JSON at all is left to its reader. One quick pass.
+
+    Raises:
+        RecordError: see `read_json`.
+
+    >>> refuse_strange_json(b'{"a": NaN}')
+    Traceback (most recent call last):
+    gspo_gym.errors.RecordError: expected JSON: NaN is no JSON number
+    """
+    if _SUSPECT.search(body) is not None:
+        read_json(bytes(body))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a whole number of {len(text)} digits is too large")
+    return int(text)
+
+
+def _require_encodable(value: Any) -> None:
+    """Refuse lone surrogates, which only a suspect text can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RecordError("expected JSON: a text holds a lone surrogate, which no encoding has") from None

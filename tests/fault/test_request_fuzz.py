@@ -1,0 +1,436 @@
+"""Mutated requests to every HTTP server of this project: an answer each time, and never a 5xx because of their form.
+
+Over real HTTP on loopback. A server that is not in SERVERS, or a file that makes one and is not in SOURCES, fails here.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import http.client
+import json
+import logging
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
+import pytest
+import torch
+import websockets.sync.client
+from request_fuzz import Good, Spoilt, spoilt_requests, spoilt_text, status_of
+from rule_judge import RuleJudge
+from safetensors.torch import save
+from scripted_model import ScriptedModel, calls, text
+from served_gateway import LOOK, SETTINGS, replying, user
+
+from gspo_gym.env.core import TextEnv, ToolEnv
+from gspo_gym.env.tools import tool
+from gspo_gym.judge.fake_server import create_fake_judge_app
+from gspo_gym.judge.judge_server import create_judge_app
+from gspo_gym.judge.prompt import Question, build_messages
+from gspo_gym.judge.rubric import Criterion
+from gspo_gym.judge.transcript import Piece, Transcript
+from gspo_gym.models_tiny import tiny_tokenizer
+from gspo_gym.reference_server import ReferenceModel, make_server
+from gspo_gym.reference_wire import TOKEN_HEADER, ScoringSettings
+from gspo_gym.remote.gateway import Gateway
+from gspo_gym.remote.gateway_app import create_gateway_app
+from gspo_gym.remote.gateway_app_urls import rollout_url
+from gspo_gym.remote.openenv_server import create_openenv_app
+from gspo_gym.remote.served_env import ServedEnv, served_app
+from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.remote.task_app_server import create_task_app
+
+ROOT = Path(__file__).parents[2]
+Server = Callable[[], AbstractContextManager[tuple[str, list[Good]]]]
+
+
+class Echo(ToolEnv):
+    """Answers with what it is given, so that what was read is written again."""
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def start(self, options: Any) -> str:
+        return f"{self.prefix} {options}"
+
+    @tool
+    def echo(self, text: str, times: float = 1.0) -> str:
+        """Say it again.
+
+        Args:
+            text: what.
+            times: how often.
+        """
+        return f"{text} {times}"
+
+
+class Parrot(TextEnv):
+    """Says what it hears, for six turns."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.turns = 0
+        return f"{self.prefix}{seed} {options}", {}
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        return action, 0.5, self.turns == 6, False, {}
+
+
+def play(policy: str, name: str, given: Any) -> list[Good]:
+    """Requests of the task app's contract and of the step protocol; `given` are arguments of the environment."""
+    config = {"model": "m", "inference_url": f"{policy}/v1?cid=x", "temperature": 0.5, "max_tokens": 9}
+    rollout = {
+        "run_id": "run",
+        "env": {"env_name": name, "seed": 3, "config": {**given, "step_rewards": {"enabled": True}}},
+        "policy": {"policy_name": "p", "config": {**config, "system_prompt": "s", "step_rewards": {"mode": "off"}}},
+        "ops": ["agent", "env", "agent", "env"],
+        "record": {"logprobs": True, "return_trace": True, "trace_format": "full"},
+        "on_done": "terminate",
+        "safety": {"max_ops": 8, "max_time_s": 20.0},
+        "mode": "rl",
+    }
+    opening = {"attempt_id": None, "seed": 3, "config": given, "options": {}}
+    step = {"env_id": "gone", "step_id": 0, "action": {"message": {"role": "assistant", "content": "hi"}}}
+    return [
+        Good("/rollout", rollout),
+        Good("/task_info?seed=0&seed=1", method="GET"),
+        Good("/run/abort", {"run_id": "run"}),
+        Good("/run/status/run", method="GET"),
+        Good("/info", method="GET"),
+        Good("/done", {}),
+        Good(f"/env/{name}/describe", {"config": given}),
+        Good(f"/env/{name}/initialize", opening),
+        Good(f"/env/{name}/initialize", {**opening, "attempt_id": "one"}),
+        Good(f"/env/{name}/step", step),
+        Good(f"/env/{name}/step", {**step, "action": {"tool_calls": [{"tool": "echo", "args": {"text": "a"}}]}}),
+        Good(f"/env/{name}/terminate", {"env_id": "gone"}),
+    ]
+
+
+def openenv(*, has_tools: bool) -> list[Good]:
+    """Requests of OpenEnv's protocol over HTTP."""
+    action = {"type": "call_tool", "tool_name": "echo", "arguments": {"text": "a"}} if has_tools else {"message": "a"}
+    rpc = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "echo", "arguments": {"text": "a"}}}
+    return [
+        Good("/reset", {"seed": 3, "episode_id": "e", "a": [1, {"b": 2}]}),
+        Good("/step", {"action": action}),
+        Good("/mcp", rpc),
+        Good("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}),
+        Good("/schema", method="GET"),
+        Good("/state", method="GET"),
+    ]
+
+
+def _asked_for(body: Any) -> Any:
+    return calls(("echo", '{"text": "a"}')) if body.get("tools") else text("hello")
+
+
+@contextlib.contextmanager
+def task_app(env: Any = Parrot) -> Iterator[tuple[str, list[Good]]]:
+    app = create_task_app(env, isolation="thread", client_options=["*"])
+    with BackgroundServer(ScriptedModel(_asked_for)) as model, BackgroundServer(app) as server:
+        goods = play(model.url, env.__name__, {"prefix": "p"})
+        opened = _post(server.url, goods[7])["env_id"]
+        moves = [Good(f"/env/{env.__name__}/step", {**goods[9].body, "env_id": opened, "step_id": None})]
+        yield server.url, [*goods, *moves]
+
+
+@contextlib.contextmanager
+def openenv_server() -> Iterator[tuple[str, list[Good]]]:
+    with BackgroundServer(create_openenv_app(Echo, isolation="thread")) as server:
+        created = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
+        session = _post(server.url, Good("/mcp", created))["result"]["session_id"]
+        params = {"session_id": session, "name": "echo", "arguments": {"text": "a", "times": 1.0}}
+        call = Good("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params})
+        yield server.url, [*openenv(has_tools=True), call]
+
+
+@contextlib.contextmanager
+def both_protocols() -> Iterator[tuple[str, list[Good]]]:
+    app = served_app(ServedEnv("GuessNumber", protocol="all", client_options=["*"]))
+    with BackgroundServer(ScriptedModel(_asked_for)) as model, BackgroundServer(app) as server:
+        yield server.url, [*play(model.url, "GuessNumber", {"low": 2, "high": 9}), *openenv(has_tools=False)]
+
+
+@contextlib.contextmanager
+def gateway() -> Iterator[tuple[str, list[Good]]]:
+    engine = replying(lambda prompt: "Fine.")
+    made = Gateway(engine, tiny_tokenizer())
+    with BackgroundServer(create_gateway_app(made)) as server:
+        session = made.open_session(SETTINGS)
+        base = rollout_url("", session.id).partition("/v1")[0]
+        options = {"temperature": 0.5, "top_p": 0.9, "stop": ["x"], "metadata": {"a": "b"}, "stream": False}
+        chat = {"model": "m", "messages": user("Hi.", "There."), "max_tokens": 4, **options}
+        said = {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}]}  # fmt: skip
+        history = [*user("Hi."), said, {"role": "tool", "tool_call_id": "c", "content": "A tree."}]
+        yield server.url, [
+            Good(f"{base}/v1/chat/completions", {**chat, "logprobs": True}),
+            Good(f"{base}/v1/chat/completions", {**chat, "messages": history, "tools": [LOOK], "tool_choice": "auto"}),
+            Good(f"{base}/v1/chat/completions", {**chat, "stream": True, "stream_options": {"include_usage": True}}),
+            Good(f"{base}/v1/chat/completions", {**chat, "tools": [LOOK], "tool_choice": "none"}),
+            Good(f"{base}/v1/completions", {"model": "m", "prompt": "Once", "max_tokens": 4, "logprobs": 1, **options}),
+            Good(f"{base}/v1/completions", {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}),
+            Good(f"{base}/v1/responses", {"model": "m", "input": "Hi.", "max_output_tokens": 4, "instructions": "Be."}),
+            Good(f"{base}/v1/responses", {"model": "m", "input": user("Hi."), "text": {"format": {"type": "text"}}}),
+            Good("/v1/models", method="GET"),
+            Good(f"/v1/chat/completions?cid={session.id}", {**chat, "response_format": {"type": "text"}}),
+        ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def judge() -> Iterator[tuple[str, list[Good]]]:
+    criteria = [{"id": "a.b", "description": "x", "weight": 0.5, "scale": "binary"}, {"id": "c.d", "description": "y"}]
+    events = [
+        {"observation": {"messages": user("Hi.")}, "info": {"message": {"role": "assistant", "content": "Hello."}}},
+        {"observation": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}], "reward": 0.5},
+        {"observation": {"health": 3}, "text": "I stop.", "truncated": True},
+    ]
+    record = {"input_messages": [{"role": "user", "parts": [{"type": "text", "text": "Hi."}]}], "output_text": "Ok."}
+    body = {
+        "policy_name": "p",
+        "task_app": {"id": "t"},
+        "trace": {"event_history": events, "metadata": {"env_id": "e"}},
+        "options": {"event": True, "outcome": True, "rubric_overrides": {"event": {"version": "2"}}},
+        "rubric": {"event": criteria, "outcome": {"criteria": criteria, "goal_text": "g", "aggregation": "sum"}},
+    }
+    trace = {"event_history": [{"call_records": [record]}, {"system_state_after": {"a": 1}, "reward": 1.0}]}
+    with BackgroundServer(create_judge_app(RuleJudge(lambda *_: 1.0))) as server:
+        yield (
+            server.url,
+            [
+                Good("/judge/v1/score", body),
+                Good("/api/judge/v1/score", {**body, "trace": trace}),
+                Good("/api/graphs/verifiers/completions", {**body, "options": {"event": False}}),
+                Good("/health", method="GET"),
+            ],
+        )
+
+
+@contextlib.contextmanager
+def fake_judge() -> Iterator[tuple[str, list[Good]]]:
+    shown = Transcript((Piece("user", -1, "Hi."), Piece("assistant", 0, "Hello.")), 1)
+    messages = build_messages(Question(shown, outcome=(Criterion("a", 'Says "hello".'),)), "ab" * 10)
+    with BackgroundServer(create_fake_judge_app()) as server:
+        yield (
+            server.url,
+            [
+                Good("/v1/chat/completions", {"model": "fake-judge", "messages": messages, "seed": 3}),
+                Good("/v1/models", method="GET"),
+            ],
+        )
+
+
+@contextlib.contextmanager
+def reference() -> Iterator[tuple[str, list[Good]]]:
+    model = ReferenceModel()
+    model.load("tiny:qwen3-64@5", dtype="float32", device="cpu")
+    server = make_server(0, model, "token")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    tensors = save({"token_ids": torch.full((2, 6), 5), "attention_mask": mask, "action_mask": mask.clone()})
+    query = "temperature=1.0&chunk_tokens=64&min_p=0.0&top_k=0&top_p=1.0"
+    assert ScoringSettings.from_query(query).temperature == 1.0
+    try:
+        yield (
+            f"http://127.0.0.1:{server.server_port}",
+            [
+                Good(f"/score?{query}", tensors, headers={"content-type": "application/octet-stream"}),
+                Good("/load", {"file": "/nowhere/weights", "version": 3}, headers={TOKEN_HEADER: "token"}),
+                Good("/health", method="GET"),
+            ],
+        )
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def vllm() -> Iterator[tuple[str, list[Good]]]:
+    sampling = {"seed": 1, "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": [3]}
+    with fake_vllm.served(fake_vllm.FakeVllm(max_lora_rank=8)) as stage:
+        yield (
+            stage.url,
+            [
+                Good("/inference/v1/generate", {"model": "policy", "token_ids": [1, 2], "sampling_params": sampling}),
+                Good("/v1/completions", {"model": "policy", "prompt": [1, 2], **sampling}),
+                Good("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a", "load_inplace": False}),
+                Good("/v1/unload_lora_adapter", {"lora_name": "a"}),
+                Good("/collective_rpc", {"kwargs": {"weights_path": "/w"}}),
+                Good("/update_weight_version", {"new_version": "3"}),
+                Good("/weight_checker", {"action": "checksum"}),
+                Good("/pause?mode=keep"),
+                Good("/server_info?config_format=json", method="GET"),
+            ],
+        )
+
+
+@contextlib.contextmanager
+def example_app() -> Iterator[tuple[str, list[Good]]]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = [sys.executable, str(ROOT / "examples/openai_agent.py"), str(port)]
+    with (
+        BackgroundServer(ScriptedModel(lambda _: text("3"))) as model,
+        subprocess.Popen(command, stderr=subprocess.DEVNULL) as process,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_for(url, process)
+            goods = play(model.url, "x", {})
+            yield url, [good for good in goods if good.path.startswith(("/rollout", "/task_info", "/info"))]
+        finally:
+            process.terminate()
+
+
+SERVERS: dict[str, Server] = {
+    "gateway": gateway,
+    "task app and step protocol, text": task_app,
+    "task app and step protocol, tools": lambda: task_app(Echo),
+    "OpenEnv": openenv_server,
+    "both protocols on one port": both_protocols,
+    "judge": judge,
+    "fake judge": fake_judge,
+    "reference": reference,
+    "fake vLLM": vllm,
+    "example of a task app": example_app,
+}
+
+SLOW = ("example of a task app",)  # plays an episode with sub-agents for each request that it takes
+
+# Files in which an application is made, or which read HTTP themselves -> the servers here that are made of it.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "gspo_gym/remote/services.py": ("OpenEnv", "both protocols on one port"),
+    "gspo_gym/remote/served_env.py": ("both protocols on one port",),
+    "gspo_gym/remote/task_app_server.py": ("task app and step protocol, text", "task app and step protocol, tools"),
+    "gspo_gym/remote/openenv_server.py": ("OpenEnv",),
+    "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
+    "gspo_gym/remote/gateway_app.py": ("gateway",),
+    "gspo_gym/judge/judge_server.py": ("judge",),
+    "gspo_gym/judge/fake_server.py": ("fake judge",),
+    "gspo_gym/reference_server.py": ("reference",),
+    "examples/openai_agent.py": ("example of a task app",),
+}
+_MAKERS = ("FastAPI", "Starlette", "joined_app", "start_server", "serve_forever")
+
+
+def makes_a_server(tree: ast.AST) -> bool:
+    """Whether a module makes a web application, handles requests itself, or listens."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in _MAKERS or name.endswith("HTTPServer"):
+                return True
+        if isinstance(node, ast.ClassDef) and any("RequestHandler" in ast.unparse(base) for base in node.bases):
+            return True
+        if isinstance(node, ast.AsyncFunctionDef) and _takes_a_scope(node):
+            return True
+    return False
+
+
+def _takes_a_scope(function: ast.AsyncFunctionDef) -> bool:
+    return function.name == "__call__" and "scope" in [argument.arg for argument in function.args.args]
+
+
+def test_every_server_of_the_project_is_in_the_list_of_those_that_are_flooded() -> None:
+    files = [path for folder in ("gspo_gym", "envs", "examples") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in files if makes_a_server(ast.parse(path.read_text("utf-8")))}
+    assert found == set(SOURCES), "add a server to SERVERS, and the file that makes it to SOURCES"
+    assert {name for names in SOURCES.values() for name in names} | {"fake vLLM"} == set(SERVERS)
+
+
+def _post(url: str, good: Good) -> Any:
+    body = json.dumps(good.body).encode()
+    headers = (("content-type", "application/json"), ("content-length", str(len(body))))
+    status, answer = status_of(url, Spoilt("POST", good.path, headers, body))
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            status_of(url, Spoilt("GET", "/health", (), b""))
+            return
+    raise AssertionError("it did not start")
+
+
+def flood(name: str, count: int, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Sends `count` mutated requests and asserts that each is answered below 500, and that no server logs an error."""
+    statuses: Counter[int] = Counter()
+    wrong: list[str] = []
+    with SERVERS[name]() as (url, goods):
+        for request in spoilt_requests(goods, count=count, seed=seed):
+            try:
+                status, answer = status_of(url, request)
+            except (OSError, http.client.HTTPException) as error:
+                # Where a body has no true length, the rest of it may reset the connection before the answer is read.
+                has_length = ("content-length", str(len(request.body))) in request.headers
+                status, answer = (599 if has_length else 400), f"no answer: {error!r}".encode()
+            statuses[status] += 1
+            if status >= 500:
+                wrong.append(f"{status} {answer[:300]!r}\n    {_told(request)}")
+    logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    print(name, dict(statuses))
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:20])
+    assert not logged, logged[:3]
+    assert sum(n for status, n in statuses.items() if status < 300) > count / 50, "hardly a request was understood"
+
+
+def _told(request: Spoilt) -> str:
+    return f"{request.method} {request.target} {dict(request.headers)} {request.body[:400]!r}"
+
+
+@pytest.mark.parametrize("name", [name for name in SERVERS if name not in SLOW])
+def test_none_of_a_thousand_mutated_requests_makes_a_server_fail(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    flood(name, 1000, 2, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_none_of_a_thousand_mutated_requests_makes_a_slow_server_fail(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    flood(name, 1000, 2, caplog)
+
+
+FRAMES: list[Any] = [
+    {"type": "reset", "data": {"seed": 3, "episode_id": "e", "a": [1, {"b": 2}]}},
+    {"type": "step", "data": {"type": "call_tool", "tool_name": "echo", "arguments": {"text": "a", "times": 2.0}}},
+    {"type": "step", "data": {"message": "hello", "tool_calls": [{"name": "echo", "arguments": {"text": "a"}}]}},
+    {"type": "step", "data": {"type": "list_tools"}},
+    {"type": "state"},
+    {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}},
+    {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "echo"}}},
+]
+
+
+def test_a_thousand_mutated_frames_are_each_answered_by_one_frame(caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(3)
+    kinds: Counter[str] = Counter()
+    with BackgroundServer(create_openenv_app(Echo, isolation="thread")) as server:
+        address = server.url.replace("http", "ws", 1) + "/ws"
+        with websockets.sync.client.connect(address, proxy=None) as session:
+            for number in range(1000):
+                session.send(spoilt_text(FRAMES[number % len(FRAMES)], rng))
+                answer = json.loads(session.recv(timeout=30))
+                kinds[answer["data"]["code"] if answer["type"] == "error" else answer["type"]] += 1
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert kinds["observation"] > 50, kinds
+    assert "SESSION_ERROR" not in kinds, kinds

@@ -1,0 +1,38 @@
+"""What servers read as JSON: RFC 8259's values and nothing else, each of which can be written again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gspo_gym.errors import RecordError
+from gspo_gym.strict_json import read_json, refuse_strange_json
+
+REFUSED = [
+    b'{"a": NaN}', b"[Infinity]", b"-Infinity", b"1e999", b"[-1E+4000]", b"1" + b"0" * 400, b'"\\ud800"',
+    b'"a\\uDFFFb"', b'{"\\udc00": 1}', b'"\\ud800\\ud800"', b'"\xed\xa0\x80"',
+]  # fmt: skip
+READ = [
+    b'"\\ud83d\\ude00"', b'"NaN and Infinity, \\\\ud800"', b'{"1e999": 1}', "\"é\U0001f600\"".encode(), b"1e300",
+    b"123456789012345678901234567890", b'"\\u0000"', b"[]", b" null ", b'"' + b"1" * 500 + b'"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_what_json_has_not_is_refused_by_the_reader_and_by_the_quick_look(body: bytes) -> None:
+    for look in (read_json, refuse_strange_json):
+        with pytest.raises(RecordError, match="expected JSON"):
+            look(body)
+
+
+@pytest.mark.parametrize("body", READ)
+def test_what_only_looks_like_it_is_read_as_pythons_reader_reads_it(body: bytes) -> None:
+    refuse_strange_json(body)
+    assert read_json(body) == read_json(body.decode()) == json.loads(body)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"a": 1} x', b"nan", "[1]".encode("utf-16"), b"[" * 100_000])
+def test_what_is_no_json_is_an_error_of_ours(body: bytes) -> None:
+    with pytest.raises(RecordError, match="expected JSON"):
+        read_json(body)
