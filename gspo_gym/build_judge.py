@@ -145,12 +145,15 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     judge_url = None if config.services is None else config.services.judge_url
     is_asked_elsewhere = judge_kind(section.type, judge_url, options.python, section.panel) == "synth"
 
+    # Then what is laid over the rubric is sent with the id, and laid over it there.
+    is_known_elsewhere = is_asked_elsewhere and options.rubric_id is not None
+
     def load(own: Mapping[str, Any] | None) -> Rubrics:
         rubrics = load_rubrics(
             options.rubric_file or (None if is_asked_elsewhere else options.rubric_id),
             folders=() if options.rubric_folder is None else (Path(options.rubric_folder),),
-            overrides=_as_read(options.rubric_overrides) or None,
-            task=own,
+            overrides=None if is_known_elsewhere else _as_read(options.rubric_overrides) or None,
+            task=None if is_known_elsewhere else own,
         )
         return _of_options(rubrics, options, may_be_absent=is_asked_elsewhere)
 
@@ -187,6 +190,8 @@ def _of_options(rubrics: Rubrics, options: JudgeOptionsSection, *, may_be_absent
     if options.rubric_aggregate is not None:
         judged = judged.with_aggregate(load_aggregate(options.rubric_aggregate))
     judged.require_totals()
+    if may_be_absent and not judged.parts:
+        return judged
     return judged.only_tracks(options.tracks).with_track_weights(options.weights)
 
 
@@ -292,6 +297,9 @@ class _Parts:
             provider=options.provider,
             model=options.model,
             rubric_id=options.rubric_id,
+            rubric_overrides=_as_read(options.rubric_overrides),
+            tracks=options.tracks,
+            weights=dict(options.weights),
             event=bool(options.event),
             outcome=bool(options.outcome),
             policy_name=self.policy_name,

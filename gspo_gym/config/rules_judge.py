@@ -296,10 +296,7 @@ JUDGE_RULES = (
         _has_a_rubric,
     ),
     Rule(("judge.options.rubric_file", "judge.options.rubric_id"), _one_rubric),
-    *(
-        _needs_a_rubric_here(name)
-        for name in ("rubric_overrides", "rubric_aggregate", "rubric_folder", "tracks", "weights")
-    ),
+    *(_needs_a_rubric_here(name) for name in ("rubric_aggregate", "rubric_folder")),
     Rule(_KIND_KEYS, _type_agrees),
     Rule(("services.judge_url", "judge.panel"), _url_is_used),
     Rule(("judge.options.python", "judge.type", "services.judge_url", "judge.panel"), _python_is_alone),

@@ -58,6 +58,8 @@ class WireOptions(BaseModel):
     outcome: bool = True
     timeout_s: float | None = None
     rubric_overrides: Json | None = None
+    tracks: list[str] | None = None
+    weights: dict[str, Number] | None = None
 
 
 class ScoreRequest(BaseModel):

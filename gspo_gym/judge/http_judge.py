@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,8 @@ class HttpJudgeSettings:
         url: see `http_contract.score_url`.
         api_key_env: the environment variable with the bearer's key; None: none is sent.
         provider, model, rubric_id: passed on; with a rubric_id the rubric itself is not sent.
+        rubric_overrides, tracks, weights: what the judge lays over a rubric that it has itself, which tracks of it are
+            judged, and their weights (Any: JSON). A rubric that is sent has them in it.
         event, outcome: what is asked about; None: what there is a rubric for.
         policy_name: passed on.
         show_reasoning: whether what the policy thought is sent.
@@ -51,6 +54,9 @@ class HttpJudgeSettings:
     provider: str | None = None
     model: str | None = None
     rubric_id: str | None = None
+    rubric_overrides: Mapping[str, Any] = field(default_factory=dict)
+    tracks: Sequence[str] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
     event: bool | None = None
     outcome: bool | None = None
     policy_name: str = "policy"
@@ -59,6 +65,12 @@ class HttpJudgeSettings:
 
     def __post_init__(self) -> None:
         require_plain_url("HttpJudgeSettings.url", self.url)
+
+    @property
+    def rubric_options(self) -> Json:
+        """What is sent beside a rubric that the judge has itself."""
+        given = {"rubric_overrides": self.rubric_overrides, "tracks": list(self.tracks), "weights": self.weights}
+        return {name: value for name, value in given.items() if value}
 
 
 class HttpJudge:
@@ -103,7 +115,9 @@ class HttpJudge:
         """See `Judge.judge`."""
         settings = self.settings
         named = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
-        options = {name: value for name, value in named.items() if value is not None}
+        options: Json = {name: value for name, value in named.items() if value is not None}
+        if settings.rubric_id is not None or not request.rubrics.parts:
+            options |= settings.rubric_options
         body = request_to_wire(
             request,
             options={**options, "timeout_s": settings.asking.timeout_seconds},

@@ -90,6 +90,8 @@ async def _health() -> dict[str, str]:
 def _rubrics_of(body: ScoreRequest, default: RubricsPatch | None, find_rubrics: FindRubrics | None) -> Rubrics:
     """The request's criteria, or those of its id, or the default; its overrides over them; what it asks for of them.
 
+    `tracks` and `weights` are those of `Rubrics.only_tracks` and `Rubrics.with_track_weights`.
+
     Raises:
         ConfigError: there is none, or it is none. UnknownNameError: no such id.
     """
@@ -114,7 +116,7 @@ def _rubrics_of(body: ScoreRequest, default: RubricsPatch | None, find_rubrics: 
             "rubric: expected criteria for events or for the outcome, whichever options ask for, got none; send "
             "`rubric` or options.rubric_id"
         )
-    return rubrics
+    return rubrics.only_tracks(options.tracks or ()).with_track_weights(options.weights or {})
 
 
 def _error(status: int, code: str, message: str) -> fastapi.HTTPException:

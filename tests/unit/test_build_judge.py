@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rule_judge import RuleJudge
 from scripted_judge import episode
 
 from gspo_gym.build_judge import build_judging, rewards_of_turns
@@ -19,9 +20,12 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameError, UnscoredError
 from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.drift import DriftCheck
+from gspo_gym.judge.judge_server import create_judge_app
+from gspo_gym.judge.rubric_files import parse_rubrics
 from gspo_gym.judging_run import Judging
 from gspo_gym.recording import RunRecorder
 from gspo_gym.recording_episodes import write_episodes
+from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Task, Turn
 
 ROOT = Path(__file__).parents[2]
@@ -243,6 +247,39 @@ def test_another_value_of_a_member_builds_another_panel(name: str, files: Path) 
 
 def test_the_same_config_builds_the_same_judge(files: Path) -> None:
     assert what_is_built(changed(placed(GOLD, files))) == what_is_built(changed(placed(GOLD, files)))
+
+
+def test_overrides_tracks_and_weights_beside_an_id_are_sent_to_the_judge_and_used_there(files: Path) -> None:
+    """Of two criteria in two tracks, weighed 1 and 3 there, scored 1 and 0: 1 / 4; the third track is not judged."""
+    criteria = [{"id": f"{track}.a", "description": track, "scale": "binary"} for track in ("process", "progress")]
+    theirs = parse_rubrics({"outcome": [*criteria, {"id": "reasoning.a", "description": "r"}]}, where="there")
+    judge = RuleJudge(lambda _episode, criterion, _place, _turn: float(criterion.track == "process"))
+    with BackgroundServer(create_judge_app(judge, find_rubrics={"mine@v1": theirs}.__getitem__)) as server:
+        changes = {
+            **SYNTH,
+            "services.judge_url": server.url,
+            "judge.reward_blend.event": 0.0,
+            "judge.options.event": False,
+            "judge.options.rubric_id": "mine@v1",
+            "judge.options.rubric_overrides": {"outcome": {"criteria": [{"id": "process.a", "description": "Else."}]}},
+            "judge.options.tracks": ["process", "progress"],
+            "judge.options.weights": {"progress": 3.0},
+        }
+        judging = build_judging(changed(placed(changes, files)))
+        assert judging is not None
+
+        async def ask() -> Any:
+            try:
+                return await judging.judge.judge(JudgeRequest(episode([1.0]), Rubrics()))
+            finally:
+                await judging.close()
+
+        judgement = asyncio.run(ask())
+    assert judgement.outcome_total == 0.25
+    outcome = judge.asked[0].rubrics.outcome
+    assert outcome is not None
+    assert [criterion.description for criterion in outcome.criteria] == ["Else.", "progress"]
+    assert outcome.track_weights == {"process": 1.0, "progress": 3.0}
 
 
 def test_without_a_judge_nothing_is_built() -> None:

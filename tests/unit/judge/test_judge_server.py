@@ -285,6 +285,9 @@ def test_the_dialogue_of_a_v3_trace_is_read_from_its_call_records_each_message_o
         ({"trace": {"event_history": [{"call_records": [{"input_messages": []}]}]}}, "call_records[0]: it does not"),
         ({"trace": {"event_history": [{"call_records": 3}]}}, "call_records: expected a list"),
         ({"rubric": {"event": [], "outcome": []}}, "got none; send"),
+        ({"options": {"tracks": ["nothing"]}}, "no criterion is of the tracks nothing"),
+        ({"options": {"weights": {"nothing": 1.0}}}, "no criterion is of the track 'nothing'"),
+        ({"options": {"weights": {"nothing": "1"}}}, "options.weights.nothing: Input should be"),
     ],
 )
 def test_a_request_that_cannot_be_judged_is_422_and_says_why(change: Json, message: str) -> None:
