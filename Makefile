@@ -73,9 +73,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
 
-$(SUITES)/.installed: tests/foreign/requirements-suites.txt constraints.txt | $(VENV)/.dev
+$(SUITES)/.installed: tests/foreign/requirements-suites.txt tests/foreign/requirements-translators.txt constraints.txt \
+		| $(VENV)/.dev
 	$(PYTHON) -m venv --clear $(SUITES)
 	$(SUITES)/bin/python $(PIP) --requirement $< --constraint constraints.txt
+	$(SUITES)/bin/python $(PIP) --no-deps --requirement tests/foreign/requirements-translators.txt
 	$(call see_ours,$(SUITES))
 
 $(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/.dev

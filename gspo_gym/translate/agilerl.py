@@ -1,4 +1,4 @@
-"""AgileRL's GSPO (2.7): the constructor's arguments, or a file with INIT_HP and MUTATION_PARAMS tables."""
+"""AgileRL's GSPO (read in 2.7.0): the constructor's arguments, or a file with INIT_HP and MUTATION_PARAMS tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.translate.common import take_clip, take_sampling, take_single_step_note
+from gspo_gym.translate.common import (
+    PEFT_MODULES,
+    take_clip,
+    take_policy_config,
+    take_sampling,
+    take_single_step_note,
+)
 from gspo_gym.translate.draft import Draft
 
 DEFAULTS = {
@@ -23,11 +29,23 @@ DEFAULTS = {
     "top_k": 50,
     "min_p": 0.0,
     "max_model_len": 1024,
+    "use_vllm": False,
     "seed": 42,
     "gradient_checkpointing": True,
+    "use_liger_loss": False,
+    "use_kl_advantage_shaping": False,
     "adv_norm": "mean_std",
     "use_separate_reference_adapter": True,
+    "whiten_advantages": False,
+    "filter_zero_adv": False,
+    "adv_filter_eps": 0.0,
 }
+# The adapter without lora_config; with one, what peft 0.21 takes where it is silent; and that of an INIT_HP table.
+OWN_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+PEFT_LORA = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None}
+INIT_HP_LORA = {"r": 16, "lora_alpha": 64, "lora_dropout": 0.0}
+# VLLMConfig where it is silent.
+VLLM = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.3, "sleep_mode": False}
 _NORMS = {"mean_std": ("group", "group"), "mean_only": ("group", "none")}
 # What these do is always so here, or means nothing to text; `why` says which.
 _ALWAYS = {
@@ -42,9 +60,7 @@ _ALWAYS = {
     "index": "internal: the member's number in a population",
     "accelerator": "distributed training is not in this version",
     "hf_generate_chunk_size": "rollout.max_concurrent_rollouts bounds what is generated at once",
-    "use_vllm": "this version samples in the trainer's process",
-    "vllm_config": "this version samples in the trainer's process",
-    "use_memory_efficient_params": "it moves weights away while vLLM samples, and there is no vLLM here",
+    "use_memory_efficient_params": "write vllm.sleep_while_learning, which frees the GPU while the learner works",
 }
 
 
@@ -62,7 +78,13 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def translate(draft: Draft) -> None:
     """Read every key out of the draft and set ours."""
-    draft.set("model.base", draft.first("model_name", "pretrained_model_name_or_path"))
+    network, options = draft.get("actor_network"), draft.get("model_config")
+    named = network if isinstance(network, str) else None
+    draft.set("model.base", draft.first("model_name", "pretrained_model_name_or_path") or named)
+    if named is None:
+        draft.leave_out("actor_network", "a model in memory cannot be in a file: give model.base, or --model")
+    _take_model_config(draft, options)
+    take_policy_config(draft)
     draft.set("algorithm.variety", "gspo")
     if draft.get("algo") not in (None, "GSPO"):
         draft.note(f"algo = {draft.get('algo')!r}: translated as GSPO")
@@ -73,6 +95,7 @@ def translate(draft: Draft) -> None:
     _take_objective(draft)
     _take_advantages(draft)
     _take_lora(draft)
+    _take_vllm(draft)
     _take_schedule(draft)
     take_sampling(draft)
     draft.note("top_p and top_k are on by default there, and its ratio is computed under the whole softmax")
@@ -143,19 +166,68 @@ def _take_advantages(draft: Draft) -> None:
         draft.set("advantages.filter_eps", eps or 0.0)
 
 
+def _take_model_config(draft: Draft, options: Any) -> None:
+    """Take the dtype of what transformers' from_pretrained is told (Any: as read); nothing else of it has a key."""
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"AgileRL: model_config: expected a table, got {options!r}")
+    dtype = str(options.get("dtype") or options.get("torch_dtype") or "").removeprefix("torch.")
+    draft.set("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
+    for key, value in options.items():
+        if key not in ("dtype", "torch_dtype") or (dtype not in ("", "float32", "bfloat16")):
+            draft.leave_out_part("model_config", key, value, "belongs to transformers' from_pretrained")
+
+
 def _take_lora(draft: Draft) -> None:
-    lora = draft.get("lora_config") or {}
-    if not isinstance(lora, Mapping):
-        raise ConfigError(f"AgileRL: lora_config: expected a table, got {lora!r}")
+    given = draft.get("lora_config")
+    from_table = {
+        key: draft.get(name)
+        for key, name in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout"))
+    }
+    modules = draft.first("lora_target_modules", "target_modules")
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"AgileRL: lora_config: expected a table, got {given!r}")
+    if given is not None:
+        lora = {**PEFT_LORA, **given}
+    elif modules is not None:
+        named = [modules] if isinstance(modules, str) else modules
+        lora = {**INIT_HP_LORA, **{key: value for key, value in from_table.items() if value is not None}}
+        lora["target_modules"] = named
+    else:
+        lora = OWN_LORA
+        for name in ("lora_r", "lora_alpha", "lora_dropout"):
+            draft.leave_out(name, "acts with LORA_TARGET_MODULES only, there")
     draft.set("model.trainer_mode", "lora")
-    draft.set("training.lora.r", lora.get("r", 16))
-    draft.set("training.lora.alpha", float(lora.get("lora_alpha", 32)))
-    draft.set("training.lora.dropout", float(lora.get("lora_dropout", 0.05)))
-    draft.set("training.lora.target_modules", lora.get("target_modules", "all-linear"))
+    draft.set("training.lora.r", lora["r"])
+    draft.set("training.lora.alpha", float(lora["lora_alpha"]))
+    draft.set("training.lora.dropout", float(lora["lora_dropout"]))
+    draft.set_modules(lora["target_modules"], PEFT_MODULES)
+    for key, value in lora.items():
+        if key not in PEFT_LORA and value not in (None, False, "none", "CAUSAL_LM", [], {}):
+            draft.leave_out_part("lora_config", key, value, "has no counterpart")
     draft.note("dropout has the same masks in the old and the present pass here; there it is off in one of them")
     uses_reference = bool(draft.number("beta"))
     if draft.get("use_separate_reference_adapter") is True and uses_reference:
         draft.set("reference.source", "adapter")
+
+
+def _take_vllm(draft: Draft) -> None:
+    options = draft.get("vllm_config")
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"AgileRL: vllm_config: expected a table, got {options!r}")
+    if not draft.flag("use_vllm"):
+        draft.leave_out("vllm_config", "acts with use_vllm only")
+        return
+    vllm = {**VLLM, **(options or {})}
+    draft.set("rollout.engine", "vllm")
+    draft.set("vllm.tensor_parallel_size", vllm["tensor_parallel_size"])
+    draft.set("vllm.gpu_memory_utilization", vllm["gpu_memory_utilization"])
+    draft.set("vllm.sleep_while_learning", vllm["sleep_mode"] or None)
+    draft.set("vllm.dtype", vllm.get("dtype"))
+    for key, value in vllm.items():
+        if key not in VLLM and key != "dtype" and value is not None:
+            draft.leave_out_part("vllm_config", key, value, "has no counterpart")
 
 
 def _take_schedule(draft: Draft) -> None:

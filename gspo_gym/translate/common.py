@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
+from gspo_gym.errors import ConfigError
 from gspo_gym.translate.draft import Draft, label_of
+
+# What peft adapts of most models (Qwen, Llama, Mistral, Gemma) where nobody names modules.
+PEFT_MODULES = ("q_proj", "v_proj")
 
 _OPTIMIZERS = {
     "adamw": "adamw",
@@ -48,11 +54,30 @@ def take_schedule(draft: Draft) -> None:
     draft.set("optimizer.schedule", schedule)
     if schedule in ("linear", "cosine"):
         draft.set("optimizer.min_lr_fraction", 0.0)  # transformers' schedules end at 0; ours has 0.1 by default
-    fraction, steps = draft.number("warmup_ratio"), draft.count("warmup_steps")
+    fraction, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
+    if steps is not None and 0 < steps < 1:  # transformers 5 takes a ratio under this name, too
+        fraction, steps = steps, None
     if steps:
-        draft.set("optimizer.num_warmup_steps", steps)
+        draft.set("optimizer.num_warmup_steps", draft.count("warmup_steps"))
     elif fraction:
         draft.set("optimizer.warmup_fraction", fraction)
+
+
+def take_policy_config(draft: Draft) -> None:
+    """Take how the policy is asked: its system message, and what its chat template is told."""
+    draft.set("rollout.policy_config.system_prompt", draft.get("system_prompt"))
+    kwargs = draft.get("chat_template_kwargs")
+    if isinstance(kwargs, str):  # as a command line takes it
+        kwargs = _parsed(draft, "chat_template_kwargs", kwargs)
+    draft.set("rollout.policy_config.chat_template_kwargs", kwargs or None)
+
+
+def _parsed(draft: Draft, theirs: str, text: str) -> Any:
+    """Return the JSON of a text (Any: as it is)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(f"{draft.system}: {theirs}: expected a table or its JSON, got {text!r}") from None
 
 
 def take_reporting(draft: Draft) -> None:

@@ -8,7 +8,7 @@ silently. Called by `command.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,11 +159,29 @@ class Draft:
         """Something changes in meaning."""
         self._notes.append(text)
 
-    def leave_out(self, theirs: str, why: str) -> None:
-        """Their key has no counterpart here. Says nothing if the file does not have it, or switches it off."""
+    def is_null(self, theirs: str) -> bool:
+        """Return whether the file says that their key has no value, where that is not its default."""
         self._read.add(theirs)
-        if self.given.get(theirs) not in (None, False):
+        return theirs in self.given and self.given[theirs] is None
+
+    def set_modules(self, modules: Any, where_silent: Sequence[str]) -> None:
+        """Give training.lora.target_modules its value (Any: a name, several, or None), or what peft adapts then."""
+        if modules is None:
+            self.note(f"no target modules are named: peft chooses by the model, {' and '.join(where_silent)} for most")
+            modules = list(where_silent)
+        is_one = isinstance(modules, str) and modules != "all-linear"
+        self.set("training.lora.target_modules", [modules] if is_one else modules)
+
+    def leave_out(self, theirs: str, why: str, *, default: Any = None) -> None:
+        """Say that their key has no counterpart here, unless the file leaves it off or at its default (Any: of all
+        types)."""
+        self._read.add(theirs)
+        if self.given.get(theirs) not in (None, False, default, self.defaults.get(theirs)):
             self._left_out.append(f"{theirs} = {self.given[theirs]!r}: {why}")
+
+    def leave_out_part(self, theirs: str, part: str, value: Any, why: str) -> None:
+        """Say that a key of their table has no counterpart here (Any: its value, as read)."""
+        self._left_out.append(f"{theirs}.{part} = {value!r}: {why}")
 
     def finish(self) -> Translation:
         """The sections; keys that no one has read are left out, with the name that was probably meant."""

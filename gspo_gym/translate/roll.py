@@ -13,6 +13,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.translate.common import (
     take_aggregation,
     take_clip,
+    take_policy_config,
     take_sampling,
     take_single_step_note,
     take_trainer_arguments,
@@ -69,6 +70,7 @@ def translate(draft: Draft) -> None:
     _take_kl(draft)
     _take_lengths(draft)
     take_sampling(draft)
+    take_policy_config(draft)
     draft.set("training.iterations_per_epoch", draft.count("max_steps"))
     draft.set("evaluation.every_n_iters", draft.count("eval_steps"))
     for key in (
@@ -139,10 +141,27 @@ def _take_rewards(draft: Draft) -> None:
     draft.set("advantages.scale", scale)
     if baseline == "none" and scale == "none":
         draft.note("no group baseline: that is what adv_estimator 'reinforce' does; only whitening centres it")
-    draft.set("rewards.clip", draft.number("reward_clip"))
-    if draft.flag("whiten_advantages"):
+    whitens, limit = draft.flag("whiten_advantages"), draft.number("advantage_clip")
+    if whitens:
         draft.set("advantages.whiten", "tokens")
-    draft.set("advantages.clip", draft.number("advantage_clip"))
+    draft.set("advantages.clip", limit)
+    _take_reward_clip(draft, is_normalised=baseline != "none" or scale != "none", whitens=whitens, limit=limit)
+
+
+def _take_reward_clip(draft: Draft, *, is_normalised: bool, whitens: bool, limit: float | None) -> None:
+    """Take reward_clip, which cuts rewards after they were normalised, there."""
+    clip = draft.number("reward_clip")
+    if clip is None:
+        return
+    if not is_normalised:
+        draft.set("rewards.clip", clip)
+    elif whitens:
+        draft.leave_out(
+            "reward_clip", "cuts normalised rewards before they are whitened; advantages are cut after that here"
+        )
+    else:  # a normalised reward is the advantage, there
+        draft.set("advantages.clip", clip if limit is None else min(clip, limit))
+        draft.note(f"reward_clip = {clip:g} cuts normalised rewards there, which are advantages here: advantages.clip")
 
 
 def _take_kl(draft: Draft) -> None:

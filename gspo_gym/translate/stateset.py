@@ -1,9 +1,10 @@
-"""stateset-agents' GSPOConfig (0.69): the keys of its guide, those that its trainer ignores among them."""
+"""stateset-agents' GSPOConfig (read in 0.69.0): the keys of its guide, those that its trainer ignores among them."""
 
 from __future__ import annotations
 
 from gspo_gym.translate.common import (
     take_clip,
+    take_policy_config,
     take_reporting,
     take_sampling,
     take_single_step_note,
@@ -18,7 +19,14 @@ DEFAULTS = {
     "beta": 0.0,
     "generations_per_iteration": 100,
     "num_iterations": 1,
-    "learning_rate": 1e-5,
+    "learning_rate": 5e-6,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "warmup_ratio": 0.1,
+    "lr_scheduler_type": "cosine",
+    "gradient_checkpointing": True,
     "use_lora": True,
     "lora_r": 16,
     "lora_alpha": 32,
@@ -44,6 +52,7 @@ def translate(draft: Draft) -> None:
     )
     take_trainer_arguments(draft)
     take_reporting(draft)
+    take_policy_config(draft)
     _take_batches(draft)
     _take_model(draft)
     take_sampling(draft)

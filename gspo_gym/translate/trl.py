@@ -1,79 +1,97 @@
-"""TRL's GRPOConfig, and Unsloth's, which is the same class (read in TRL 1.16 and Unsloth 2026.10)."""
+"""TRL's GRPOConfig with the ModelConfig and ScriptArguments of its scripts, and Unsloth's, which is the same class.
+
+Read in TRL 1.16.0 and Unsloth 2026.10; their defaults are in `trl_arguments.py`.
+"""
 
 from __future__ import annotations
 
 import math
 
 from gspo_gym.translate.common import (
+    PEFT_MODULES,
     take_aggregation,
     take_clip,
+    take_policy_config,
     take_reporting,
     take_sampling,
     take_single_step_note,
     take_trainer_arguments,
 )
 from gspo_gym.translate.draft import Draft
+from gspo_gym.translate.trl_arguments import WITHOUT_COUNTERPART
 
-# What GRPOConfig does where a file is silent. `beta` has no single default: 0 for dapo and dr_grpo, 0.001 before.
-DEFAULTS = {
-    "importance_sampling_level": "token",
-    "loss_type": "dapo",
-    "epsilon": 0.2,
-    "beta": 0.0,
-    "num_generations": 8,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_iterations": 1,
-    "scale_rewards": "group",
-    "max_completion_length": 256,
-    "temperature": 1.0,
-    "learning_rate": 1e-6,
-    "max_grad_norm": 1.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "lr_scheduler_type": "linear",
-}
 _VARIETIES = {"token": "grpo", "sequence": "gspo", "sequence_token": "gspo_token"}
-_AGGREGATIONS = {name: name for name in ("grpo", "bnpo", "dr_grpo", "dapo")}
+_AGGREGATIONS = {
+    **{name: name for name in ("grpo", "bnpo", "dr_grpo", "dapo")},
+    "luspo": "seq-mean-token-sum",  # the mean over episodes of the sum over their tokens
+}
+_OTHER_SURROGATES = {  # loss types whose surrogate is not here, and the aggregation that they have
+    "cispo": "dapo",
+    "vespo": "dapo",
+    "sapo": "grpo",
+}
 _SCALES = {"group": "group", True: "group", "batch": "batch", "none": "none", False: "none"}
+_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "auto": None}
 _CORRECTIONS = {
     "token_truncate": ("token", "truncate"),
     "token_mask": ("token", "mask"),
     "sequence_truncate": ("trajectory", "truncate"),
     "sequence_mask": ("trajectory", "mask"),
-    "geometric_truncate": ("trajectory", "truncate"),
-    "geometric_mask": ("trajectory", "mask"),
 }
-_OF_VLLM = "this version samples in the trainer's process"
+_NO_BOUND = 1e6  # a ratio that no episode reaches
 
 
 def translate(draft: Draft) -> None:
-    """Read every key of a GRPOConfig out of the draft and set ours."""
+    """Read every key of the three classes out of the draft and set ours."""
     take_trainer_arguments(draft)
     take_reporting(draft)
+    take_policy_config(draft)
+    _take_model(draft)
     _take_batches(draft)
     _take_objective(draft)
     _take_lengths(draft)
     take_sampling(draft)
     _take_reference(draft)
-    _take_correction(draft)
+    _take_vllm(draft)
     if draft.flag("bf16"):
         draft.note('bf16: autocast has no counterpart; model.dtype = "bfloat16" stores a LoRA\'s base so')
     if draft.flag("torch_compile"):
         draft.set("model.torch_compile", True)
     if any([draft.flag("use_liger_kernel"), draft.flag("use_liger_loss")]):  # a list, so that both are read
         draft.set("model.liger_kernels", True)
-    if draft.get("log_completions") is not None:
-        draft.set("run.log_episodes_every_n_iters", 1 if draft.flag("log_completions") else 0)
-    for key in (
-        "top_entropy_quantile",
-        "shuffle_dataset",
-        "reward_weights",
-        "use_transformers_paged",
-        "cast_lm_head_to_fp32",
-    ):
-        draft.leave_out(key, "has no counterpart")
-    draft.leave_out("fp16", "16-bit floats with a loss scale are not supported; use bfloat16")
+    draft.set("run.log_episodes_every_n_iters", 1 if draft.flag("log_completions") else None)
+    turns = draft.count("max_tool_calling_iterations")
+    if turns is not None:
+        draft.set("rollout.max_turns", turns + 1)
+        draft.note(f"max_tool_calling_iterations = {turns}: so many answers with tool calls, and one after them")
+    evaluations = draft.number("eval_steps")
+    if evaluations is not None and evaluations >= 1:
+        draft.set("evaluation.every_n_iters", int(evaluations))
+        draft.note("eval_steps counts optimizer steps there, and iterations here")
+    for key, (default, why) in WITHOUT_COUNTERPART.items():
+        draft.leave_out(key, why, default=default)
+
+
+def _take_model(draft: Draft) -> None:
+    """ModelConfig: the base, its dtype, quantization and adapter."""
+    draft.set("model.base", draft.get("model_name_or_path"))
+    r, alpha, dropout = draft.count("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
+    modules, dtype = draft.get("lora_target_modules"), draft.choice("dtype", _DTYPES)
+    in_4_bits, in_8_bits = draft.flag("load_in_4bit"), draft.flag("load_in_8bit")
+    if not draft.flag("use_peft"):
+        draft.set("model.trainer_mode", "full")
+        if in_4_bits or in_8_bits:
+            draft.note("load_in_4bit and load_in_8bit: quantized weights cannot be trained without use_peft; left out")
+        if dtype is not None and dtype != "float32":
+            draft.note(f"dtype = {dtype!r}: weights that are trained stay float32 here")
+        return
+    draft.set("model.trainer_mode", "qlora" if in_4_bits or in_8_bits else "lora")
+    draft.set("model.quantization", "int8" if in_8_bits else None)
+    draft.set("model.dtype", None if dtype == "float32" else dtype)
+    draft.set("training.lora.r", r)
+    draft.set("training.lora.alpha", alpha)
+    draft.set("training.lora.dropout", dropout)
+    draft.set_modules(modules, PEFT_MODULES)
 
 
 def _take_batches(draft: Draft) -> None:
@@ -113,9 +131,14 @@ def _take_objective(draft: Draft) -> None:
             "the ratio has a stop-gradient form here; value and gradient are the same for one advantage per episode"
         )
     low, high = draft.require_number("epsilon"), draft.number("epsilon_high")
+    kind = draft.get("loss_type")
+    if kind in _OTHER_SURROGATES:
+        draft.leave_out("loss_type", "its surrogate is not here; the clipped one of PPO takes its place")
+        draft.leave_out("epsilon_high", f"bounds the weights of {kind}, and is no distance of a clip from 1")
+        high = None
     take_clip(draft, low, low if high is None else high, is_sequence=is_sequence)
     draft.set("loss.dual_clip", draft.number("delta"))
-    aggregation = draft.choice("loss_type", _AGGREGATIONS)
+    aggregation = _OTHER_SURROGATES.get(kind) or draft.choice("loss_type", _AGGREGATIONS)
     take_aggregation(draft, aggregation, is_sequence=is_sequence, norm_length=draft.count("max_completion_length"))
     scale = draft.choice("scale_rewards", _SCALES)
     if aggregation == "dr_grpo" and draft.given.get("scale_rewards") is None:
@@ -124,6 +147,10 @@ def _take_objective(draft: Draft) -> None:
     draft.set("advantages.scale", scale)
     if draft.flag("mask_truncated_completions"):
         draft.set("rewards.overlong", "mask")
+    entropy = draft.require_number("entropy_coef")
+    draft.set("loss.entropy_coef", entropy or None)
+    if entropy:
+        draft.note(f"entropy_coef = {entropy:g}: the mean over tokens there, and aggregated as the loss is here")
     draft.set("correction.off_policy_threshold", draft.number("off_policy_mask_threshold"))
 
 
@@ -156,29 +183,51 @@ def _take_reference(draft: Draft) -> None:
         draft.note(f"ref_model_mixup_alpha = {mixup:g}: the reference becomes the policy here, without mixing")
 
 
-def _take_correction(draft: Draft) -> None:
-    if not draft.flag("use_vllm"):
-        for key in draft.given:
-            if key.startswith("vllm_"):
-                is_correction = key.startswith("vllm_importance_sampling")
-                draft.leave_out(key, "acts with use_vllm only" if is_correction else _OF_VLLM)
+def _take_vllm(draft: Draft) -> None:
+    """Where it samples, and what is done about a sampler whose logprobs are not quite the trainer's."""
+    mode, host = draft.get("vllm_mode"), draft.get("vllm_server_host")
+    port, url = draft.count("vllm_server_port"), draft.get("vllm_server_base_url")
+    settings = {
+        "vllm.gpu_memory_utilization": draft.number("vllm_gpu_memory_utilization"),
+        "vllm.tensor_parallel_size": draft.count("vllm_tensor_parallel_size"),
+        "vllm.sleep_while_learning": draft.flag("vllm_enable_sleep_mode") or None,
+    }
+    length = draft.count("vllm_max_model_length")
+    uses_vllm = draft.flag("use_vllm")
+    _take_correction(draft, acts=uses_vllm)
+    if not uses_vllm:
+        for key in [key for key in draft.given if key.startswith("vllm_") and key not in WITHOUT_COUNTERPART]:
+            draft.leave_out(key, "acts with use_vllm only")
         return
-    mode = draft.get("vllm_importance_sampling_mode")
-    cap = draft.number("vllm_importance_sampling_cap")
-    wants = draft.get("vllm_importance_sampling_correction")
-    if wants is not False:
-        level, how = _CORRECTIONS.get(str(mode or "sequence_mask"), ("trajectory", "mask"))
-        draft.set("correction.level", level)
-        draft.set("correction.mode", how)
-        draft.set("correction.high", 3.0 if cap is None else cap)
-        if how == "mask":
-            draft.set("correction.low", 0.0)
-        if level == "trajectory":
-            draft.note(
-                "vllm_importance_sampling_mode: a sequence's weight is the exp of a sum there and the geometric mean "
-                "here (the product leaves out nearly every long episode)"
-            )
-    draft.leave_out("use_vllm", _OF_VLLM)
-    for key in draft.given:
-        if key.startswith("vllm_") and not key.startswith("vllm_importance_sampling"):
-            draft.leave_out(key, _OF_VLLM)
+    draft.set("rollout.engine", "vllm")
+    draft.set("rollout.max_model_len", length)
+    if mode == "server":
+        host = "127.0.0.1" if host == "0.0.0.0" else host  # every address is none to call
+        draft.set("services.engine_urls", [url or f"http://{host}:{port}"])
+        draft.note("vllm_mode = 'server': start it with `gspo-gym serve --engine vllm`, which takes our weights")
+        return
+    for ours, value in settings.items():
+        draft.set(ours, value)
+
+
+def _take_correction(draft: Draft, *, acts: bool) -> None:
+    level, how = draft.choice("vllm_importance_sampling_mode", _CORRECTIONS)
+    cap, low = draft.number("vllm_importance_sampling_cap"), draft.number("vllm_importance_sampling_clip_min")
+    high = draft.number("vllm_importance_sampling_clip_max")
+    if draft.is_null("vllm_importance_sampling_clip_max"):
+        high = _NO_BOUND
+    high = high if cap is None else cap  # the older name wins there, too
+    if not (acts and draft.flag("vllm_importance_sampling_correction")):
+        return
+    draft.set("correction.level", level)
+    draft.set("correction.mode", how)
+    draft.set("correction.high", high)
+    if how == "mask":
+        draft.set("correction.low", low or 0.0)
+    else:
+        draft.leave_out("vllm_importance_sampling_clip_min", "a ratio that is truncated has no lower bound here")
+    if level == "trajectory":
+        draft.note(
+            "vllm_importance_sampling_mode: a sequence's weight is the exp of a sum there and the geometric mean "
+            "here (the product leaves out nearly every long episode)"
+        )

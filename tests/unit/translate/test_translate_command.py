@@ -24,15 +24,15 @@ def test_a_whole_translation_is_written_and_ends_with_0(tmp_path, capsys):
     )
     assert (status, printed, errors) == (0, "", "")
     config = load_config(out)
-    assert (config.algorithm.variety, config.loss.clip_low, config.num_iterations) == ("gspo", 3e-4, 3)
+    assert (config.algorithm.variety, config.loss.clip_low, config.num_iterations) == ("gspo", 3e-4, 3 * 3)  # 3 epochs
     assert out.read_text().startswith("# Translated from TRL, ")
     assert "# Changes in meaning:\n# - " in out.read_text()
 
 
 def test_a_key_that_is_left_out_ends_with_1_and_is_named(tmp_path, capsys):
-    status, printed, errors = run(tmp_path, capsys, "trl", "use_vllm: true\nlosstype: grpo\n")
+    status, printed, errors = run(tmp_path, capsys, "trl", "fp16: true\nlosstype: grpo\n")
     assert status == 1
-    assert "left out: use_vllm = True: this version samples in the trainer's process" in errors
+    assert "left out: fp16 = True: 16-bit floats with a loss scale are not supported; use bfloat16" in errors
     assert "left out: losstype = 'grpo': not a key that is known of TRL; did you mean 'loss_type'?" in errors
     assert "# Left out:" in printed
 

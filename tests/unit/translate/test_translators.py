@@ -95,8 +95,13 @@ def test_unsloths_example_key_for_key():
     assert translation.left_out == ()
     assert translation.values == {
         "algorithm": {"variety": "gspo", "acknowledge": ["length_weighting"]},
-        "model": {"base": "m", "label": "vlm-grpo-unsloth"},
-        "run": {"log_episodes_every_n_iters": 1},
+        "model": {
+            "base": "m",
+            "label": "vlm-grpo-unsloth",
+            "trainer_mode": "full",
+            "gradient_checkpointing": True,
+        },
+        "run": {"seed": 42, "log_episodes_every_n_iters": 1},
         "rollout": {
             "env_name": "SqlAnalyst",
             "max_turns": 4,
@@ -113,12 +118,15 @@ def test_unsloths_example_key_for_key():
             "gradient_accumulation_steps": 4,
             "update_epochs": 1,
             "learning_rate": 5e-6,
+            "log_interval": 10,
+            "checkpoint_every_n_iters": 500,
         },
         "loss": {"aggregation": "dr_grpo", "norm_length": 1024, "clip_low": 3e-4, "clip_high": 4e-4},
         "advantages": {"scale": "none"},
         "optimizer": {
             "kind": "adamw_8bit",
             "betas": [0.9, 0.99],
+            "eps": 1e-8,
             "weight_decay": 0.1,
             "max_grad_norm": 0.1,
             "warmup_fraction": 0.1,
@@ -224,6 +232,61 @@ def test_stateset_example_key_for_key():
         ("trl", {"warmup_steps": 5}, "optimizer.num_warmup_steps", 5),
         ("trl", {"top_k": -1}, "rollout.top_k", None),
         ("trl", {"epsilon": 0.0}, "loss.clip_low", 0.0),  # which our checks refuse, and nothing replaces
+        ("trl", {}, "loss.clip_high", 0.2),
+        ("trl", {}, "rollout.max_output_tokens", 512),
+        ("trl", {}, "training.num_epochs", 3),
+        ("trl", {}, "model.trainer_mode", "full"),
+        ("trl", {"beta": 0.04}, "loss.kl_importance_weighted", True),
+        ("trl", {"beta": 0.04, "use_bias_correction_kl": False}, "loss.kl_importance_weighted", None),
+        ("trl", {"model_name_or_path": "Qwen/Qwen3-8B"}, "model.base", "Qwen/Qwen3-8B"),
+        ("trl", {"use_peft": True}, "model.trainer_mode", "lora"),
+        ("trl", {"use_peft": True, "lora_r": 8}, "training.lora.r", 8),
+        ("trl", {"use_peft": True, "lora_r": 8}, "training.lora.alpha", 32.0),
+        ("trl", {"use_peft": True}, "training.lora.dropout", 0.05),
+        ("trl", {"use_peft": True}, "training.lora.target_modules", ["q_proj", "v_proj"]),
+        ("trl", {"use_peft": True, "lora_target_modules": "all-linear"}, "training.lora.target_modules", "all-linear"),
+        ("trl", {"lora_r": 8}, "training.lora.r", None),  # without use_peft there is no adapter
+        ("trl", {"use_peft": True, "load_in_4bit": True}, "model.trainer_mode", "qlora"),
+        ("trl", {"use_peft": True, "load_in_8bit": True}, "model.quantization", "int8"),
+        ("trl", {"use_peft": True, "dtype": "bfloat16"}, "model.dtype", "bfloat16"),
+        ("trl", {"loss_type": "luspo"}, "loss.aggregation", "seq-mean-token-sum"),
+        ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, "loss.clip_high", 0.2),  # 5 is no distance from 1
+        ("trl", {"loss_type": "sapo"}, "loss.aggregation", "grpo"),
+        ("trl", {"entropy_coef": 0.01}, "loss.entropy_coef", 0.01),
+        (
+            "trl",
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "rollout.policy_config.chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
+        ("trl", {"chat_template_kwargs": '{"a": 1}'}, "rollout.policy_config.chat_template_kwargs", {"a": 1}),
+        ("trl", {"max_tool_calling_iterations": 3}, "rollout.max_turns", 4),
+        ("trl", {"warmup_steps": 0.1}, "optimizer.warmup_fraction", 0.1),  # transformers 5
+        ("trl", {"use_vllm": True}, "rollout.engine", "vllm"),
+        ("trl", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.3),
+        ("trl", {"use_vllm": True, "vllm_enable_sleep_mode": True}, "vllm.sleep_while_learning", True),
+        ("trl", {"use_vllm": True, "vllm_mode": "server"}, "services.engine_urls", ["http://127.0.0.1:8000"]),
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_clip_max": 2.0}, "correction.high", 2.0),
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_cap": 4.0}, "correction.high", 4.0),
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_clip_max": None}, "correction.high", 1e6),
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.5}, "correction.low", 0.5),
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_correction": False}, "correction.level", None),
+        ("agilerl", {"lora_config": {"r": 8}}, "training.lora.alpha", 8.0),  # peft's own defaults beside it
+        ("agilerl", {"lora_config": {"r": 8}}, "training.lora.dropout", 0.0),
+        ("agilerl", {"lora_config": {"r": 8}}, "training.lora.target_modules", ["q_proj", "v_proj"]),
+        ("agilerl", {"INIT_HP": {"LORA_TARGET_MODULES": ["q_proj"]}}, "training.lora.alpha", 64.0),
+        ("agilerl", {"INIT_HP": {"LORA_R": 4}}, "training.lora.r", 16),  # acts with target modules only
+        ("agilerl", {"actor_network": "Qwen/Qwen2.5-3B"}, "model.base", "Qwen/Qwen2.5-3B"),
+        ("agilerl", {"model_config": {"torch_dtype": "bfloat16"}}, "model.dtype", "bfloat16"),
+        ("agilerl", {"system_prompt": "Be brief."}, "rollout.policy_config.system_prompt", "Be brief."),
+        ("agilerl", {"use_vllm": True, "vllm_config": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size", 2),
+        ("agilerl", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.3),
+        ("roll", {"reward_clip": 10}, "rewards.clip", 10.0),  # of raw rewards: nothing is normalised
+        ("roll", {"reward_clip": 10, "norm_mean_type": "group"}, "rewards.clip", None),
+        ("roll", {"reward_clip": 10, "norm_mean_type": "group"}, "advantages.clip", 10.0),
+        ("roll", {"reward_clip": 10, "adv_estimator": "grpo", "advantage_clip": 2.0}, "advantages.clip", 2.0),
+        ("stateset", {}, "training.learning_rate", 5e-6),
+        ("stateset", {"system_prompt": "Be kind."}, "rollout.policy_config.system_prompt", "Be kind."),
         ("agilerl", {"clip_coef": 0.0}, "loss.clip_low", 0.0),
         ("roll", {"adam_beta1": 0.8}, "optimizer.betas", [0.8, 0.999]),
         ("roll", {"sequence_length": 700, "prompt_length": 100}, "rollout.max_model_len", 700),
@@ -307,8 +370,8 @@ def test_their_defaults_that_decided_are_listed():
         ("trl", {"num_generations": 2.5}, "TRL: num_generations: expected a whole number, got 2.5"),
         (
             "trl",
-            {"loss_type": "luspo"},
-            "TRL: loss_type: expected one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', got 'luspo'",
+            {"loss_type": "gspo"},
+            "TRL: loss_type: expected one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', got 'gspo'",
         ),
         ("trl", {"gradient_checkpointing": "yes"}, "TRL: gradient_checkpointing: expected true or false, got 'yes'"),
         ("roll", {"actor_train": {"training_args": 3}}, "ROLL: actor_train.training_args: expected a table, got 3"),
@@ -323,7 +386,7 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
 @pytest.mark.parametrize(
     ("system", "given", "reason"),
     [
-        ("agilerl", {"use_memory_efficient_params": True}, "there is no vLLM here"),
+        ("agilerl", {"use_memory_efficient_params": True}, "vllm.sleep_while_learning"),
         ("agilerl", {"reduce_memory_peak": True}, "without effect there, too"),
         ("agilerl", {"clone": True}, "internal"),
         ("agilerl", {"wrap": True}, "internal"),
@@ -331,11 +394,16 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
         ("agilerl", {"device": "cuda"}, "model.device chooses here"),
         ("agilerl", {"hp_config": {"lr": [1e-6, 1e-4]}}, "gspo-gym search"),
         ("agilerl", {"cast_logprobs_to_fp32": True}, "always computed in float32"),
-        ("trl", {"use_vllm": True}, "samples in the trainer's process"),
-        ("trl", {"vllm_gpu_memory_utilization": 0.3}, "samples in the trainer's process"),
+        ("trl", {"vllm_gpu_memory_utilization": 0.5}, "acts with use_vllm only"),
+        ("trl", {"loss_type": "cispo"}, "its surrogate is not here"),
+        ("trl", {"use_dora": True}, "has no counterpart"),
+        ("trl", {"dataset_name": "trl-lib/math"}, "an environment takes the data set's place"),
+        ("trl", {"use_adaptive_entropy": True}, "loss.entropy_coef is constant"),
         ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "acts with use_vllm only"),
         ("trl", {"top_entropy_quantile": 0.2}, "has no counterpart"),
         ("roll", {"num_gpus_per_node": 8}, "belongs to its launcher"),
+        ("agilerl", {"vllm_config": {"tensor_parallel_size": 2}}, "acts with use_vllm only"),
+        ("agilerl", {"actor_network": {"a": "model"}}, "a model in memory cannot be in a file"),
     ],
 )
 def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
@@ -359,3 +427,27 @@ def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
 def test_a_known_key_is_never_taken_for_an_unknown_one(system, given):
     """Not even where another key decides, so that it has no effect."""
     assert translate(system, given).left_out == ()
+
+
+def test_a_large_model_with_an_adapter_does_not_become_a_small_one_without():
+    theirs = {"model_name_or_path": "Qwen/Qwen3-8B", "use_peft": True, "lora_r": 8, "lora_alpha": 16}
+    config = RunConfig.from_dict(translate("trl", theirs, Wanted(env="GuessNumber")).values)
+    assert (config.model.base, config.model.trainer_mode) == ("Qwen/Qwen3-8B", "lora")
+    assert (config.training.lora.r, config.training.lora.alpha) == (8, 16.0)
+
+
+def test_a_clip_of_normalised_rewards_before_whitening_has_no_counterpart():
+    translation = translate("roll", {"reward_clip": 10, "norm_mean_type": "group", "whiten_advantages": True})
+    assert translation.left_out == (
+        "reward_clip = 10: cuts normalised rewards before they are whitened; advantages are cut after that here",
+    )
+    assert "rewards" not in translation.values
+    assert "clip" not in translation.values["advantages"]
+
+
+def test_parts_of_a_table_without_a_counterpart_are_named():
+    translation = translate("agilerl", {"lora_config": {"r": 4, "use_dora": True}, "model_config": {"rope_theta": 1e6}})
+    assert translation.left_out == (
+        "model_config.rope_theta = 1000000.0: belongs to transformers' from_pretrained",
+        "lora_config.use_dora = True: has no counterpart",
+    )

@@ -1,0 +1,157 @@
+"""What `gspo-gym config from-...` believes of other trainers, compared with the packages themselves.
+
+A file that is silent and a file that spells every default out, as the installed package has it, are the same settings.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+from importlib.metadata import distribution, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.translate import agilerl, stateset
+from gspo_gym.translate.command import Wanted, translate
+from gspo_gym.translate.trl_arguments import DEFAULTS, WITHOUT_COUNTERPART
+
+WANTED = Wanted(env="GuessNumber", model="tiny:qwen3-64", iterations=10, max_turns=4)
+
+
+def fields_of(*where: str) -> dict[str, Any]:
+    """The defaults of dataclasses, each named as "module:class"; those that are made by a factory are called."""
+    found: dict[str, Any] = {}
+    for name in where:
+        module, _, attribute = name.partition(":")
+        for field in dataclasses.fields(getattr(importlib.import_module(module), attribute)):
+            if field.default is not dataclasses.MISSING:
+                found[field.name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                found[field.name] = field.default_factory()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trl() -> dict[str, Any]:
+    return fields_of("trl.trainer.grpo_config:GRPOConfig", "trl.trainer.model_config:ModelConfig")
+
+
+def test_the_packages_are_those_whose_source_was_read() -> None:
+    assert {name: version(name) for name in ("trl", "agilerl", "stateset-agents")} == {
+        "trl": "1.16.0", "agilerl": "2.7.0", "stateset-agents": "0.69.0",
+    }  # fmt: skip
+
+
+def test_every_default_of_trl_is_the_packages(trl: dict[str, Any]) -> None:
+    assert {key: trl[key] for key in DEFAULTS} == dict(DEFAULTS)
+    ours = {key: default for key, (default, _) in WITHOUT_COUNTERPART.items() if key in trl}
+    assert len(ours) > 120
+    assert {key: trl[key] for key in ours} == ours
+
+
+def test_every_key_of_trl_is_known_and_its_defaults_change_nothing(trl: dict[str, Any]) -> None:
+    silent, spelled = translate("trl", {}, WANTED), translate("trl", trl, WANTED)
+    assert spelled.values == silent.values
+    assert spelled.left_out == ()
+
+
+def test_the_arguments_of_trls_scripts_are_known() -> None:
+    scripts = fields_of("trl.scripts.utils:ScriptArguments", "trl.scripts.utils:DatasetMixtureConfig")
+    assert len(scripts) >= 6
+    translation = translate("trl", dict.fromkeys(scripts, "given"), WANTED)
+    assert [line for line in translation.left_out if "not a key that is known" in line] == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "loss_type": "grpo"},
+        {"importance_sampling_level": "sequence", "loss_type": "luspo", "steps_per_generation": 4},
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "num_generations": 4, "beta": 0.04},
+        {"loss_type": "dr_grpo", "scale_rewards": False, "generation_batch_size": 64, "num_iterations": 2},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 0.1, "optim": "adamw_torch", "top_p": 0.9, "entropy_coef": 0.1},
+    ],
+)
+def test_a_translation_says_what_trls_own_object_says(given: dict[str, Any], tmp_path: Path) -> None:
+    """TRL resolves its defaults (batches, clips, switches) into an object; ours is made of the same file."""
+    from trl.trainer.grpo_config import GRPOConfig
+
+    theirs = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
+    ours = RunConfig.from_dict(translate("trl", given, WANTED).values)
+    assert ours.rollout.episodes_per_batch == theirs.generation_batch_size
+    assert ours.training.group_size == theirs.num_generations
+    assert ours.plan.minibatch_size == theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
+    assert ours.training.update_epochs == theirs.num_iterations
+    assert (ours.loss.clip_low, ours.loss.clip_high) == (
+        theirs.epsilon, theirs.epsilon if theirs.epsilon_high is None else theirs.epsilon_high,
+    )  # fmt: skip
+    assert ours.loss.kl_coef == theirs.beta
+    assert ours.loss.kl_importance_weighted is (theirs.beta > 0 and theirs.use_bias_correction_kl)
+    assert ours.loss.entropy_coef == theirs.entropy_coef
+    assert ours.rollout.max_output_tokens == theirs.max_completion_length
+    assert (ours.rollout.temperature, ours.rollout.top_p) == (theirs.temperature, theirs.top_p)
+    assert ours.training.learning_rate == theirs.learning_rate
+    assert ours.optimizer.betas == (theirs.adam_beta1, theirs.adam_beta2)
+    assert ours.optimizer.schedule == str(theirs.lr_scheduler_type).rpartition(".")[2].lower()
+    if theirs.loss_type != "dr_grpo":  # Unsloth's and the paper's form leaves the std out
+        assert ours.advantages.scale == theirs.scale_rewards
+
+
+def signature_of(path: Path, name: str, function: str = "__init__") -> dict[str, Any]:
+    """The defaults of a function's arguments, read without running a line of it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            (found,) = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == function]
+            names = [argument.arg for argument in found.args.args]
+            defaults = [ast.literal_eval(value) for value in found.args.defaults]
+            return dict(zip(names[-len(defaults) :], defaults, strict=True))
+    raise AssertionError(f"{path} has no class {name}")
+
+
+def file_of(package: str, path: str) -> Path:
+    return Path(str(distribution(package).locate_file(path)))
+
+
+def test_every_default_of_agilerl_is_the_constructors() -> None:
+    own = signature_of(file_of("agilerl", "agilerl/algorithms/grpo.py"), "GRPO")
+    assert {key: own[key] for key in agilerl.DEFAULTS} == agilerl.DEFAULTS
+    spelled = {key: value for key, value in own.items() if key != "loss_type"}  # GSPO is that class with its own
+    silent, all_given = translate("agilerl", {}, WANTED), translate("agilerl", spelled, WANTED)
+    assert all_given.values == silent.values
+    assert [line for line in all_given.left_out if "not a key that is known" in line] == []
+
+
+def test_an_adapter_without_a_word_is_agilerls_own_and_with_one_it_is_pefts() -> None:
+    base = ast.parse(file_of("agilerl", "agilerl/algorithms/core/base.py").read_text(encoding="utf-8"))
+    (call,) = [
+        {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+        for node in ast.walk(base)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "LoraConfig" and node.keywords[0].arg == "r"
+    ]
+    assert {key: call[key] for key in agilerl.OWN_LORA} == agilerl.OWN_LORA
+    theirs = fields_of("peft:LoraConfig")
+    assert {key: theirs[key] for key in agilerl.PEFT_LORA} == agilerl.PEFT_LORA
+    text = file_of("agilerl", "agilerl/utils/utils.py").read_text(encoding="utf-8")
+    of_table = {"r": "LORA_R", "lora_alpha": "LORA_ALPHA", "lora_dropout": "LORA_DROPOUT"}
+    assert all(f'INIT_HP.get("{name}", {agilerl.INIT_HP_LORA[key]})' in text for key, name in of_table.items())
+
+
+def test_what_peft_adapts_of_most_models_is_what_the_translation_writes() -> None:
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MODULES
+
+    from gspo_gym.translate.common import PEFT_MODULES
+
+    for model in ("qwen2", "qwen3", "llama", "mistral", "gemma2"):
+        assert tuple(MODULES[model]) == PEFT_MODULES, model
+
+
+def test_every_default_of_stateset_is_the_packages() -> None:
+    theirs = fields_of("stateset_agents.training.gspo_config:GSPOConfig")
+    assert {key: theirs[key] for key in stateset.DEFAULTS} == stateset.DEFAULTS
+    spelled = {key: theirs[key] for key in stateset.DEFAULTS}
+    assert translate("stateset", spelled, WANTED).values == translate("stateset", {}, WANTED).values
