@@ -7,7 +7,7 @@ without its apps.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,14 +23,18 @@ from gspo_gym.remote.app_metrics import AppMetrics, return_metrics, take_returns
 from gspo_gym.remote.app_selection import Selection, SelectionAlarm
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.seeding import child_seed
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from gspo_gym.remote.app_episodes import AppEpisodes
+    from gspo_gym.remote.app_probe import ProbeReport
+    from gspo_gym.remote.app_rewards import AppRollout
     from gspo_gym.remote.client import TaskAppClient
     from gspo_gym.remote.gateway import Gateway
     from gspo_gym.remote.loop_server import LoopServer
 
+_NUM_PROBES = 2
 _SESSIONS_PER_ROLLOUT = 4  # open at once: training, an evaluation beside it, and those that are just closing
 _MODEL = "policy"  # what apps call the model; the gateway serves one
 # Keys of rollout.policy_config that are said for each rollout, or are the gateway's to obey.
@@ -130,6 +134,63 @@ class AppPlayers:
             raise
         return tuple(lines)
 
+    async def probe(self) -> tuple[str, ...]:
+        """Play a rollout or two of every app as training does; returns lines about what may not be meant.
+
+        `gspo-gym app check` says more. What failed for a reason that may pass is a line; the run tries such again.
+
+        Raises:
+            ConfigError: an app's episodes cannot be trained on, in both of two rollouts.
+        """
+        lines: list[str] = []
+        for source in self._config.sources:
+            if source.task_url is not None:
+                lines += await self._probe(source)
+        return tuple(lines)
+
+    async def _probe(self, source: TaskSource) -> list[str]:
+        from gspo_gym.remote.app_probe import NO_RETURN, is_result
+
+        config = self._config
+        has_judge = config.judge is not None and config.judge.enabled
+        problems: tuple[str, ...] = ()
+        for number in range(_NUM_PROBES):
+            report = await self._probed(source, number)
+            what = f"task app {source.task_url}: probe rollout"
+            if not is_result(report):
+                return [f"{what} failed, which training would try again: {report.error}"]
+            problems = tuple(text for text in report.problems if not (has_judge and text == NO_RETURN))
+            if not problems:
+                notices = list(report.notices)
+                if config.app_step_rewards and not report.reports_events:
+                    notices.append("no step rewards are reported: its episodes are worth their returns")
+                return [f"{what}: {text}" for text in notices]
+        raise ConfigError(
+            f"{source.url_key}: {problems[0]} (in {_NUM_PROBES} probe rollouts of {source.task_url}; "
+            "gspo-gym app check says more)"
+        )
+
+    async def _probed(self, source: TaskSource, number: int) -> ProbeReport:
+        from gspo_gym.remote.app_probe import report_of
+
+        config = self._config
+        answers: list[AppRollout] = []
+        episodes = self._episodes_of(
+            source,
+            temperature=config.rollout.temperature,
+            limits=config.training_limits,
+            mode="rl",
+            on_answer=answers.append,
+        )
+        trajectory = await episodes.play(
+            trajectory_id=f"probe/{number}",
+            attempt=0,
+            task=Task(source.env_name, config.evaluation_seeds[0]),
+            sampling_seed=child_seed(config.run.seed, "app probe", number),
+        )
+        asked = "the policy, as in training"
+        return report_of(f"probe {number}", asked, trajectory, episodes.counters, answers[-1] if answers else None)
+
     async def close(self) -> None:
         """End the gateway with whatever still calls it; closing twice is fine."""
         gateway, server, clients = self._gateway, self._server, list(self._clients.values())
@@ -211,7 +272,13 @@ class AppPlayers:
         return self._config.gateway or GatewaySection()
 
     def _episodes_of(
-        self, source: TaskSource, *, temperature: float, limits: EpisodeLimits, mode: Literal["rl", "eval"]
+        self,
+        source: TaskSource,
+        *,
+        temperature: float,
+        limits: EpisodeLimits,
+        mode: Literal["rl", "eval"],
+        on_answer: Callable[[AppRollout], None] | None = None,
     ) -> AppEpisodes:
         if self._gateway is None or self._server is None or source.task_url is None:
             raise UsageError(f"{source.url_key}: start the player (`await player.start()`) before it plays")
@@ -247,7 +314,7 @@ class AppPlayers:
             episode_timeout_seconds=limits.episode_timeout_seconds,
         )
         client = self._clients[source.task_url, source.api_key_env]
-        return AppEpisodes(client, self._gateway, settings, retry_seed=self._config.run.seed)
+        return AppEpisodes(client, self._gateway, settings, retry_seed=self._config.run.seed, on_answer=on_answer)
 
     def _step_rewards_of(self, mode: Literal["rl", "eval"]) -> dict[str, Any]:
         """What an app is told of step rewards while training, unless the source's env_config says something else."""

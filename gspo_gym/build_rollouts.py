@@ -65,6 +65,14 @@ class Player:
         """
         return () if self.apps is None else await self.apps.start()
 
+    async def probe_apps(self) -> tuple[str, ...]:
+        """Play a rollout or two of every task app as training does; returns lines about them.
+
+        Raises:
+            ConfigError: an app's episodes cannot be trained on; see `AppPlayers.probe`.
+        """
+        return () if self.apps is None else await self.apps.probe()
+
     async def close(self) -> None:
         """End the gateway, then the engines; closing twice is fine."""
         if self.apps is not None:

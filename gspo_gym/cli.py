@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from gspo_gym import config_commands, env_commands, evaluate, judge_commands, serve_engine_command, train
+from gspo_gym import app_commands, config_commands, env_commands, evaluate, judge_commands, serve_engine_command, train
 from gspo_gym.command_line import Parser, parse_and_run
 from gspo_gym.doctor import command as doctor
 from gspo_gym.search import command as search
@@ -27,6 +27,7 @@ def command_parser() -> Parser:
     config_commands.add_arguments(commands.add_parser("config", help="check, show and translate configurations"))
     serve_engine_command.add_arguments(commands.add_parser("serve", help="serve a model to training runs"))
     env_commands.add_arguments(commands.add_parser("env", help="list, check and play environments"))
+    app_commands.add_arguments(commands.add_parser("app", help="check task apps before training on them"))
     judge_commands.add_arguments(commands.add_parser("judge", help="check rubrics; serve, audit and use judges"))
     return parser
 

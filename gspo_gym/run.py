@@ -103,7 +103,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         warmup = await build.build_warmup(config, player)
-        notes = (*await player.start(), *await build.environment_notes(config))
+        notes = (*await player.start(), *await player.probe_apps(), *await build.environment_notes(config))
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)

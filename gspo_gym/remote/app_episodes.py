@@ -156,6 +156,7 @@ class AppEpisodes:
         settings: what is played.
         retry_seed: of the jitter between tries.
         clock, sleep: seconds, monotonic.
+        on_answer: receives what the app answers to each rollout, before it is judged; None: nothing does.
 
     Attributes:
         counters: what has happened so far.
@@ -170,8 +171,10 @@ class AppEpisodes:
         retry_seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Sleep = asyncio.sleep,
+        on_answer: Callable[[AppRollout], None] | None = None,
     ) -> None:
         self.settings = settings
+        self._on_answer = on_answer
         self.counters = AppCounters()
         self._client = client
         self._gateway = gateway
@@ -197,6 +200,8 @@ class AppEpisodes:
         try:
             played = await self._play(f"{trajectory_id}/{attempt}", task, sampling_seed)
             capture, said = played.capture, played.rollout
+            if said is not None and self._on_answer is not None:
+                self._on_answer(said)
             if said is not None and said.episode_return is not None and not said.aborted:
                 self.counters.note_return(trajectory_id, attempt, said.episode_return)
             parts = build_trajectory_parts(capture)

@@ -344,7 +344,7 @@ def test_the_commands_play_at_the_app_that_they_are_told_of(
         (result,) = json.loads(capsys.readouterr().out)["evaluations"].values()
         assert (result["env_id"], result["num_episodes"], app.num_rollouts) == ("quiz", 3, 3)
         assert main(["train", str(path), *option]) == 0
-        assert app.num_rollouts == 3 + 3 + 2 * 8 + 3  # an evaluation, two steps, an evaluation
+        assert app.num_rollouts == 3 + 1 + 3 + 2 * 8 + 3  # a probe, an evaluation, two steps, an evaluation
     assert load_config(tmp_path / "quickstart" / "config.toml").sources[0].task_url == url
 
 
@@ -484,9 +484,49 @@ def test_step_rewards_of_an_app_are_what_it_reports_or_else_its_return_and_never
     assert [episode.reports_events for episode in episodes] == [reports] * 8
 
 
+def unscored(told: dict[str, Any]) -> dict[str, Any]:
+    """An app that scores nothing."""
+    told["metrics"] = {}
+    for step in told["trajectories"][0]["steps"]:
+        step["reward"] = None
+    return told
+
+
+def test_an_app_whose_episodes_cannot_be_trained_on_is_refused_before_there_is_a_folder(
+    make: Make, tmp_path: Path
+) -> None:
+    changes = {**SMALL, "run.folder": str(tmp_path), "training.iterations_per_epoch": 1}
+    app = quiz(spoil=unscored)
+    with serving(app) as url, pytest.raises(ConfigError, match=r"services.task_url: no return.*in 2 probe rollouts"):
+        run_training(make({**changes, "services.task_url": url}))
+    assert app.num_rollouts == 2
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_probe_says_what_may_not_be_meant_and_that_a_failure_is_tried_again(make: Make, policy: Policy) -> None:
+    def probed(app: FakeTaskApp, **changes: Any) -> tuple[str, ...]:
+        async def go() -> tuple[str, ...]:
+            with serving(app) as url:
+                player = await build.build_player(make({**SMALL, **changes, "services.task_url": url}), policy)
+                try:
+                    await player.start()
+                    return await player.probe_apps()
+                finally:
+                    await player.close()
+
+        return asyncio.run(go())
+
+    assert probed(quiz()) == ()
+    (line,) = probed(quiz(), **STEP_REWARDS)
+    assert line.endswith("probe rollout: no step rewards are reported: its episodes are worth their returns")
+    (line,) = probed(quiz(fault=lambda number: "500_late"))
+    assert "probe rollout failed, which training would try again" in line
+    assert "policy_step_failed" in line
+
+
 def test_a_run_says_that_what_is_kept_is_not_what_was_played(make: Make, tmp_path: Path) -> None:
     """Every other attempt loses its last call and is worth 1 less: 8 of 16 attempts are kept, the better half."""
-    app = quiz(fault=lambda number: "made_up_unseen" if number >= 3 and number % 2 else None)
+    app = quiz(fault=lambda number: "made_up_unseen" if number > 3 and number % 2 == 0 else None)
     changes = {**SMALL, "run.folder": str(tmp_path), "training.iterations_per_epoch": 1, "limits.max_attempts": 9}
     with serving(app) as url:
         config = make({**changes, "services.task_url": url, "evaluation": {"seeds": "0:3", "every_n_iters": 9}})

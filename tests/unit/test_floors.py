@@ -105,6 +105,8 @@ FLOORS = {
     "benchmark_mutants_server": 0,
     "benchmark_mutations": 5,
     "env_commands": 7,
+    "app_check": 5,
+    "app_commands": 7,
     "judge_commands": 7,
     "judge_check_command": 7,
     "judge_score_command": 7,
