@@ -58,7 +58,7 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
 def add_environment(parser: argparse.ArgumentParser) -> None:
     """The arguments that name an environment: `name`, and `option` for `env_config_of`."""
-    parser.add_argument("name", help="GuessNumber, gspo_gym/GuessNumber-v0, my_module:MyEnv-v0, ...")
+    parser.add_argument("name", help="GuessNumber, gspo_gym/GuessNumber-v0, my_module:MyEnv, ...")
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=JSON", help="argument of the environment's constructor"
     )

@@ -84,7 +84,8 @@ def resolve(env_id: str) -> str:
 
     Without a namespace a name is looked up in all of them: ours first, then others' (where it must be the only one),
     then Gymnasium's own suite. Without a version the newest is taken. "package.module:Env-v0" imports the module first,
-    which is expected to register the environment.
+    which may register the environment. "package.module:Class" is the class, or the function that makes it, of that
+    module: by the id under which the module registers it, else it is registered here under that text.
 
     Raises:
         UnknownNameError: there is none, or several namespaces have one; says which.
@@ -93,14 +94,18 @@ def resolve(env_id: str) -> str:
     'gspo_gym/GuessNumber-v0'
     """
     failed_plugins = _load_plugins()
-    module, colon, name = env_id.rpartition(":")
+    if env_id in gymnasium.registry:
+        return env_id
+    module_name, colon, name = env_id.rpartition(":")
     if colon:
         try:
-            importlib.import_module(module)
+            module = importlib.import_module(module_name)
         except ImportError as error:
-            raise UnknownNameError(f"environment {env_id!r}: cannot import {module!r}: {error}") from error
+            raise UnknownNameError(f"environment {env_id!r}: cannot import {module_name!r}: {error}") from error
     if name in gymnasium.registry:
         return name
+    if colon and callable(creator := getattr(module, name, None)):
+        return _id_of(creator, f"{module_name}:{name}")
     found = _matches(name)
     if len(found) == 1:
         return found[0]
@@ -108,6 +113,15 @@ def resolve(env_id: str) -> str:
         raise UnknownNameError(f"environment {env_id!r} is in several namespaces: {', '.join(found)}; give the full id")
     hint = "".join(f"; the plugin {plugin} could not be loaded: {error}" for plugin, error in failed_plugins)
     raise UnknownNameError(f"there is no environment {env_id!r}; {_nearest(name)}{hint}")
+
+
+def _id_of(creator: Callable[..., Any], text: str) -> str:
+    """The id of a class or function: the newest of those under which it is registered; else `text`, as of now."""
+    known = [spec for spec in gymnasium.registry.values() if spec.entry_point in (creator, text)]
+    if known:
+        return max(known, key=_age).id
+    register(text, text)
+    return text
 
 
 def list_environments(*, include_gymnasium: bool = False) -> tuple[str, ...]:

@@ -115,6 +115,43 @@ def test_a_module_is_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("no_such_module:Talk-v3")
 
 
+def module_of(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
+    module = types.ModuleType("my_module_of_envs")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_a_class_that_nobody_registered_is_made_by_its_module_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module_of(monkeypatch, Chat=Talk, Plain=Plain, made=lambda depth=3: Talk(depth=depth))
+    env_id = resolve("my_module_of_envs:Chat")
+    assert env_id == resolve(env_id) == "my_module_of_envs:Chat"
+    assert make(env_id, depth=2).unwrapped.depth == 2
+    assert make("my_module_of_envs:made").unwrapped.depth == 3
+    assert make("my_module_of_envs:Plain").depth == 1
+    with pytest.raises(ConfigError, match="takes no argument 'deep'"):
+        make(env_id, deep=2)
+    with pytest.raises(UnknownNameError, match="there is no environment 'my_module_of_envs:Chatt'"):
+        resolve("my_module_of_envs:Chatt")
+
+
+def test_a_class_of_a_module_comes_before_a_bundled_environment_of_the_same_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module_of(monkeypatch, GuessNumber=Talk)
+    assert isinstance(make("my_module_of_envs:GuessNumber").unwrapped, Talk)
+    assert resolve("GuessNumber") == "gspo_gym/GuessNumber-v0"
+
+
+def test_a_class_that_its_module_registers_has_the_id_and_the_arguments_of_its_registration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module_of(monkeypatch, Talk=Talk)
+    register("lab/Talking-v1", Talk, kwargs={"depth": 7})
+    register("lab/Talking-v2", Talk, kwargs={"depth": 8})
+    assert resolve("my_module_of_envs:Talk") == "lab/Talking-v2"
+    assert make("my_module_of_envs:Talk").unwrapped.depth == 8
+
+
 def test_a_plugin_that_fails_is_named_when_a_lookup_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = EntryPoint("broken_plugin", "no_such_module:register", "gymnasium.envs")
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [broken])
