@@ -151,8 +151,8 @@ class AppPlayers:
     async def _probe(self, source: TaskSource) -> list[str]:
         from gspo_gym.remote.app_probe import NO_RETURN, is_result
 
-        config = self._config
-        has_judge = config.judge is not None and config.judge.enabled
+        judge = self._config.judge
+        has_judge = judge is not None and judge.enabled
         problems: tuple[str, ...] = ()
         for number in range(_NUM_PROBES):
             report = await self._probed(source, number)
@@ -161,10 +161,7 @@ class AppPlayers:
                 return [f"{what} failed, which training would try again: {report.error}"]
             problems = tuple(text for text in report.problems if not (has_judge and text == NO_RETURN))
             if not problems:
-                notices = list(report.notices)
-                if config.app_step_rewards and not report.reports_events:
-                    notices.append("no step rewards are reported: its episodes are worth their returns")
-                return [f"{what}: {text}" for text in notices]
+                return [f"{what}: {text}" for text in report.notices]
         raise ConfigError(
             f"{source.url_key}: {problems[0]} (in {_NUM_PROBES} probe rollouts of {source.task_url}; "
             "gspo-gym app check says more)"

@@ -105,9 +105,10 @@ class AppCounters:
     """What has happened so far. Mutable.
 
     `num_attempts` counts requests to the app, `calls` the calls of the model by what became of them ("trained", or why
-    not), `warnings` by kind; tokens are those that were sampled in episodes that were not failures.
-    `num_untrained_episodes` are those with a return of which no token is trained on. `returns` are what the app said of
-    every attempt that it finished, used or not, by trajectory and attempt; the oldest are forgotten.
+    not), `warnings` by kind, `first_warnings` the whole text of the first of each kind; tokens are those that were
+    sampled in episodes that were not failures. `num_untrained_episodes` are those with a return of which no token is
+    trained on. `returns` are what the app said of every attempt that it finished, used or not, by trajectory and
+    attempt; the oldest are forgotten.
     """
 
     num_attempts: int = 0
@@ -117,6 +118,7 @@ class AppCounters:
     returns: dict[tuple[str, int], float] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     warnings: Counter[str] = field(default_factory=Counter)
+    first_warnings: dict[str, str] = field(default_factory=dict)
 
     def note_return(self, trajectory_id: str, attempt: int, episode_return: float) -> None:
         """Remember what the app said that an attempt is worth."""
@@ -303,6 +305,7 @@ class AppEpisodes:
             kind = warning.partition(":")[0]
             self.counters.warnings[kind] += 1
             if self.counters.warnings[kind] == 1:
+                self.counters.first_warnings[kind] = warning
                 _log.warning("%s: %s (said once; all are counted)", self._client.url, warning)
         self.counters.calls.update(parts.counts)
         self.counters.num_sampled_tokens += parts.num_sampled_tokens

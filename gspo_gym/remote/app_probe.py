@@ -98,7 +98,7 @@ def _findings(trajectory: Trajectory, counters: AppCounters, rollout: AppRollout
         problems.append(f"nothing to train on: no token of the model's calls can be trained on ({told_calls})")
         return problems, []
     notices = [f"calls that are not trained on: {told_calls}"] if untrained else []
-    notices += [f"{kind}: {count} times" for kind, count in counters.warnings.items()]
+    notices += list(counters.first_warnings.values())
     return problems, notices
 
 

@@ -518,7 +518,7 @@ def test_a_probe_says_what_may_not_be_meant_and_that_a_failure_is_tried_again(ma
 
     assert probed(quiz()) == ()
     (line,) = probed(quiz(), **STEP_REWARDS)
-    assert line.endswith("probe rollout: no step rewards are reported: its episodes are worth their returns")
+    assert "probe rollout: no step rewards: the app was asked for them and reports none" in line
     (line,) = probed(quiz(fault=lambda number: "500_late"))
     assert "probe rollout failed, which training would try again" in line
     assert "policy_step_failed" in line
