@@ -38,7 +38,7 @@ from gspo_gym.recording_sinks import Sink, evaluation_numbers
 from gspo_gym.remote.app_metrics import METRICS as APP_METRICS
 from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
-from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX
+from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
 from gspo_gym.types import Trajectory
 
 # Every number of a metrics line by name; "reward/<term>" is open, because environments name their terms.
@@ -214,7 +214,7 @@ class RunRecorder:
         if self._last_step is not None and step <= self._last_step:
             raise RecordError(f"metrics: expected a step after {self._last_step}, got {step}")
         for name, value in values.items():
-            if name not in METRICS and not name.startswith((TERM_PREFIX, SOURCE_PREFIX)):
+            if name not in METRICS and not name.startswith((TERM_PREFIX, SOURCE_PREFIX, TOOL_PREFIX)):
                 raise RecordError(f"metrics: {name!r} is not explained in METRICS; {nearest_name(name, METRICS)}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RecordError(f"metrics: {name}: expected a number, got {value!r}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gspo_gym.doctor.checks import Check
 from gspo_gym.doctor.view import Finding, RunView
+from gspo_gym.rollout.summary import TOOL_PREFIX
 
 # Of the groups: beyond a half, most of what is sampled teaches nothing (DAPO refills from the first one on).
 MAX_CONSTANT_GROUPS = 0.5
@@ -23,6 +24,8 @@ MAX_CUT_OFF = 0.2
 # Of the episodes whose context overflowed, and of the turns that could not be parsed: both should be rare accidents.
 MAX_OVERFLOWS = 0.05
 MAX_PARSE_FAILURES = 0.1
+# Of the calls of one tool: a beginner gets many wrong; with nine of ten, nothing can be learned of the tool.
+MAX_TOOL_FAILURES = 0.9
 # Of the attempts: retries hide one failure in twenty; one in four is a broken environment or machine.
 MAX_FAILURES = 0.05
 SERIOUS_FAILURES = 0.25
@@ -243,6 +246,28 @@ def answers_do_not_parse(run: RunView) -> Finding | None:
     )
 
 
+def tools_fail(run: RunView) -> list[Finding]:
+    """A tool answers nearly every call with an error."""
+    findings = []
+    for name in sorted({name for line in run.metrics for name in line if name.startswith(TOOL_PREFIX)}):
+        fraction = run.recent(name)
+        if fraction is None or fraction.mean < MAX_TOOL_FAILURES:
+            continue
+        tool = name.removeprefix(TOOL_PREFIX)
+        findings.append(
+            Finding(
+                "warning",
+                "tools_fail",
+                f"Nearly every call of the tool {tool} is answered with an error.",
+                f"{name} is {fraction.mean:.0%} in {fraction.steps}; {MAX_TOOL_FAILURES:.0%} or more is too much",
+                "rollout.env_name",
+                "read its answers in the transcripts, and run `gspo-gym env check`: the tool raises, or its schema "
+                "does not say what it takes",
+            )
+        )
+    return findings
+
+
 def infrastructure_fails(run: RunView) -> list[Finding]:
     """Many attempts ended in a way that says nothing about the policy, told apart by which."""
     total = sum(run.outcomes.values())
@@ -349,6 +374,7 @@ CHECKS: tuple[Check, ...] = (
     groups_are_constant,
     episodes_are_cut_off,
     answers_do_not_parse,
+    tools_fail,
     infrastructure_fails,
     failures_follow_actions,
     padding_is_high,

@@ -22,7 +22,10 @@ CHECKS: Mapping[str, tuple[str, Check | None]] = {
     "construction": ("every call of the factory makes a fresh, well-declared environment", contract.constructs),
     "play": ("reset and step answer in the agreed types and shapes, in time", play.plays),
     "isolation": ("nothing that a process shares is touched, or it runs in a process of its own", None),
-    "messages": ("every tool call is answered, and nothing is said in the model's name", contract.speaks),
+    "messages": (
+        "every call is answered, none of a tool only by errors, and nothing in the model's name",
+        contract.speaks,
+    ),
     "determinism": ("instances under one seed play alike while others run beside them", play.is_deterministic),
     "reset": ("an instance that was played and reset plays like a fresh one", play.resets),
     "reward range": ("returns stay in reward_range", contract.rewards_in_range),

@@ -7,6 +7,7 @@ Nothing here knows a particular environment. The order of the checks is in `chec
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,10 +20,12 @@ from gspo_gym.env.core import Isolation
 from gspo_gym.env.playing import Playthrough, play_in, replaying
 from gspo_gym.env.probes import rubric_of
 from gspo_gym.env.session import EnvSession, declared_reward_range, open_session
-from gspo_gym.env.subject import Findings, Subject
+from gspo_gym.env.subject import PROBE, Findings, Subject
+from gspo_gym.env.tool_calls import CALL_FAILED
 from gspo_gym.env.workers import OwnThread
 from gspo_gym.errors import ContractError, GymError
 
+_RAISED = re.compile(rf"{CALL_FAILED}\w+(Error|Exception): ")  # by an exception's name, which a ToolError has not
 TOLERANCE = 1e-9  # returns are sums of a few floats
 
 
@@ -64,7 +67,8 @@ def _read_reward_range(subject: Subject, findings: Findings, env: Any) -> None:
 
 
 async def speaks(subject: Subject, findings: Findings) -> None:
-    """Messages are the environment's own, and answer what was asked."""
+    """Messages are the environment's own, and answer what was asked; no tool has nothing but errors to say."""
+    _tools_answer(subject, findings)
     for (player, seed), run in subject.runs.items():
         where = f"{player}, seed {seed}"
         if run.opening[-1].role == "assistant":
@@ -76,6 +80,24 @@ async def speaks(subject: Subject, findings: Findings) -> None:
                 findings.fail(f"{where}, turn {turn}: expected tool messages for the calls {asked}, got {answered}")
             if any(message.role == "assistant" for message in answer.messages):
                 findings.fail(f"{where}, turn {turn}: expected no assistant message from the environment, got one")
+
+
+def _tools_answer(subject: Subject, findings: Findings) -> None:
+    """No tool fails at every call: at those of the hand-written players, or by an exception at any others."""
+    answers: dict[tuple[str, bool], list[str]] = {}  # by tool, and whether a hand-written player called it
+    for (player, _), run in subject.runs.items():
+        for action, answer in zip(run.actions, run.answers, strict=True):
+            told = {message.tool_call_id: message.content for message in answer.messages if message.role == "tool"}
+            for call in action.tool_calls:
+                answers.setdefault((call.name, player != PROBE), []).append(told.get(call.id, ""))
+    for (name, is_written), texts in sorted(answers.items()):
+        if not all(text.startswith(CALL_FAILED) for text in texts) or (not is_written and (name, True) in answers):
+            continue
+        if is_written or all(map(_RAISED.match, texts)):
+            callers = "hand-written players" if is_written else "arguments that fit its schema"
+            findings.fail(f"tool {name}: expected an answer to {callers}, got in all {len(texts)} calls: {texts[0]}")
+        else:
+            findings.notes.append(f"tool {name}: no hand-written player calls it, and no arbitrary call succeeded")
 
 
 async def rewards_in_range(subject: Subject, findings: Findings) -> None:

@@ -21,6 +21,7 @@ import gymnasium
 import numpy as np
 
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.tool_calls import CALL_FAILED
 from gspo_gym.env.tools import Tool, ToolError, require_distinct_names, text_of, tools_of
 from gspo_gym.env.workers import OwnThread
 from gspo_gym.errors import GymError, UsageError, nearest_name
@@ -332,7 +333,7 @@ class ToolEnv(TextEnv):
         except Exception as error:
             self.num_failed_calls += 1
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
-            content = f"error: {kind}{error}"
+            content = f"{CALL_FAILED}{kind}{error}"
         return Message("tool", content, tool_call_id=call.id, name=call.name)
 
     async def _result(self, call: ToolCall) -> str:

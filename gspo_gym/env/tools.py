@@ -14,11 +14,12 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema
 
 from gspo_gym.env.docstrings import parse_docstring
 from gspo_gym.errors import ContractError, nearest_name
@@ -27,8 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MARK = "__gspo_tool__"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what the OpenAI API accepts
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
-_SUPPORTED = "str, int, float, bool, list, dict with str keys, Literal, Enum, None and unions of these"
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_SUPPORTED = "str, int, float, bool, list, dict with str keys, Literal, Enum, pydantic models, None and unions of these"
 _MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 
 
@@ -205,7 +205,7 @@ def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any])
         parameters={"type": "object", "properties": properties, "required": required},
         function=function,
         time_limit_seconds=mark.time_limit_seconds if mark else None,
-        adapters={key: TypeAdapter(value, config=_STRICT) for key, value in types_by_name.items()},
+        adapters={key: TypeAdapter(value) for key, value in types_by_name.items()},
         required=frozenset(required),
     )
 
@@ -267,11 +267,40 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         return _choice([a.value if isinstance(a, enum.Enum) else a for a in arguments], where)
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema(argument, where) for argument in arguments]}
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return _model_schema(hint, where)
     if hint is list or origin is list:
         return {"type": "array", **({"items": _schema(arguments[0], where)} if arguments else {})}
     if hint is dict or (origin is dict and arguments[0] is str):
         return {"type": "object", **({"additionalProperties": _schema(arguments[1], where)} if arguments else {})}
     raise ContractError(f"{where}: expected one of {_SUPPORTED}, got {inspect.formatannotation(hint)}")
+
+
+def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
+    """JSON schema of a model, all in one place: references and titles would only cost the language model tokens."""
+    try:
+        schema = model.model_json_schema()
+    except PydanticInvalidForJsonSchema as error:
+        raise ContractError(f"{where}: {model.__name__} has no JSON schema: {error}") from error
+    definitions = schema.pop("$defs", {})
+
+    def inlined(part: Any, inside: tuple[str, ...] = ()) -> Any:  # Any: JSON
+        if isinstance(part, list):
+            return [inlined(each, inside) for each in part]
+        if not isinstance(part, dict):
+            return part
+        name = str(part.get("$ref", "")).rpartition("/")[2]
+        if name and name in inside:
+            raise ContractError(f"{where}: expected a model that does not contain itself, got {model.__name__}")
+        if name:
+            return {**inlined(definitions[name], (*inside, name)), **{k: v for k, v in part.items() if k != "$ref"}}
+        kept = {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
+        if "properties" in kept:  # whose keys are names, "title" among them
+            kept["properties"] = {key: inlined(value, inside) for key, value in part["properties"].items()}
+        return {key: value if key == "properties" else inlined(value, inside) for key, value in kept.items()}
+
+    flat: dict[str, Any] = inlined(schema)
+    return flat
 
 
 def _choice(values: list[Any], where: str) -> dict[str, Any]:
@@ -294,11 +323,13 @@ def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
     except (TypeError, ValueError, RecursionError):
         raise ToolError(f"expected a JSON value, got {_shown(value)}") from None
     try:
-        checked = adapter.validate_json(text)
+        checked = adapter.validate_json(text, strict=True)
     except ValidationError as error:
-        wrong = [_explained(detail) for detail in error.errors(include_url=False, include_context=False)]
+        fields = _fields(adapter.json_schema())
+        wrong = [_explained(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
         raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {_shown(value)}") from None
-    if not _agree(adapter.dump_python(checked, mode="json"), value):  # pydantic takes true for Literal[1]
+    said = adapter.dump_python(checked, mode="json", exclude_unset=True, by_alias=True)
+    if not _agree(said, value):  # pydantic takes true for Literal[1]
         raise ToolError(f"expected no boolean for a number and no number for a boolean, got {_shown(value)}")
     return checked
 
@@ -308,14 +339,26 @@ def _agree(a: object, b: object) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return all(map(_agree, a, b))
     if isinstance(a, dict) and isinstance(b, Mapping):
-        return all(_agree(a[key], b.get(key)) for key in a)
+        return all(_agree(a[key], b[key]) for key in a if key in b)  # a model may call a field otherwise
     return isinstance(a, bool) == isinstance(b, bool)
 
 
-def _explained(detail: Any) -> str:
-    """One of pydantic's complaints in a few words (Any: its error records are typed loosely)."""
+def _fields(schema: Any) -> set[str]:
+    """The names of the fields of all models in a schema (Any: JSON)."""
+    if isinstance(schema, list):
+        return set().union(*map(_fields, schema))
+    if not isinstance(schema, dict):
+        return set()
+    return set(schema.get("properties", ())).union(*map(_fields, schema.values()))
+
+
+def _explained(detail: Any, fields: Collection[str]) -> str:
+    """One of pydantic's complaints in a few words, with the place in a list or among the `fields` of a model.
+
+    Any: its error records are typed loosely; a place also names the alternatives of a union, which is left out.
+    """
     message = str(detail["msg"]).replace("Input should be", "expected", 1)
-    path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int))
+    path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int) or part in fields)
     return f"at {path}: {message}" if path else message
 
 

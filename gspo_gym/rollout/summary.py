@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from gspo_gym.types import FinishReason, Outcome, ParseStatus, TrajectoryGroup
+from gspo_gym.env.tool_calls import count_calls
+from gspo_gym.types import FinishReason, Outcome, ParseStatus, Trajectory, TrajectoryGroup
 
 METRICS: Mapping[str, str] = MappingProxyType(
     {
@@ -27,8 +28,11 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "rollout/parse_failure_fraction": "share of turns whose text could not be parsed as an action",
         "rollout/max_output_tokens_fraction": "share of turns that ran out of output tokens",
         "rollout/events_mean": "mean over kept episodes of how many different events (achievements) each reached",
+        "tools/failure_fraction": "share of the calls of known tools in kept episodes that were answered with an "
+        'error; absent where none was made; "tools/failure_fraction/<tool>" is that of one tool',
     }
 )
+TOOL_PREFIX = "tools/failure_fraction/"
 # Reward terms are named by the environments: "reward/<term>" is the mean over kept episodes of the term's sum.
 TERM_PREFIX = "reward/"
 # Where a run has several environments: "source/<environment>/<name>" is "rollout/<name>" of its episodes alone.
@@ -76,7 +80,8 @@ def rollout_metrics(
     for turn in turns:
         for name, value in turn.reward_terms.items():
             terms[name] += value
-    return metrics | {TERM_PREFIX + name: total / len(episodes) for name, total in sorted(terms.items())}
+    metrics |= {TERM_PREFIX + name: total / len(episodes) for name, total in sorted(terms.items())}
+    return metrics | _tool_failures(episodes)
 
 
 def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[str] = ()) -> dict[str, float]:
@@ -96,6 +101,19 @@ def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[
         named = {name: values[f"rollout/{name}"] for name in _SOURCE_METRICS if f"rollout/{name}" in values}
         metrics |= {f"{SOURCE_PREFIX}{env_id}/{name}": value for name, value in named.items()}
     return metrics
+
+
+def _tool_failures(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    made: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
+    for episode in episodes:
+        counts = count_calls(episode.messages)
+        made += counts.made
+        failed += counts.failed
+    if not made:
+        return {}
+    by_tool = {TOOL_PREFIX + name: failed[name] / made[name] for name in sorted(made)}
+    return {"tools/failure_fraction": failed.total() / made.total(), **by_tool}
 
 
 def _losses(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

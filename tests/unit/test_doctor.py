@@ -273,6 +273,13 @@ CASES: list[
         "rollout.max_output_tokens",
     ),
     (
+        play.tools_fail,
+        ({"tools/failure_fraction": 0.5, "tools/failure_fraction/look": 0.89}, {}),
+        ({"tools/failure_fraction": 0.5, "tools/failure_fraction/look": 0.91}, {}),
+        "warning",
+        "rollout.env_name",
+    ),
+    (
         play.episodes_are_an_endpoints,
         ({"rollout/success_rate": 0.8}, {}),
         ({"rollout/success_rate": 0.8}, {"rollout.engine": "http", "rollout.rescore": True}),

@@ -23,7 +23,7 @@ from gspo_gym.env.checker import CheckReport, check_env
 from gspo_gym.env.checks import CHECKS
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.tools import tool
+from gspo_gym.env.tools import ToolError, tool
 from gspo_gym.errors import ConfigError, ContractError, UnknownNameError
 from gspo_gym.types import Message, ToolCall
 
@@ -103,6 +103,43 @@ class Buttons(ToolEnv):
             self.finish(Reward({}, success=False), truncated=True)
 
 
+class BrokenTool(Buttons):
+    """The reference knocks first, on a door that is not there; it ignores the answer and wins."""
+
+    policies: ClassVar = {"reference": lambda env, rng: knock_then_press(env)}
+
+    @tool
+    def knock(self, times: int) -> str:
+        """Knock."""
+        return {}[times]  # type: ignore[no-any-return, index]
+
+
+class RaisingTool(Buttons):
+    """No hand-written player calls the tool that always raises; arguments that fit its schema find it."""
+
+    @tool
+    def knock(self, times: int) -> str:
+        """Knock."""
+        raise OSError("no door")
+
+
+class PickyTool(Buttons):
+    """No arbitrary argument is right, which the tool says: that may be so."""
+
+    @tool
+    def knock(self, password: str) -> str:
+        """Knock."""
+        raise ToolError(f"{password} is wrong")
+
+
+def knock_then_press(env: Any) -> Any:
+    def play(messages: Sequence[Message]) -> Message:
+        knock = ToolCall("c0", "knock", {"times": 1})
+        return Message("assistant", "", (knock, ToolCall("c1", "press", {"button": env.lit})))
+
+    return play
+
+
 class AsyncButtons(Buttons):
     @tool
     async def look(self) -> str:
@@ -140,6 +177,12 @@ def test_notes_say_what_could_not_be_checked() -> None:
         "neither success nor a largest return: whether the answer is shown was not checked",
         "not a gymnasium.Env with plain methods, so Gymnasium's own checker does not apply",
     )
+
+
+def test_a_tool_that_refuses_what_nobody_could_guess_is_a_note() -> None:
+    report = check(PickyTool)
+    assert report.passed, str(report)
+    assert "tool knock: no hand-written player calls it, and no arbitrary call succeeded" in report.notes
 
 
 # -- the mutations ---------------------------------------------------------------------------------------------------
@@ -464,6 +507,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (playing(random=tell_sum), "tricks", "expected random to earn less than 'reference' on average (1), got 1"),
     (PaysForNothing, "tricks", "expected an empty answer to earn less than 'reference' on average (1), got 1"),
     (EchoWins, "tricks", "seed 0: expected repeating the prompt to fail, it succeeded"),
+    (BrokenTool, "messages", "tool knock: expected an answer to hand-written players, got in all"),
+    (RaisingTool, "messages", "tool knock: expected an answer to arguments that fit its schema, got in all"),
     (TellsTheNumber, "copying", "expected info['expected'] to say nothing of the answer"),
     (UnseededGymnasium, "gymnasium", "AssertionError"),
 ]

@@ -14,10 +14,13 @@ import enum
 from typing import Annotated, Any, Literal, Optional, TypedDict
 
 import pytest
+from pydantic import BaseModel, Field
 
 from gspo_gym.env.core import ToolEnv
+from gspo_gym.env.tool_calls import count_calls
 from gspo_gym.env.tools import Tool, ToolError, require_distinct_names, text_of, tool, tools_of
 from gspo_gym.errors import ContractError
+from gspo_gym.types import Message, ToolCall
 
 
 class Color(enum.Enum):
@@ -339,3 +342,114 @@ def test_a_result_is_text_or_json(result: Any, text: str) -> None:
 def test_a_result_that_is_neither_is_an_error_text() -> None:
     with pytest.raises(ToolError, match="neither text nor JSON"):
         text_of(object())
+
+
+# -- models as arguments ---------------------------------------------------------------------------------------------
+
+
+class Line(BaseModel):
+    title: str = Field(description="What is bought.")
+    count: int = Field(default=1, ge=1)
+    gift: bool = False
+
+
+class Order(BaseModel):
+    lines: list[Line]
+    colour: Color | None = None
+    city: str = Field(alias="town")
+
+
+def place(order: Order, notes: list[Line] = []) -> str:  # noqa: B006
+    """Order."""
+    return f"{order.lines[0].count} to {order.city}"
+
+
+def test_a_model_is_an_object_of_its_fields_without_references_and_titles() -> None:
+    line = {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "description": "What is bought."},
+            "count": {"type": "integer", "minimum": 1, "default": 1},
+            "gift": {"type": "boolean", "default": False},
+        },
+        "required": ["title"],
+    }
+    colour = {"anyOf": [{"enum": ["red", "blue"], "type": "string"}, {"type": "null"}], "default": None}
+    parameters = Tool.from_function(place).parameters
+    assert parameters["properties"]["order"] == {
+        "type": "object",
+        "properties": {"lines": {"type": "array", "items": line}, "colour": colour, "town": {"type": "string"}},
+        "required": ["lines", "town"],
+    }
+    assert parameters["properties"]["notes"]["items"] == line
+    assert parameters["required"] == ["order"]
+
+
+def test_a_model_s_arguments_arrive_as_the_model() -> None:
+    checked = Tool.from_function(place).check_arguments({"order": {"lines": [{"title": "ball"}], "town": "Rome"}})
+    assert checked == {"order": Order(lines=[Line(title="ball")], town="Rome")}
+
+
+@pytest.mark.parametrize(
+    ("order", "complaint"),
+    [
+        (
+            {"lines": [{"title": "b", "count": 0}], "town": "Rome"},
+            r"at \['lines'\]\[0\]\['count'\]: expected greater",
+        ),
+        ({"lines": [{"title": "ball", "count": "2"}], "town": "Rome"}, r".*\['count'\]: expected a valid integer"),
+        ({"lines": [{"title": "ball", "gift": 1}], "town": "Rome"}, r".*\['gift'\]: expected a valid boolean"),
+        ({"lines": []}, r"at \['town'\]: Field required"),
+        ("Rome", "expected an object"),
+    ],
+)
+def test_what_is_wrong_in_a_model_is_told_with_its_place(order: Any, complaint: str) -> None:
+    with pytest.raises(ToolError, match=f"place: argument 'order': {complaint}"):
+        Tool.from_function(place).check_arguments({"order": order})
+
+
+class Tree(BaseModel):
+    children: list[Tree] = []
+
+
+class Opaque(BaseModel):
+    model_config = {"arbitrary_types_allowed": True}
+    thing: Color
+    made_by: ToolEnv
+
+
+@pytest.mark.parametrize(("model", "text"), [(Tree, "does not contain itself"), (Opaque, "Opaque has no JSON schema")])
+def test_a_model_that_no_schema_can_say_is_refused(model: type[BaseModel], text: str) -> None:
+    def grow(given: Any) -> None: ...
+
+    grow.__annotations__["given"] = model
+    with pytest.raises(ContractError, match=rf"grow, parameter 'given': .*{text}"):
+        Tool.from_function(grow)
+
+
+def test_calls_are_counted_by_tool_and_those_of_unknown_tools_are_not() -> None:
+    class Shop(ToolEnv):
+        def start(self, options: Any) -> str:
+            return "Buy."
+
+        @tool
+        def buy(self, count: int) -> str:
+            """Buy."""
+            return str(10 // count)
+
+        @tool
+        def look(self) -> str:
+            """Look."""
+            return "a shelf"
+
+    env = Shop()
+    env.reset(seed=0)
+    conversation = []
+    # One division by zero, one wrong argument, one that works; one unknown tool; and a look.
+    asked_for = [("buy", {"count": 0}), ("buy", {"count": "x"}), ("buy", {"count": 5}), ("sell", {}), ("look", {})]
+    for name, given in asked_for:
+        asked = Message("assistant", "", (ToolCall("call_0", name, given),))
+        conversation += [asked, *env.step(asked)[0]]
+    counts = count_calls(conversation)
+    assert counts.made == {"buy": 3, "look": 1}
+    assert counts.failed == {"buy": 2, "look": 0}

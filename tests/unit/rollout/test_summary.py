@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, rollout_metrics, source_metrics
-from gspo_gym.types import DroppedEpisode, Outcome, TrajectoryGroup
+from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, TOOL_PREFIX, rollout_metrics, source_metrics
+from gspo_gym.types import DroppedEpisode, Message, Outcome, ToolCall, TrajectoryGroup
 
 
 @pytest.fixture
@@ -53,12 +53,14 @@ def test_every_number_by_hand(groups):
             "rollout/max_output_tokens_fraction": 1 / 4,
             "rollout/events_mean": (2 + 1) / 2,
             "reward/found": (0.1 + 1.0) / 2,
+            "tools/failure_fraction": 0,
+            "tools/failure_fraction/query": 0,
         }
     )
 
 
 def test_every_number_is_explained(groups):
-    names = {name for name in rollout_metrics(groups, seconds=1.0) if not name.startswith(TERM_PREFIX)}
+    names = {name for name in rollout_metrics(groups, seconds=1.0) if not name.startswith((TERM_PREFIX, TOOL_PREFIX))}
     assert names == set(METRICS)
 
 
@@ -99,4 +101,21 @@ def test_each_environment_of_a_mixture_has_its_own_numbers(groups):
         "source/other/num_episodes": 0,
         "source/other/num_dropped": 2,
         "source/other/num_dropped_groups": 1,
+    }
+
+
+def test_calls_that_were_answered_with_an_error_are_a_share_of_all_and_of_each_tools(groups):
+    def asked(name: str, answer: str) -> tuple[Message, Message]:
+        call = ToolCall("call_0", name, {})
+        return Message("assistant", "", (call,)), Message("tool", answer, tool_call_id="call_0")
+
+    said = [("look", "a door"), ("look", "error: KeyError: 'door'"), ("open", "error: it is locked")]
+    said += [("fly", "error: unknown tool 'fly'")]
+    messages = tuple(message for name, answer in said for message in asked(name, answer))
+    episode = dataclasses.replace(groups[0].trajectories[0], messages=messages)
+    metrics = rollout_metrics([dataclasses.replace(groups[0], trajectories=(episode,), requested_size=2)], seconds=1.0)
+    assert {name: value for name, value in metrics.items() if name.startswith("tools/")} == {
+        "tools/failure_fraction": 2 / 3,  # of two looks and an open; there is no tool fly
+        "tools/failure_fraction/look": 1 / 2,
+        "tools/failure_fraction/open": 1.0,
     }
