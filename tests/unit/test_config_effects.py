@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -390,8 +391,23 @@ def test_what_this_version_cannot_do_is_refused(key):
     assert missing_machinery(changed({**more, key: value}).sections)
 
 
-@pytest.mark.parametrize("key", SHOWN_BY)
-def test_the_test_that_shows_an_effect_exists(key):
-    path, name = SHOWN_BY[key].split("::")
-    functions = [node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(node, "name")]
-    assert name in functions
+def test_the_test_that_shows_an_effect_speaks_of_the_key():
+    """It is there, and its file names the key, or the setting that the key becomes."""
+    silent = []
+    for key, test in SHOWN_BY.items():
+        path, name = test.split("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        functions = [node.name for node in ast.walk(ast.parse(text)) if hasattr(node, "name")]
+        assert name in functions, test
+        leaf = key.rpartition(".")[2]
+        if not re.search(rf"\b{leaf}\b", text):
+            silent.append(key)
+    assert silent == []
+
+
+def test_what_the_table_of_parameters_says_is_tried_here_is_tried():
+    table = (ROOT / "configs" / "recipes" / "PARAMETERS.md").read_text(encoding="utf-8")
+    rows = [line for line in table.splitlines() if "::test_another_value_builds_something_else |" in line]
+    assert len(rows) > 60
+    keys = [re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)`", row) for row in rows]
+    assert [row for row, named in zip(rows, keys, strict=True) if named and not set(named) & set(OTHER)] == []

@@ -48,6 +48,7 @@ NOTICED = {
     "sokoban_react": ["training.step_rewards_strategy", "training.event_rewards_kind"],
     "swe_eight_gpus": ["reference.placement"],
     "verilog_judge": ["training.max_turns", "rollout.policy_config"],
+    "verilog_judge_bundle": ["training.max_turns", "rollout.policy_config"],
 }
 
 

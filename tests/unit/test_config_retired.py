@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.fields import FieldInfo
 
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.retired import FOREIGN, explain
@@ -112,9 +115,50 @@ def test_a_name_that_nobody_uses_is_not_explained() -> None:
     assert explain("training.group_sise", 8) is None
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("value", [True, 1, 0.5, "text", None, [1, 2], {"a": 1}])
-def test_any_value_under_a_foreign_name_gets_an_answer(name: str, value: Any) -> None:
-    answer = explain(f"training.{name}", value)
-    assert answer is not None
-    assert answer.startswith(name)
+def field(key: str) -> FieldInfo:
+    section, name = key.rsplit(".", 1)
+    return dict(sections_of(RunConfig))[section].model_fields[name]
+
+
+def sample(key: str) -> Any:
+    """A value that the key takes."""
+    described = describe(field(key))
+    if described.startswith('"'):
+        return re.findall(r'"([^"]+)"', described)[0]
+    number = 1.5 if "> 1" in described else 0.5
+    for noun, value in (("an integer", 4), ("a number", number), ("true or false", True), ("a string", "text")):
+        if described.startswith((noun, f"a non-empty {noun.split()[-1]}")):
+            return value
+    return ["text"]
+
+
+def assignments(text: str) -> list[tuple[str, Any]]:
+    """What a sentence says to write: keys, and values as TOML reads them."""
+    literal = r'"[^"]*"|\["[^\]]*\]|-?\d[\d.e+-]*|true|false'
+    found = re.findall(rf"([a-z]+(?:\.[a-z_]+)+) = ({literal})(?=[,;)]| \(|$)", text)
+    return [(key, tomllib.loads(f"x = {value}")["x"]) for key, value in found]
+
+
+def test_following_the_advice_is_always_valid() -> None:
+    """For each foreign name, each of its own values and one of a renamed key: what is advised is what our key takes."""
+    advised = 0
+    for name, foreign in FOREIGN.items():
+        values = [*foreign.values, *([sample(foreign.keys[0])] if foreign.keys and not foreign.values else [])]
+        for value in values or [True]:
+            text = explain(f"training.{name}", value)
+            assert text is not None
+            assert text.startswith(name)
+            for key, advice in assignments(text):
+                info = field(key)
+                given = tuple(advice) if isinstance(advice, list) else advice
+                takes = Annotated[info.annotation, "what the key takes", *info.metadata]
+                TypeAdapter(takes, config=ConfigDict(strict=True)).validate_python(given)
+                advised += 1
+    assert advised > 150
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 1}])
+def test_a_value_that_no_key_of_ours_takes_is_not_repeated_as_advice(value: Any) -> None:
+    assert explain("training.warmup_ratio", value) == (
+        "warmup_ratio is what TRL calls it: write optimizer.warmup_fraction"
+    )
