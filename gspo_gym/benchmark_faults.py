@@ -35,10 +35,10 @@ from gspo_gym.types import Message, Outcome, Task, Trajectory
 # What is told to one attempt in ten each, and the outcome that it calls for.
 WANTED = {
     "raise": Outcome.ENV_ERROR,
-    "wait": Outcome.ENV_TIMEOUT,
-    "loop": Outcome.ENV_TIMEOUT,
+    "wait": Outcome.ACTION_LIMIT,  # it is the action that does it, as a second try shows
+    "loop": Outcome.ACTION_LIMIT,
     "leak": Outcome.TERMINATED,  # the episode is good; its process is not used again
-    "die": Outcome.ENV_ERROR,
+    "die": Outcome.ACTION_LIMIT,
     "types": Outcome.ENV_ERROR,
     "text": Outcome.ENV_ERROR,
     "fine": Outcome.TERMINATED,
@@ -224,6 +224,6 @@ def _unexpected_workers(attempts: Counter[tuple[str, Outcome]], workers: dict[st
     wanted = Counter[str]()
     for (fault, _), count in attempts.items():
         if fault in ENDS_WORKER:
-            wanted[ENDS_WORKER[fault]] += count
+            wanted[ENDS_WORKER[fault]] += count * (2 if WANTED[fault] is Outcome.ACTION_LIMIT else 1)  # tried twice
     fates = ("killed", "replaced", "died")
     return {what: (wanted[what], workers.get(what, 0)) for what in fates if wanted[what] != workers.get(what, 0)}

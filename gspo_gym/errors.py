@@ -13,7 +13,9 @@ Each class is also the standard-library error it refines, so `except ValueError`
     ├── UnscoredError        ValueError    a reward was read before anything scored the episode
     ├── UsageError           RuntimeError  a call at the wrong time: step before reset, a sync call inside an event loop
     ├── EnvError             RuntimeError  an environment raised
-    │   └── EnvTimeoutError  TimeoutError  an environment did not answer before its deadline
+    │   ├── EnvTimeoutError  TimeoutError  an environment did not answer before its deadline
+    │   ├── EnvDiedError     RuntimeError  an environment ran out of memory, or its process died
+    │   └── ActionLimitError RuntimeError  an action exceeded a limit that the environment sets for actions
     ├── EngineError          RuntimeError  an engine failed to generate
     │   ├── EngineTimeoutError   TimeoutError  a generation missed its deadline
     │   ├── EngineMismatchError  RuntimeError  batch after batch, an engine's logprobs are not the learner's
@@ -79,6 +81,14 @@ class EnvError(GymError, RuntimeError):
 
 class EnvTimeoutError(EnvError, TimeoutError):
     """An environment did not answer before its deadline."""
+
+
+class EnvDiedError(EnvError):
+    """An environment ran out of memory, or its worker process died."""
+
+
+class ActionLimitError(EnvError):
+    """An action exceeded a limit that the environment sets for actions: it ends the episode, which is scored."""
 
 
 class EngineError(GymError, RuntimeError):

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 from gspo_gym.errors import UnscoredError
 from gspo_gym.judge.base import Judge, JudgeBudgetError, JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
-from gspo_gym.judge.blend import EnvRewards, RewardBlend, blend, env_rewards
+from gspo_gym.judge.blend import EnvRewards, RewardBlend, blend, env_rewards, unjudged
 from gspo_gym.recording_judgements import JudgedEpisode
-from gspo_gym.types import Task, Trajectory
+from gspo_gym.types import Outcome, Task, Trajectory
 
 # The rubrics of a task; a task app may have its own for every one. Raises JudgeError if they cannot be had.
 RubricsOf = Callable[[Task], Awaitable[Rubrics]]
@@ -93,6 +93,8 @@ class EpisodeScorer:
             JudgeStoppedError: nor will it have one for any other. JudgeDriftError: nor is it to be believed.
         """
         self._may_score()
+        if trajectory.outcome is Outcome.ACTION_LIMIT:  # it is scored, and no judge may find it worth more
+            return unjudged(trajectory, self._weights, self._rewards)
         task = trajectory.task
         try:
             scored, judgement = await self._ask(trajectory)

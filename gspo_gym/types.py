@@ -251,6 +251,7 @@ class Outcome(enum.Enum):
     TRUNCATED = "truncated"  # the environment cut it off
     MAX_TURNS = "max_turns"  # our limit on turns
     CONTEXT_OVERFLOW = "context_overflow"  # the next observation does not fit the model
+    ACTION_LIMIT = "action_limit"  # the last action exceeded a limit of the environment: scored at its floor
     ENV_ERROR = "env_error"  # the environment raised or broke its contract
     ENV_TIMEOUT = "env_timeout"  # the environment did not answer in time
     ENGINE_ERROR = "engine_error"  # no completion
@@ -280,9 +281,10 @@ class Timing:
 class Trajectory:
     """One episode as it happened.
 
-    `trajectory_id` is stable over retries (they differ in `attempt`). `error` is the one-line reason of a failure,
-    None otherwise. `success` is what the environment declared last, None if it never did. `reports_events`: False where
-    a task app played and does not say what its decisions achieved, so that turns without events are no sign of failure.
+    `trajectory_id` is stable over retries (they differ in `attempt`). `error` is the one-line reason of a failure or of
+    the limit that an action exceeded, None otherwise. `success` is what the environment declared last, None if it never
+    did. `reports_events`: False where a task app played and does not say what its decisions achieved, so that turns
+    without events are no sign of failure.
     """
 
     trajectory_id: str

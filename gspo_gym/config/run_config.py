@@ -178,6 +178,7 @@ class RunConfig(Settings):
             max_model_len=self.rollout.max_model_len,
             step_timeout_seconds=self.limits.step_timeout_seconds,
             episode_timeout_seconds=self.limits.episode_timeout_seconds,
+            action_limit_return=self.limits.action_limit_return,
         )
 
     @property

@@ -238,6 +238,7 @@ class LimitsSection(Settings):
 
     step_timeout_seconds: float = same(EpisodeLimits, "step_timeout_seconds")
     episode_timeout_seconds: float = same(EpisodeLimits, "episode_timeout_seconds")
+    action_limit_return: float | None = same(EpisodeLimits, "action_limit_return")
     max_attempts: int = same(PoolLimits, "max_attempts")
     min_group_fraction: float = same(PoolLimits, "min_group_fraction")
 

@@ -92,6 +92,9 @@ class TextEnv(gymnasium.Env[Any, Any]):
         confinement: how code that the model wrote is confined here, in words; None: it runs none. A class that runs
             some sets a text, and its instances what is true where they run; `env check`, the card and a run's first
             lines show it.
+        max_action_seconds: what answering one action may take; an action that takes longer exceeds a limit, which ends
+            the episode at the lowest return. None: no such limit, beside the run's for any call. Raise
+            `errors.ActionLimitError` for other limits on what an action may ask for.
         takes_messages: True: `step` is given the `Message` with its tool calls; False: its text alone.
     """
 
@@ -103,6 +106,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     reference_is_perfect: bool = True
     isolation: Isolation | None = None
     confinement: str | None = None
+    max_action_seconds: float | None = None
     takes_messages: bool = False
 
     @property

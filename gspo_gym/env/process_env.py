@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from gspo_gym import errors
+from gspo_gym.env.action_limits import LIMIT_SIGNAL
 from gspo_gym.env.core import Isolation
 from gspo_gym.env.process_channel import MAX_REQUEST_BYTES, ChannelClosedError, frame_of
 from gspo_gym.env.process_limits import WorkerLimits
@@ -37,7 +38,7 @@ from gspo_gym.env.wire import (
     step_result_from_json,
     tool_schemas_from_json,
 )
-from gspo_gym.errors import EnvError, EnvTimeoutError, GymError, UsageError
+from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class ProcessEnv:
         pool: where workers come from.
 
     Attributes:
-        takes_messages, tool_schemas, reward_range, confinement: as the environment declares them.
+        takes_messages, tool_schemas, reward_range, confinement, max_action_seconds: as the environment declares them.
         policies: its players, which run in the worker, beside the hidden state; here they are async.
         declared_isolation: where the environment says that it is to run; None: it does not say.
         changed_generators: after `close`, those generators of the whole process that it was seen to use.
@@ -102,6 +103,7 @@ class ProcessEnv:
         self.policies = {name: _RemotePolicy(name) for name in declared["policies"]}
         self.declared_isolation: Isolation | None = declared["isolation"]
         self.confinement: str | None = declared["confinement"]
+        self.max_action_seconds: float | None = declared["max_action_seconds"]
 
     @property
     def pid(self) -> int:
@@ -220,7 +222,9 @@ class ProcessEnv:
             answer = await worker.channel.receive()
         except ChannelClosedError:
             status = await asyncio.wrap_future(self._end("died"))
-            raise EnvError(f"{self.env_id}: {_death(status)} in {method}()") from None
+            if status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == LIMIT_SIGNAL:
+                raise ActionLimitError(f"{self.env_id}: {method}() ran into its limit on one call") from None
+            raise EnvDiedError(f"{self.env_id}: {_death(status)} in {method}()") from None
         except BaseException:  # cancelled: the deadline passed, or the episode was stopped
             self._end("killed")
             raise

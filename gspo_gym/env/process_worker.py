@@ -216,6 +216,7 @@ class _Worker:
             "policies": list(getattr(env, "policies", {})),
             "isolation": getattr(env, "isolation", None),
             "confinement": getattr(env, "confinement", None),
+            "max_action_seconds": getattr(env, "max_action_seconds", None),
         }
 
     async def _close(self) -> Any:

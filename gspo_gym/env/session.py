@@ -23,13 +23,22 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from gspo_gym.env.answers import as_reset_result, as_step_result, described
 from gspo_gym.env.workers import OwnThread, Returned
-from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, GymError, UsageError
+from gspo_gym.errors import (
+    ActionLimitError,
+    ContractError,
+    EnvDiedError,
+    EnvError,
+    EnvTimeoutError,
+    GymError,
+    UsageError,
+)
 from gspo_gym.types import Message, StepResult
 
 _RETURN_TOLERANCE = 1e-6  # of the larger bound: rewards may be float32 sums
 _KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # what `gymnasium.make` puts around an environment
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen")
+_ANSWERS_ACTION = ("step", "invalid_action")
 
 
 class EnvSession:
@@ -72,6 +81,7 @@ class EnvSession:
         self.env = getattr(env, "unwrapped", env)
         self._outer = env
         self._timeout = step_timeout_seconds
+        self._max_action_seconds: float | None = getattr(self.env, "max_action_seconds", None)
         self._takes_messages = bool(getattr(self.env, "takes_messages", False))
         self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(getattr(self.env, "tool_schemas", ()))
         self._thread = thread or OwnThread()
@@ -82,6 +92,11 @@ class EnvSession:
         self._has_missed_deadline = False
         self._cancelled: asyncio.Future[Any] | None = None  # an async call that was told to stop, and may not have yet
         self._is_closed = False
+
+    @property
+    def step_timeout_seconds(self) -> float | None:
+        """Of each call of a method; None: for ever."""
+        return self._timeout
 
     async def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> StepResult:
         """Start an episode; the first observation, without a reward.
@@ -105,6 +120,7 @@ class EnvSession:
         """Answer one action: an environment that `takes_messages` is given the message, any other its text.
 
         Raises:
+            ActionLimitError: the action exceeded a limit that the environment sets for actions.
             EnvError, EnvTimeoutError: it raised, or did not answer in time.
             ContractError: the answer is not (observation, reward, terminated, truncated, info), or a part is wrong; or
                 with this reward the episode's return overflows or leaves the declared `reward_range`.
@@ -187,7 +203,8 @@ class EnvSession:
 
     async def _answer_of(self, method: str, call: Callable[[], Any]) -> Any:
         """What the call answers in time; what it raises becomes an EnvError."""
-        watchdog = asyncio.timeout(self._timeout)
+        seconds, late = self._deadline_of(method)
+        watchdog = asyncio.timeout(seconds)
         try:
             async with watchdog:
                 if inspect.iscoroutinefunction(call):
@@ -198,9 +215,7 @@ class EnvSession:
             if not watchdog.expired():
                 raise self._failure(method, error) from error
             self._left, self._has_missed_deadline = method, True
-            raise EnvTimeoutError(
-                f"{self.env_id}: {method}() did not answer within {self._timeout:g} seconds"
-            ) from None
+            raise late(f"{self.env_id}: {method}() did not answer within {seconds:g} seconds") from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # nobody cancelled us: it is the environment's own
@@ -209,6 +224,13 @@ class EnvSession:
             raise
         except (Exception, SystemExit) as error:
             raise self._failure(method, error) from error
+
+    def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
+        """How long a call may take, and what a later one is: the environment's limit on actions, or the caller's."""
+        declared = self._max_action_seconds if method in _ANSWERS_ACTION else None
+        if declared is not None and (self._timeout is None or declared < self._timeout):
+            return declared, ActionLimitError
+        return self._timeout, EnvTimeoutError
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         self._is_thread_busy = True
@@ -229,6 +251,8 @@ class EnvSession:
         return task.result().unwrap()
 
     def _failure(self, method: str, error: BaseException) -> BaseException:
+        if isinstance(error, MemoryError):
+            return EnvDiedError(f"{self.env_id}: {method}() raised MemoryError: {error}")
         if isinstance(error, ContractError | EnvError):
             return error  # an adapter of a foreign environment knows better than we what went wrong
         return EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}{place_of(error)}")

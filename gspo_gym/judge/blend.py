@@ -80,6 +80,18 @@ def blend(
     return dataclasses.replace(trajectory, turns=tuple(turns))
 
 
+def unjudged(trajectory: Trajectory, weights: RewardBlend, rewards: EnvRewards = env_rewards) -> Trajectory:
+    """The episode with what its environment gave, weighed, and the lowest that a judge gives: nothing.
+
+    For one that ended because an action exceeded a limit; its last turn is always scored.
+    """
+    earned = [None if reward is None else weights.env * reward for reward in rewards(trajectory)]
+    turns = [dataclasses.replace(t, reward=r, reward_terms={}) for t, r in zip(trajectory.turns, earned, strict=True)]
+    if turns[-1].reward is None:
+        turns[-1] = dataclasses.replace(turns[-1], reward=0.0)
+    return dataclasses.replace(trajectory, turns=tuple(turns))
+
+
 def _require_scores(
     trajectory: Trajectory, judgement: Judgement, weights: RewardBlend, earned: Sequence[float | None]
 ) -> None:

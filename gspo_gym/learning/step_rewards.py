@@ -11,11 +11,12 @@ Knows nothing of returns (that is `credit`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 
 from gspo_gym.learning.settings import StepRewardSettings
-from gspo_gym.types import Trajectory, Turn
+from gspo_gym.types import Outcome, Trajectory, Turn
 
 
 def step_rewards(trajectory: Trajectory, settings: StepRewardSettings) -> tuple[float, ...]:
@@ -48,7 +49,10 @@ def step_rewards(trajectory: Trajectory, settings: StepRewardSettings) -> tuple[
     is_played = bool(trajectory.turns) and not trajectory.outcome.is_infrastructure_failure
     is_decisions = settings.mode == "decision_stepwise"
     if is_decisions and is_played and trajectory.reports_events:
-        return _decision_rewards(trajectory.turns, settings)
+        rewards = _decision_rewards(trajectory.turns, settings)
+        if trajectory.outcome is Outcome.ACTION_LIMIT:  # what was credited is taken back: it pays no more than nothing
+            rewards = (*rewards[:-1], min(0.0, trajectory.reward) - math.fsum(rewards[:-1]))
+        return rewards
     episode_return = trajectory.reward  # raises UnscoredError
     if settings.mode == "off" or is_decisions:
         return (*[0.0] * (len(trajectory.turns) - 1), episode_return)

@@ -8,15 +8,19 @@ is stopped half-way still has its beginning. Called by `task_app_rollout.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from gspo_gym.chat.system_prompt import with_system_prompt
+from gspo_gym.env.blame import LIMIT_TERM, Action, Retrial, answer_to, floor_of, is_the_actions_doing
 from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ContextOverflowError, GymError
 from gspo_gym.remote.inference import Reply
 from gspo_gym.types import Message, Outcome, StepResult
+
+_MAX_REPLAY_SECONDS = 600.0
 
 
 class Ask(Protocol):
@@ -35,11 +39,13 @@ class Plan:
         seed: of the task. options: of each reset (Any: JSON).
         max_turns: decisions in all, over all episodes.
         system_prompt: put before what the environment says first; None: nothing is.
+        make_env: makes the environment afresh, to try again what failed (Any: authors need not subclass anything).
         on_done: "terminate": one episode; "reset": the same task anew while there are turns left.
     """
 
     seed: int
     max_turns: int
+    make_env: Callable[[], Any]
     system_prompt: str | None = None
     on_done: Literal["reset", "terminate"] = "terminate"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -128,8 +134,16 @@ async def _play_episode(
             episode.outcome = Outcome.CONTEXT_OVERFLOW
             return
         played.num_ops += 1
-        call = session.step(reply.message) if reply.error is None else session.invalid_action(reply.error)
-        result = await _of_env("env_step_failed", call)
+        call = answer_to(session, _action_of(reply))
+        try:
+            result = await call
+        except GymError as error:
+            actions = [_action_of(one.reply) for one in episode.decisions] + [_action_of(reply)]
+            if not await is_the_actions_doing(error, actions, _retrial_of(plan, session)):
+                raise PlayError("env_step_failed", str(error)) from error
+            _end_at_limit(episode, seen, reply, session)
+            played.num_ops += 1
+            return
         played.num_ops += 1
         episode.decisions.append(Decision(seen, reply, result))
         conversation += (reply.message, *result.messages)
@@ -140,6 +154,30 @@ async def _play_episode(
         if played.num_decisions >= plan.max_turns:
             episode.outcome = Outcome.MAX_TURNS
             return
+
+
+def _action_of(reply: Reply) -> Action:
+    return reply.message if reply.error is None else reply.error
+
+
+def _retrial_of(plan: Plan, session: EnvSession) -> Retrial:
+    return Retrial(
+        plan.make_env,
+        env_id=session.env_id,
+        seed=plan.seed,
+        options=plan.options or None,
+        step_timeout_seconds=session.step_timeout_seconds,
+        max_seconds=_MAX_REPLAY_SECONDS,
+    )
+
+
+def _end_at_limit(episode: PlayedEpisode, seen: tuple[Message, ...], reply: Reply, session: EnvSession) -> None:
+    """End the episode at the action that exceeded a limit, at the environment's lowest return."""
+    earned = math.fsum(one.result.reward for one in episode.decisions if one.result.reward is not None)
+    penalty = floor_of(session.env, earned, None) - earned
+    result = StepResult((), reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True)
+    episode.decisions.append(Decision(seen, reply, result))
+    episode.outcome = Outcome.ACTION_LIMIT
 
 
 async def _asked(

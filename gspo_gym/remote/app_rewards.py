@@ -35,7 +35,10 @@ _MAX_SHOWN = 200  # characters of an app's error
 _MAX_UNNAMED = 1_000  # achievements of one decision that have no names
 _ENDINGS = {
     outcome.value: outcome
-    for outcome in (Outcome.TERMINATED, Outcome.TRUNCATED, Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW)
+    for outcome in (
+        *(Outcome.TERMINATED, Outcome.TRUNCATED, Outcome.MAX_TURNS),
+        *(Outcome.CONTEXT_OVERFLOW, Outcome.ACTION_LIMIT),
+    )
 }
 
 

@@ -82,9 +82,9 @@ class Rollouts:
             RefusalError: the request is wrong, or there is no place for it, or the rollout failed.
         """
         try:
-            plan, context = self._read(request)
-            url = await self._checked_url(context.inference_url)
             factory = self._source.factory_of(request.env.config)
+            plan, context = self._read(request, factory)
+            url = await self._checked_url(context.inference_url)
         except BaseException:
             client_left.close()  # never awaited
             raise
@@ -126,7 +126,7 @@ class Rollouts:
         except GymError as error:
             raise PlayError("env_init_failed", str(error)) from error
 
-    def _read(self, request: RolloutRequest) -> tuple[Plan, AnswerContext]:
+    def _read(self, request: RolloutRequest, factory: Any) -> tuple[Plan, AnswerContext]:
         env, policy = request.env, request.policy.config
         for name in (env.env_name, env.env_id):
             if not self._source.is_called(name):
@@ -145,6 +145,7 @@ class Rollouts:
         if seed < 0:
             raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {seed}")
         plan = Plan(
+            make_env=factory,
             seed=seed,
             max_turns=num_turns_of(request.ops, request.safety.max_ops),
             system_prompt=_system_prompt_of(policy),

@@ -19,6 +19,7 @@ from gspo_gym.chat.fitting import cannot_fit
 from gspo_gym.chat.parsing import ParseFailure
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.chat.system_prompt import with_system_prompt
+from gspo_gym.env.blame import Action, answer_to, floor_of
 from gspo_gym.env.session import EnvSession
 from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import ConfigError, ContextOverflowError, UsageError
@@ -59,6 +60,7 @@ class TokenObservationWrapper:
     Attributes:
         session: the environment.
         env_seconds: time spent waiting for the environment since the last reset.
+        action_seconds: the part of it that went into answering actions.
 
     Raises:
         ConfigError: a limit or `pad_id` is out of range.
@@ -92,7 +94,7 @@ class TokenObservationWrapper:
             name = env_id or type(env).__name__
             self.session = EnvSession(env, env_id=name, step_timeout_seconds=step_timeout_seconds)
         self.renderer = renderer or Renderer(tokenizer, tool_schemas=self.session.tool_schemas)
-        self.env_seconds = 0.0
+        self.env_seconds = self.action_seconds = 0.0
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_turns = max_turns
@@ -104,6 +106,7 @@ class TokenObservationWrapper:
         self._generator = np.random.default_rng()  # of the seeds of unseeded episodes
         self._runner: asyncio.Runner | None = None
         self._open = OpenEpisode()
+        self._actions: list[Action] = []
         self._is_turn_open = False
 
     # -- for people and synchronous loops ---------------------------------------------------------------------------
@@ -165,8 +168,9 @@ class TokenObservationWrapper:
             ContextOverflowError: the first prompt leaves no room for one token in `max_model_len`.
         """
         self._open = OpenEpisode()
+        self._actions = []
         self._is_turn_open = False
-        self.env_seconds = 0.0
+        self.env_seconds = self.action_seconds = 0.0
         if seed is None:
             seed = next_seed(self._generator)
         else:
@@ -210,6 +214,7 @@ class TokenObservationWrapper:
             UsageError: no turn is open (before `reset`, or after the episode ended or failed).
             RecordError: `token_ids`, `logprobs` or `weight_version` cannot have been sampled here; the turn stays open.
             EnvError, EnvTimeoutError, ContractError: the environment failed; the turn stays in the record, unscored.
+                Where it is the action's doing (`blame.py`), `end_at_limit` scores it.
         """
         if not self._is_turn_open:
             raise UsageError(
@@ -221,10 +226,8 @@ class TokenObservationWrapper:
         )
         self._is_turn_open = False
         action = self._record_action(sampled)
-        if isinstance(action, ParseFailure):
-            result = await self._timed(self.session.invalid_action(action.error))
-        else:
-            result = await self._timed(self.session.step(action))
+        self._actions.append(action.error if isinstance(action, ParseFailure) else action)
+        result: StepResult = await self._timed(answer_to(self.session, self._actions[-1]))
         history = self.messages
         self._open.append_answer(result)
         self._advance(history, result)
@@ -232,6 +235,12 @@ class TokenObservationWrapper:
         info = {**result.info, "new_messages": result.messages, "parse": turn.parse, "outcome": self.outcome}
         truncated = result.truncated or self.outcome in (Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW)
         return self.prompt, turn.reward, result.terminated, truncated, info
+
+    def end_at_limit(self, stated_return: float | None = None) -> None:
+        """End the episode, whose last action is unanswered, at the lowest return; see `blame.floor_of`."""
+        assert self._actions, "no action was taken"
+        assert self.outcome is None, "the episode is over"
+        self._open.end_at_limit(floor_of(self.session.env, self._open.earned, stated_return))
 
     async def close_async(self) -> None:
         """Close the environment. Closing twice is fine."""
@@ -254,6 +263,11 @@ class TokenObservationWrapper:
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far."""
         return tuple(self._open.messages)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the environment was given so far, in order."""
+        return tuple(self._actions)
 
     @property
     def num_turns(self) -> int:
@@ -315,7 +329,9 @@ class TokenObservationWrapper:
         try:
             return await call
         finally:
-            self.env_seconds += self._clock() - started
+            seconds = self._clock() - started
+            self.env_seconds += seconds
+            self.action_seconds += seconds if self._actions else 0.0
 
 
 def _require_range(name: str, value: int, low: int, high: int | None = None) -> None:

@@ -8,7 +8,8 @@ Before each turn, in this order; the first that binds decides the outcome:
 4. `episode_timeout_seconds` ran out, which is also watched during every wait: Outcome.EPISODE_TIMEOUT.
 
 During a turn: at most min(max_output_tokens, max_model_len - prompt) tokens are sampled, and the environment has
-`step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT.
+`step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT. Where a limit was exceeded
+because of the action (`env/blame.py` says when), the outcome is ACTION_LIMIT, and the episode is scored.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ class EpisodeLimits(Settings):
         default=30.0, gt=0, description="to make the environment, and for each reset, step or close of it"
     )
     episode_timeout_seconds: float = Field(default=600.0, gt=0, description="for the whole episode")
+    action_limit_return: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description=(
+            "return of an episode that ends because an action exceeded a limit of the environment; unset: the lowest "
+            "of the environment's reward_range, or 1 below what was earned (at most 0) where it states none"
+        ),
+    )
 
 
 class PoolLimits(Settings):

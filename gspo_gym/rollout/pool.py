@@ -187,7 +187,7 @@ class RolloutPool:
             )
             with self._settling(episode):
                 trajectory = await self._play_episode(episode)
-                if scoring is None or trajectory.error is not None:
+                if scoring is None or is_failed(trajectory):
                     return _Finished(trajectory, _reason_to_drop(trajectory, keep_unscored=self._keep_unscored))
                 await scoring.wait_for_room()
         with self._settling(episode):
@@ -249,13 +249,18 @@ def require_episodes(groups: Sequence[TrajectoryGroup]) -> None:
         raise RolloutError(_describe_total_failure(groups))
 
 
+def is_failed(trajectory: Trajectory) -> bool:
+    """Whether it is no result. An action that exceeded a limit is one: its error says which limit."""
+    return trajectory.error is not None and trajectory.outcome is not Outcome.ACTION_LIMIT
+
+
 def _trajectory_id(request: GroupRequest, member: int) -> str:
     return f"{request.group_id}/{member}"
 
 
 def _reason_to_drop(trajectory: Trajectory, *, keep_unscored: bool) -> str | None:
     """Why a finished episode cannot be used; None if it can."""
-    if trajectory.error is not None:
+    if is_failed(trajectory):
         return trajectory.error
     if not (trajectory.is_scored or keep_unscored):
         return (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_gym.env.blame import LIMIT_TERM
 from gspo_gym.errors import RecordError
 from gspo_gym.segments import OpenSegment, SampledTokens
 from gspo_gym.types import (
@@ -133,6 +135,20 @@ class OpenEpisode:
         )
         if result.success is not None:
             self.success = result.success
+
+    def end_at_limit(self, episode_return: float) -> None:
+        """End the episode at the action that exceeded a limit: its turn is scored so that the return is this."""
+        penalty = episode_return - self.earned
+        self.turns[-1] = dataclasses.replace(
+            self.turns[-1], reward=penalty, reward_terms={LIMIT_TERM: penalty}, events=()
+        )
+        self.success = None if self.success is None else False
+        self.outcome = Outcome.ACTION_LIMIT
+
+    @property
+    def earned(self) -> float:
+        """The return up to now."""
+        return math.fsum(turn.reward for turn in self.turns if turn.reward is not None)
 
     def freeze(self, *, pad_id: int) -> EpisodeRecord:
         """The record up to now, which later turns do not change."""

@@ -25,6 +25,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "rollout/sampled_tokens_per_second": "sampled tokens over the seconds that episodes were being played in",
         "rollout/max_turns_fraction": "share of kept episodes that ended at the limit on turns",
         "rollout/context_overflow_fraction": "share of kept episodes whose next observation did not fit the model",
+        "rollout/action_limit_fraction": "share of kept episodes whose last action exceeded a limit of the environment",
         "rollout/parse_failure_fraction": "share of turns whose text could not be parsed as an action",
         "rollout/max_output_tokens_fraction": "share of turns that ran out of output tokens",
         "rollout/events_mean": "mean over kept episodes of how many different events (achievements) each reached",
@@ -68,6 +69,7 @@ def rollout_metrics(
         "rollout/max_turns_fraction": sum(e.outcome is Outcome.MAX_TURNS for e in episodes) / len(episodes),
         "rollout/context_overflow_fraction": sum(e.outcome is Outcome.CONTEXT_OVERFLOW for e in episodes)
         / len(episodes),
+        "rollout/action_limit_fraction": sum(e.outcome is Outcome.ACTION_LIMIT for e in episodes) / len(episodes),
         "rollout/parse_failure_fraction": sum(turn.parse is not ParseStatus.OK for turn in turns) / len(turns),
         "rollout/max_output_tokens_fraction": sum(t.finish_reason is FinishReason.LENGTH for t in turns) / len(turns),
         "rollout/events_mean": sum(len({name for turn in e.turns for name in turn.events}) for e in episodes)

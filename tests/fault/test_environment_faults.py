@@ -23,10 +23,10 @@ RUN_SEED, GROUP_SIZE, MAX_ATTEMPTS = 5, 4, 3
 FAULTS = ("raise", "wait", "loop", "leak", "die", "types", "text", "fine", "fine", "fine")
 ENDS = {
     "raise": Outcome.ENV_ERROR,
-    "wait": Outcome.ENV_TIMEOUT,
-    "loop": Outcome.ENV_TIMEOUT,
+    "wait": Outcome.ACTION_LIMIT,
+    "loop": Outcome.ACTION_LIMIT,
     "leak": Outcome.TERMINATED,
-    "die": Outcome.ENV_ERROR,
+    "die": Outcome.ACTION_LIMIT,
     "types": Outcome.ENV_ERROR,
     "text": Outcome.ENV_ERROR,
     "fine": Outcome.TERMINATED,
@@ -46,7 +46,7 @@ def expected_attempts(num_episodes: int) -> Counter[tuple[str, Outcome]]:
         for attempt in range(MAX_ATTEMPTS):
             fault = told(episode // GROUP_SIZE, episode % GROUP_SIZE, attempt)
             attempts[fault, ENDS[fault]] += 1
-            if ENDS[fault] is Outcome.TERMINATED:
+            if not ENDS[fault].is_infrastructure_failure:
                 break
     return attempts
 
@@ -59,11 +59,13 @@ def check(num_episodes: int, **settings: float) -> None:
     assert (report.num_lost, report.num_duplicated, report.num_placeholders) == (0, 0, 0)
     assert report.disturbed == []
     num = Counter({fault: count for (fault, _), count in expected.items()})
-    assert report.workers.get("killed", 0) == num["wait"] + num["loop"]
+    # Those that the action ends are tried once more, which ends another worker.
+    assert report.workers.get("killed", 0) == 2 * (num["wait"] + num["loop"])
     assert report.workers.get("replaced", 0) == num["leak"]
-    assert report.workers.get("died", 0) == num["die"]
+    assert report.workers.get("died", 0) == 2 * num["die"]
     # Every attempt had a worker, fresh or used before.
-    assert report.workers["started"] + report.workers["reused"] == sum(expected.values())
+    num_retrials = num["wait"] + num["loop"] + num["die"]
+    assert report.workers["started"] + report.workers["reused"] == sum(expected.values()) + num_retrials
     assert report.passed
 
 

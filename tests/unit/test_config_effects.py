@@ -91,6 +91,7 @@ OTHER = {
     "rollout.max_concurrent_rollouts": (5, {}),
     "limits.step_timeout_seconds": (1.0, {}),
     "limits.episode_timeout_seconds": (2.0, {}),
+    "limits.action_limit_return": (-2.0, {}),
     "limits.max_attempts": (1, {}),
     "limits.min_group_fraction": (0.5, {}),
     "training.num_epochs": (2, {}),

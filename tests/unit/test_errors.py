@@ -21,6 +21,8 @@ TREE = {
     "UsageError": ("GymError", RuntimeError),
     "EnvError": ("GymError", RuntimeError),
     "EnvTimeoutError": ("EnvError", TimeoutError),
+    "EnvDiedError": ("EnvError", RuntimeError),
+    "ActionLimitError": ("EnvError", RuntimeError),
     "EngineError": ("GymError", RuntimeError),
     "EngineTimeoutError": ("EngineError", TimeoutError),
     "EngineMismatchError": ("EngineError", RuntimeError),

@@ -13,7 +13,15 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError
+from gspo_gym.errors import (
+    ActionLimitError,
+    ConfigError,
+    ContractError,
+    EnvDiedError,
+    EnvError,
+    EnvTimeoutError,
+    MissingExtraError,
+)
 from gspo_gym.keys import read_key
 from gspo_gym.retries import AttemptError, Retries, RetrySettings
 
@@ -156,15 +164,20 @@ class ToolsCache:
             return self._tools[key]
 
 
+_KINDS: Mapping[str, type[EnvError]] = {"action_limit": ActionLimitError, "env_step_lost": EnvDiedError}
+
+
 def read_answer(response: Any, where: str) -> dict[str, Any]:  # Any: httpx is imported where it is used; JSON
     """A JSON object that was answered with 200.
 
     Raises:
-        AtCapacityError: the server is full. EnvError: it refuses or fails. ContractError: no JSON object.
+        AtCapacityError: the server is full. ActionLimitError, EnvDiedError: so the environment there ended.
+        EnvError: it refuses or fails. ContractError: no JSON object.
     """
     if response.status_code != 200:
         text = f"{where}: status {response.status_code}: {response.text[:_SHOWN]}"
-        raise AtCapacityError(f"{where}: at capacity") if error_code(response) == "at_capacity" else EnvError(text)
+        code = error_code(response) or ""
+        raise AtCapacityError(f"{where}: at capacity") if code == "at_capacity" else _KINDS.get(code, EnvError)(text)
     try:
         answer = response.json()
     except ValueError:

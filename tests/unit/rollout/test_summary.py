@@ -49,6 +49,7 @@ def test_every_number_by_hand(groups):
             "rollout/sampled_tokens_per_second": 3,
             "rollout/max_turns_fraction": 1 / 2,
             "rollout/context_overflow_fraction": 0,
+            "rollout/action_limit_fraction": 0,
             "rollout/parse_failure_fraction": 1 / 4,
             "rollout/max_output_tokens_fraction": 1 / 4,
             "rollout/events_mean": (2 + 1) / 2,
