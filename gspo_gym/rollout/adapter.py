@@ -239,7 +239,6 @@ class TokenObservationWrapper:
     def end_at_limit(self, stated_return: float | None = None) -> None:
         """End the episode, whose last action is unanswered, at the lowest return; see `blame.floor_of`."""
         assert self._actions, "no action was taken"
-        assert self.outcome is None, "the episode is over"
         self._open.end_at_limit(floor_of(self.session.env, self._open.earned, stated_return))
 
     async def close_async(self) -> None:

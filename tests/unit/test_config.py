@@ -295,6 +295,7 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callab
             "limits": {
                 "step_timeout_seconds": 1.5,
                 "episode_timeout_seconds": 2.5,
+                "action_limit_return": -0.5,
                 "max_attempts": 9,
                 "min_group_fraction": 0.5,
             },
@@ -324,6 +325,7 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callab
         "max_model_len": 512,
         "step_timeout_seconds": 1.5,
         "episode_timeout_seconds": 2.5,
+        "action_limit_return": -0.5,
     }
     assert built.pool_limits.model_dump() == {
         "max_concurrent_rollouts": 7,

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from app_process import serving_process
+from ending_env import Ending
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.adapters.step_protocol import StepProtocolEnv
@@ -24,7 +25,7 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import make
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.session import EnvSession
-from gspo_gym.errors import ConfigError, EnvError, EnvTimeoutError
+from gspo_gym.errors import ActionLimitError, ConfigError, EnvDiedError, EnvError, EnvTimeoutError
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.remote.task_app_server import TaskAppLimits, create_task_app
 from gspo_gym.types import Message, StepResult
@@ -173,6 +174,23 @@ def test_a_step_that_breaks_ends_the_session(url: str) -> None:
     env_id = opened(url)
     assert code(post(url, "step", env_id=env_id, step_id=0, action=said("break"))) == (500, "env_step_failed")
     assert code(post(url, "step", env_id=env_id, step_id=0, action=said("break"))) == (404, "unknown_session")
+
+
+def test_whose_doing_a_failed_step_is_reaches_the_client() -> None:
+    async def step(url: str, action: str) -> None:
+        session = EnvSession(StepProtocolEnv(url=url, name="Ending"), env_id="StepProtocol")
+        await session.reset(3)
+        try:
+            await session.step(Message("assistant", action))
+        finally:
+            await session.close()
+
+    limits = TaskAppLimits(step_timeout_seconds=0.7)
+    with BackgroundServer(create_task_app(Ending, isolation="thread", limits=limits)) as server:
+        with pytest.raises(ActionLimitError, match="asks for more than it may"):
+            asyncio.run(step(server.url, "refuse"))
+        with pytest.raises(EnvDiedError, match="did not answer within"):
+            asyncio.run(step(server.url, "wait"))
 
 
 def test_a_full_server_says_when_to_come_again(url: str) -> None:

@@ -16,10 +16,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ending_env import Ending
 from scripted_model import Json, Say, ScriptedModel, calls, in_turn, text
 
 from gspo_gym.env.achievements import Achievements
@@ -27,11 +30,13 @@ from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import tool
 from gspo_gym.errors import ConfigError
-from gspo_gym.remote.contracts import RolloutResponse, read_response
+from gspo_gym.remote.app_rewards import read_rollout
+from gspo_gym.remote.contracts import RolloutRequest, RolloutResponse, read_response
 from gspo_gym.remote.served_env import rubrics_of
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.remote.task_app_rollout import seed_of
 from gspo_gym.remote.task_app_server import TaskAppLimits, create_task_app
+from gspo_gym.types import Outcome
 
 
 class Stage:
@@ -422,6 +427,22 @@ def test_a_conversation_that_no_longer_fits_ends_the_episode(stage: Make) -> Non
     assert (response.metrics.num_steps, response.aborted) == (1, False)
     assert response.metrics.details["gspo_gym"] == {"outcome": "context_overflow"}
     assert stage(in_turn({"overflow": True})).refused() == (500, "no_steps_executed")
+
+
+@pytest.mark.parametrize("word", ["refuse", "wait"])
+def test_an_action_that_exceeds_a_limit_is_answered_at_the_floor_and_read_as_such(stage: Make, word: str) -> None:
+    app = stage(in_turn(text("good"), text(word)), Ending, limits=TaskAppLimits(step_timeout_seconds=0.7))
+    response = app.rollout()
+    assert [step.reward for step in response.trajectories[0].steps] == [0.5, -3.5]  # -3 is the environment's lowest
+    assert response.metrics.details["gspo_gym"] == {"outcome": "action_limit"}
+    read = read_rollout(response, RolloutRequest.model_validate(app.request()))
+    assert (read.outcome, read.episode_return) == (Outcome.ACTION_LIMIT, -3.0)
+
+
+def test_a_failure_that_does_not_come_again_is_an_error(stage: Make, tmp_path: Path) -> None:
+    limits = TaskAppLimits(step_timeout_seconds=0.7)
+    app = stage(in_turn(text("wait once")), partial(Ending, mark=str(tmp_path / "mark")), limits=limits)
+    assert app.refused() == (500, "env_step_failed")
 
 
 def test_a_rollout_that_takes_too_long_is_aborted_and_keeps_what_it_played(stage: Make) -> None:
