@@ -41,6 +41,12 @@ RENDERERS = RendererCache(tiny_tokenizer())
 PLACES = ("process", "thread", "loop")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def started() -> None:
+    """The server of worker processes, whose start is no part of what is limited here."""
+    asyncio.run(ProcessEnv(Ending, start_timeout_seconds=60.0).close())
+
+
 def made_in(place: str, **kwargs: Any) -> Callable[[], Any]:
     if place == "process":
         limits = WorkerLimits(memory_mb=1500)
@@ -56,7 +62,7 @@ def play(
     def player(_env: Any, _rng: np.random.Generator) -> Any:
         return lambda messages: said[min(sum(m.role == "assistant" for m in messages), len(said) - 1)]
 
-    settings = {"step_timeout_seconds": 0.7, "episode_timeout_seconds": 60.0, **limits}
+    settings = {"step_timeout_seconds": 1.0, "episode_timeout_seconds": 60.0, **limits}
     attempts: list[Trajectory] = []
     pool = RolloutPool(
         play=episode_player(
