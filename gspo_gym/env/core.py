@@ -2,8 +2,7 @@
 
 The interface is Gymnasium's own. An observation is a string (shown to the model as a user message) or a sequence of
 messages; an action is the model's text. Methods may be `async`. One instance plays one episode at a time; the rollout
-makes a fresh one per episode. Who calls these methods: `env/session.py`, which also accepts plain objects that merely
-have `reset` and `step`.
+makes a fresh one per episode.
 """
 
 from __future__ import annotations
@@ -89,12 +88,10 @@ class TextEnv(gymnasium.Env[Any, Any]):
         isolation: where rollouts run it. "thread": plain methods in a thread of the episode's own (async ones in the
             event loop); "process": in a worker process, which a crash, a hang or a changed global generator cannot
             leave. None: not said, so a thread, unless it is found to touch what the whole process shares.
-        confinement: how code that the model wrote is confined here, in words; None: it runs none. A class that runs
-            some sets a text, and its instances what is true where they run; `env check`, the card and a run's first
-            lines show it.
-        max_action_seconds: what answering one action may take; an action that takes longer exceeds a limit, which ends
-            the episode at the lowest return. None: no such limit, beside the run's for any call. Raise
-            `errors.ActionLimitError` for other limits on what an action may ask for.
+        confinement: how code that the model wrote is confined, in words; None: it runs none. A class that runs some
+            sets a text, and its instances what is true; `env check`, the card and a run's first lines show it.
+        max_action_seconds: what answering one action may take; a slower one ends the episode at the lowest return, as
+            whatever raises `errors.ActionLimitError` does. None: no such limit, beside the run's for any call.
         takes_messages: True: `step` is given the `Message` with its tool calls; False: its text alone.
     """
 
