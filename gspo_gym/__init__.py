@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from gspo_gym.config.run_config import RunConfig as RunConfig
     from gspo_gym.config.run_config import load_config as load_config
     from gspo_gym.engine.local import LocalEngine as LocalEngine
@@ -69,10 +70,12 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
+    if name == "__version__":
+        return importlib.import_module("gspo_gym.command_line").package_version()
     if name not in _HOMES:
         raise AttributeError(f"module 'gspo_gym' has no attribute {name!r}")
     return getattr(importlib.import_module(f"gspo_gym.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *_HOMES, "__version__"]

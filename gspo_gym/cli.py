@@ -5,14 +5,40 @@ Nothing heavy is imported before the chosen command runs, so `--help` answers at
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
+import platform
 import sys
 from collections.abc import Sequence
 
 from gspo_gym import app_commands, config_commands, env_commands, evaluate, judge_commands, serve_engine_command, train
-from gspo_gym.command_line import Parser, parse_and_run
+from gspo_gym.command_line import Parser, package_version, parse_and_run
 from gspo_gym.doctor import command as doctor
 from gspo_gym.search import command as search
+
+
+class _Version(argparse.Action):
+    """Prints the versions of what a report of a fault should name; they are looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version as version_of
+
+        others = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
+        print(f"gspo-gym {package_version()} (Python {platform.python_version()}, {others})")
+        parser.exit()
+
+
+class _Completion(argparse.Action):
+    """Prints what shtab makes of the parser; the package is an extra, loaded only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, __: object = None) -> None:
+        try:
+            shtab = importlib.import_module("shtab")
+        except ImportError:
+            parser.error("completion needs shtab: pip install 'gspo-gym[completion]'")
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
 
 
 def command_parser() -> Parser:
@@ -20,6 +46,10 @@ def command_parser() -> Parser:
     parser = Parser(
         prog="gspo-gym", description="Train language-model agents on multi-turn text environments with GSPO."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
+    shells = ("bash", "zsh")
+    completion = "print a completion script for a shell, and exit: see README.md"
+    parser.add_argument("--print-completion", action=_Completion, choices=shells, help=completion)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_arguments(commands.add_parser("train", help="train a model as a config file says"))
     evaluate.add_arguments(commands.add_parser("evaluate", help="evaluate a model over seeded episodes"))

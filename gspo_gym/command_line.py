@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,15 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         print("stopped", file=sys.stderr)
         return 130
     return status
+
+
+def package_version() -> str:
+    """Return the version of the installed package; "unknown" where it is imported without having been installed."""
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        return str(metadata.version("gspo-gym"))
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def add_environment(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`gspo-gym config check | show | reference | from-...`: configurations from the command line.
+"""`gspo-gym config new | check | show | reference | from-...`: configurations from the command line.
 
 `from-...` translates another trainer's settings; see `translate/command.py`.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,12 @@ _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `config`."""
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
+    new = commands.add_parser("new", help="write a commented configuration to begin with")
+    new.add_argument("file", nargs="?", type=Path, help="a .toml file that is not there yet; without it, print it")
+    new.add_argument("--env", default="GuessNumber", metavar="NAME", help="the environment (default: GuessNumber)")
+    new.add_argument("--model", default="tiny:qwen3-64", metavar="BASE", help="model.base (default: tiny:qwen3-64)")
+    new.add_argument("--label", metavar="LABEL", help="the run's name; without it, the file's")
+    new.set_defaults(run=new_file)
     check = commands.add_parser("check", help="say everything that is wrong with a file, or what it will do")
     _add_file(check)
     depth = check.add_mutually_exclusive_group()
@@ -31,6 +39,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reference = commands.add_parser("reference", help="print the table of all keys (configs/README.md)")
     reference.set_defaults(run=print_reference)
     _add_translations(commands)
+
+
+def new_file(arguments: argparse.Namespace) -> int:
+    """Write, or print, a configuration that loads as it stands."""
+    import re
+
+    from gspo_gym.config.new import new_config
+    from gspo_gym.config.run_config import RunConfig
+    from gspo_gym.errors import ConfigError
+    from gspo_gym.files import write_output
+
+    path: Path | None = arguments.file
+    if path is not None and (path.suffix != ".toml" or path.exists()):
+        reason = "there is such a file already" if path.exists() else "expected a file that ends in .toml"
+        raise ConfigError(f"{path}: {reason}; choose another name")
+    label = arguments.label or re.sub(r"[^\w.-]+", "-", path.stem if path is not None else "my-run")
+    text = new_config(arguments.env, model=arguments.model, label=label)
+    RunConfig.from_dict(tomllib.loads(text), source="config new")
+    if path is None:
+        print(text, end="")
+        return 0
+    write_output(path, text)
+    print(f"written: {path}; `gspo-gym config check {path}` says what it does, `gspo-gym train {path}` does it")
+    return 0
 
 
 def check_config(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,39 @@
+"""The command itself: its version, and completion for shells."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import gspo_gym
+from gspo_gym.cli import main
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gspo_gym.__version__ == version("gspo-gym")
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"gspo-gym {version('gspo-gym')} (Python ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_completion_script_names_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--print-completion", shell])
+    script = capsys.readouterr().out
+    assert all(name in script for name in ("evaluate", "doctor", "--set-aside"))
+
+
+def test_bash_takes_the_completion_script() -> None:
+    program = (
+        f'eval "$({sys.executable} -m gspo_gym.cli --print-completion bash)"; '
+        "COMP_WORDS=(gspo-gym doc); COMP_CWORD=1; _shtab_gspo_gym 2>/dev/null; "
+        'echo "${COMPREPLY[@]}"; complete -p gspo-gym'
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("doctor\n"), done.stderr
+    assert "-F _shtab_gspo_gym gspo-gym" in done.stdout
