@@ -5,6 +5,7 @@ Run: python examples/train_from_python.py          (a few minutes on two CPU cor
 
 import sys
 
+from rich.console import Console
 from write_environment import Doubling
 
 import gspo_gym
@@ -40,6 +41,6 @@ def make_config(num_iterations: int) -> RunConfig:
 
 if __name__ == "__main__":
     config = make_config(num_iterations=int(sys.argv[1]) if len(sys.argv) > 1 else 100)
-    summary = run_training(config, set_aside=True)
+    summary = run_training(config, set_aside=True, console=Console())  # says how it goes
     for name in ("initial_eval", "final_eval"):
         print(name, "mean return", summary[name]["mean_return"])

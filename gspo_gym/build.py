@@ -36,7 +36,7 @@ from gspo_gym.config.devices import place, require_gpus
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import refuse_to_train
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.judging_run import Judging
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.truncation import Truncation
@@ -72,6 +72,21 @@ def model_name(config: RunConfig) -> str:
         there = f"the checkpoints there are {', '.join(found)}" if found else "there is none"
         raise ConfigError(f"model.source: {config.model.source!r}: expected a checkpoint in {folder}; {there}")
     return str(folder / (step or found[-1]))
+
+
+def newest_checkpoint(name: str) -> str:
+    """Return the newest complete checkpoint where `name` is the folder of a run; any other name as it is.
+
+    Raises:
+        CheckpointError: the run has none.
+    """
+    folder = Path(name) / "checkpoints"
+    if not folder.is_dir():
+        return name
+    steps = CheckpointStore(folder).steps()
+    if not steps:
+        raise CheckpointError(f"{folder}: there is no complete checkpoint")
+    return str(folder / f"step_{steps[-1]:06d}")
 
 
 def build_policy(config: RunConfig, base: str | None = None) -> Policy:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `evaluate`."""
     parser.add_argument("config", help="the TOML file that names the environment and its limits")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
-    who = "a checkpoint's folder, a hub id, scripted:NAME of the environment, or openai:MODEL[@URL] behind an endpoint"
+    who = "the folder of a run or a checkpoint, a hub id, scripted:NAME of the environment, or openai:MODEL[@URL]"
     parser.add_argument("--model", metavar="BASE", help=f"{who}; without it, model.base of the config")
     parser.add_argument("--against", metavar="BASE", help="a second model on the same seeds, compared pair by pair")
     parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
@@ -86,7 +86,7 @@ def run_evaluation(config: RunConfig, model: str | None = None) -> Evaluation:
     """
     from gspo_gym import build
 
-    name = model or build.model_name(config)
+    name = build.newest_checkpoint(model or build.model_name(config))
     if name.startswith((_SCRIPTED, _ENDPOINT)):
         return asyncio.run(_play_without_engine(config, name))
     return asyncio.run(_play_with_engine(config, name))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
@@ -343,8 +343,8 @@ def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow
 
 
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
-    """A table for people: one row per named evaluation."""
-    table = Table("", "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
+    """A table for people: one row per named evaluation. Names are folded and not cut: two may begin alike."""
+    table = Table(Column(overflow="fold"), "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
     for name, result in evaluations.items():
         rate = "-" if result.success_rate is None else f"{result.success_rate:.3f}"
         table.add_row(
@@ -362,7 +362,7 @@ def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
 
 def comparison_table(comparison: Comparison, *, first: str, second: str) -> Table:
     """A table for people: what changed from the evaluation named `first` to that named `second`."""
-    table = Table(f"{second} against {first}", "value")
+    table = Table(Column(f"{second} against {first}", overflow="fold"), "value")
     table.add_row("pairs of episodes", str(comparison.num_pairs))
     table.add_row("mean return, difference", f"{comparison.mean_difference:+.3f}")
     table.add_row("  95% interval", _range(comparison.difference_interval))

@@ -110,6 +110,7 @@ SUMMARY: Mapping[str, str] = MappingProxyType(
         "best_eval": "the evaluation with the highest score",
         "sampled_tokens": "tokens that were sampled in training episodes",
         "trained_tokens": "tokens that went through a backward pass",
+        "gradient_steps": "training steps whose optimizer steps had a gradient; 0: nothing was learned",
         "curve": "[step, score] of every evaluation",
     }
 )

@@ -29,7 +29,7 @@ from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
 from gspo_gym.preflight import require_ready
 from gspo_gym.recording import RunRecorder, read_run_id, read_summary
-from gspo_gym.report.progress import Progress, QuietProgress, make_progress
+from gspo_gym.report.progress import Progress, telling
 from gspo_gym.schedule import is_played_again
 from gspo_gym.trainer import TrainState
 from gspo_gym.warmup import warm_up
@@ -75,21 +75,26 @@ _FREE_ON_RESUME = frozenset(
 )
 
 
+_NO_GRADIENT = (
+    "NOTHING WAS LEARNED: in {} steps the optimizer took no step with a gradient, so that the weights are those of the "
+    "beginning. `gspo-gym doctor` says why: most often all episodes of every group earn the same"
+)
 _FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
 
 
 def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
     """See `train.run_training`."""
-    progress = QuietProgress(lambda _: None) if console is None else make_progress(console)
     folder = config.run_folder
     if resume:
-        return asyncio.run(_resume(config, progress))
+        with telling(console) as progress:
+            return asyncio.run(_resume(config, progress))
     if folder.exists() and any(folder.iterdir()) and not (set_aside or _ended_without_checkpoint(config)):
         raise ConfigError(
             f"{folder} already holds a run: go on with it (--resume), move it away first (--set-aside), or choose "
             "another model.label"
         )
-    return asyncio.run(_start(config, progress))
+    with telling(console) as progress:
+        return asyncio.run(_start(config, progress))
 
 
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
@@ -184,7 +189,9 @@ async def _train(
     )
     status, reason = "completed", None
     try:
-        await trainer.run()
+        state = await trainer.run()
+        if state.step and not state.gradient_steps:
+            progress.note(_NO_GRADIENT.format(state.step))
         if judging is not None:
             await judging.finish()
     except BaseException as error:
@@ -256,6 +263,7 @@ def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any
         "best_eval": state.best_eval,
         "sampled_tokens": state.sampled_tokens,
         "trained_tokens": state.trained_tokens,
+        "gradient_steps": state.gradient_steps,
         "curve": [list(point) for point in state.curve],
     }
 

@@ -19,7 +19,7 @@ class TrainState:
     `num_tasks` counts the groups that were asked for, and with them the tasks; `pending_tasks` are the numbers of those
     that were played ahead and not trained on: a resumed run plays them again, before all others. `running` are the
     statistics of all returns so far. `score_unit` is what all scores of the run are measured in; None before the first
-    evaluation, which decides it.
+    evaluation, which decides it. `gradient_steps` counts the steps in which the optimizer had a gradient to go by.
     """
 
     step: int = 0
@@ -28,6 +28,7 @@ class TrainState:
     num_episodes: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0
+    gradient_steps: int = 0
     wall_seconds: float = 0.0
     initial_eval: Mapping[str, Any] | None = None
     final_eval: Mapping[str, Any] | None = None

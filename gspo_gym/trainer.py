@@ -229,6 +229,7 @@ class Trainer:
             num_episodes=self.state.num_episodes + built.counts.num_trajectories,
             sampled_tokens=self.state.sampled_tokens + int(metrics["rollout/sampled_tokens"]),
             trained_tokens=self.state.trained_tokens + int(metrics.get("batch/trained_tokens", 0)),
+            gradient_steps=self.state.gradient_steps + (learned.get("optim/grad_norm_max", 0.0) > 0),
             wall_seconds=self.state.wall_seconds + finished - started,
             running=built.running,
         )

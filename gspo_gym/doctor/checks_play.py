@@ -66,7 +66,7 @@ def run_failed(run: RunView) -> Finding | None:
         "serious" if run.status == "failed" else "note",
         "run_failed",
         f"The run ended early: {run.status}.",
-        f"after step {run.num_steps}",
+        f"after step {run.num_steps}" + (f": {run.error}" if run.error else ""),
         "training.checkpoint_every_n_iters",
         "mend what its error said, and go on with --resume from the last checkpoint",
     )

@@ -113,6 +113,12 @@ class RunView:
         return [event for event in self.events if event["kind"] == kind]
 
     @property
+    def error(self) -> str | None:
+        """Why the run failed, as its last event says; None: it did not, or does not say."""
+        ended = self.events_of("finished")
+        return ended[-1]["data"].get("error") if ended else None
+
+    @property
     def score_name(self) -> str:
         """What the run's scores are measured in, as its first evaluation says."""
         first: Mapping[str, Any] = next((event["data"] for event in self.events_of("evaluation")), {})

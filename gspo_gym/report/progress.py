@@ -5,8 +5,10 @@ The trainer calls a `Progress`; it never prints. Metric names are those of `reco
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from rich.console import Console
@@ -45,22 +47,97 @@ class Progress(Protocol):
 
 
 class QuietProgress:
-    """Says only the notes: for logs, pipes and tests."""
+    """Writes the notes, and a line at least every 30 seconds in which there is none: for logs and pipes.
 
-    def __init__(self, write: Callable[[str], None] = print) -> None:
+    Args:
+        write: takes a line.
+        seconds: most between two lines, while `alive`.
+        wait: waits so many seconds for the end of the run, and returns whether it has come.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None] = print,
+        *,
+        seconds: float = 30.0,
+        wait: Callable[[float], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._write = write
+        self._seconds = seconds
+        self._end = threading.Event()
+        self._wait = wait or self._end.wait
+        self._clock = clock
+        self._lock = threading.Lock()  # the thread writes, too
+        self._began = self._last = clock()
+        self._doing = "getting ready"
+        self._pace = _Pace(clock)
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Write lines from a thread of its own meanwhile: a long update or evaluation holds up everything else."""
+        thread = threading.Thread(target=self._beat, daemon=True, name="gspo-gym-progress")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            thread.join()
 
     def started(self, num_steps: int) -> None:
-        self._write(f"training for {num_steps} steps")
+        self._pace.num_steps = num_steps
+        self._doing = f"at step 1/{num_steps}"
+        self._say(f"training for {num_steps} steps")
 
     def note(self, text: str) -> None:
-        self._write(text)
+        self._say(text)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
+        """Keep what is to be said of this step; it is written if nothing else was for so long."""
+        numbers = ", ".join(f"{title} {text}" for title, text in _cells(metrics) if text != "-")
+        left = self._pace.left_after(step)
+        self._doing = f"step {step}/{self._pace.num_steps}: {numbers}, left {left}"
+        if self._is_due():
+            self._say(self._doing)
 
     def finished(self) -> None:
         pass
+
+    def _beat(self) -> None:
+        while not self._wait(max(self._seconds - (self._clock() - self._last), 0.0)):
+            if self._is_due():
+                self._say(f"{self._doing} ({self._clock() - self._began:.0f} s since the start)")
+
+    def _is_due(self) -> bool:
+        return self._clock() - self._last >= self._seconds
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            self._last = self._clock()
+            self._write(text)
+
+
+class _Pace:
+    """The time that is left, from the pace so far."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.num_steps = 0
+        self._first: tuple[int, float] | None = None
+
+    def left_after(self, step: int) -> str:
+        """Return minutes and seconds, or "-" after the first step.
+
+        The first step also pays for start-up, so the pace is measured from it, not with it.
+        """
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+            return "-"
+        first_step, first_time = self._first
+        seconds = (now - first_time) / max(step - first_step, 1) * (self.num_steps - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class LiveProgress:
@@ -68,13 +145,11 @@ class LiveProgress:
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._clock = clock
         self._live = Live(console=console, refresh_per_second=4, transient=True)
-        self._num_steps = 0
-        self._first: tuple[int, float] | None = None
+        self._pace = _Pace(clock)
 
     def started(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+        self._pace.num_steps = num_steps
         self._live.start()
 
     def note(self, text: str) -> None:
@@ -89,30 +164,31 @@ class LiveProgress:
     def table(self, step: int, metrics: Mapping[str, float]) -> Table:
         """What is shown for this step."""
         table = Table(box=None, pad_edge=False)
-        row = [f"{step}/{self._num_steps}"]
+        row = [f"{step}/{self._pace.num_steps}"]
         table.add_column("step")
-        for names, title, style in _COLUMNS:
+        for title, text in _cells(metrics):
             table.add_column(title, justify="right")
-            is_known = all(name in metrics for name in names)
-            row.append(style.format(sum(metrics[name] for name in names)) if is_known else "-")
+            row.append(text)
         table.add_column("left", justify="right")
-        table.add_row(*row, self._time_left(step))
+        table.add_row(*row, self._pace.left_after(step))
         return table
 
-    def _time_left(self, step: int) -> str:
-        now = self._clock()
-        if self._first is None:  # the first step also pays for start-up, so the pace is measured from it, not with it
-            self._first = (step, now)
-            return "-"
-        first_step, first_time = self._first
-        seconds = (now - first_time) / max(step - first_step, 1) * (self._num_steps - step)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of each column; "-" where a metric is missing."""
+    for names, title, style in _COLUMNS:
+        is_known = all(name in metrics for name in names)
+        yield title, style.format(sum(metrics[name] for name in names)) if is_known else "-"
 
 
-def make_progress(console: Console) -> Progress:
-    """Live in a terminal, quiet elsewhere."""
-    return (
-        LiveProgress(console)
-        if console.is_terminal
-        else QuietProgress(lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False))
-    )
+@contextlib.contextmanager
+def telling(console: Console | None) -> Iterator[Progress]:
+    """Tell a console how a run goes: live in a terminal, in lines elsewhere; None: nobody is told."""
+    if console is None:
+        yield QuietProgress(lambda _: None)
+    elif console.is_terminal:
+        yield LiveProgress(console)
+    else:
+        lines = QuietProgress(lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False))
+        with lines.alive():
+            yield lines

@@ -5,8 +5,11 @@ Everything comes from records; nothing is measured here. Called by `train.py`.
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from rich.text import Text
 
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.report.curve import text_curve
+from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.types import Message, Trajectory
 
 _SPEAKER_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
@@ -35,6 +39,10 @@ def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any])
             if trajectory.task.seed == seed:
                 print_episode(console, title, trajectory)
     minutes, seconds = divmod(round(summary["wall_seconds"]), 60)
+    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    for sentence in (_why_it_stopped(summary, config), _what_was_not_kept(folder)):
+        if sentence is not None:
+            console.print(sentence, soft_wrap=True, highlight=False, markup=False)
     console.print(
         f"{summary['steps']} steps, {summary['episodes']:,} episodes, {summary['trained_tokens']:,} tokens trained on, "
         f"{minutes} min {seconds} s of training and evaluation",
@@ -45,20 +53,59 @@ def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any])
 
 
 def print_next_steps(console: Console, folder: Path) -> None:
-    """What one would do now, as commands."""
-    checkpoints = sorted((folder / "checkpoints").glob("step_*"))
-    config = folder / "config.toml"
-    environment = tomllib.loads(config.read_text(encoding="utf-8"))["rollout"]["env_name"]
-    python = _relative(Path(sys.executable))
+    """Print what one would do now, as commands that work from the present folder."""
     console.print("\n[bold]next[/bold]")
-    for command, purpose in (
-        (f"{python} -m gspo_gym.cli env play {environment} --mask", "play yourself, and see what is trained on"),
-        (f"{python} -m gspo_gym.evaluate {config} --model {checkpoints[-1]} --seeds 1000:1200", "other held-out tasks"),
-        (f"{python} -m gspo_gym.train {config} run.seed=1 model.label={folder.name}-seed1", "another run seed"),
-        (f"{python} -m gspo_gym.train configs/sql_analyst.toml", "tools over a database"),
-        ("examples/write_environment.py", "your own environment, in a page"),
-    ):
-        console.print(f"  {command}   [dim]# {purpose}[/dim]", highlight=False, soft_wrap=True)
+    for command, purpose in next_steps(folder):
+        line = Text(f"  {shlex.join(command)}   ").append(f"# {purpose}", style="dim")
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def next_steps(folder: Path) -> list[tuple[list[str], str]]:
+    """Return what one would do after the run in `folder`: arguments of a command, and what it is for."""
+    path = folder / "config.toml"
+    config = tomllib.loads(path.read_text(encoding="utf-8"))
+    python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
+    cli = [python, "-m", "gspo_gym.cli"]
+    steps: list[tuple[list[str], str]] = [([*cli, "doctor", str(folder)], "what could be better")]
+    if config.get("services", {}).get("task_url") is None:  # else an app plays it, elsewhere
+        options = [f"--option={key}={json.dumps(value)}" for key, value in rollout.get("env_config", {}).items()]
+        play = [*cli, "env", "play", rollout["env_name"], "--mask", *options]
+        steps.append((play, "play yourself, and see what is trained on"))
+    if any((folder / "checkpoints").glob("step_*")):
+        evaluate = [python, "-m", "gspo_gym.evaluate", str(path), "--model", str(folder), "--seeds", "1000:1200"]
+        steps.append((evaluate, "other held-out tasks"))
+    label = f"model.label={folder.name[:50]}-seed{seed}"
+    steps.append(([python, "-m", "gspo_gym.train", str(path), f"run.seed={seed}", label], "another run seed"))
+    tools = Path("configs/sql_analyst.toml")
+    if tools.exists():
+        steps.append(([python, "-m", "gspo_gym.train", str(tools)], "tools over a database"))
+    else:
+        steps.append(([*cli, "config", "new", "tools.toml", "--env", "SqlAnalyst"], "a configuration to begin with"))
+    steps.append(([*cli, "env", "new", "MyTask"], "your own environment, which trains as it stands"))
+    return steps
+
+
+def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Say why a run ended before its last step; None: it did not."""
+    training = config["training"]
+    planned, goal = training["num_epochs"] * training["iterations_per_epoch"], training.get("stop_at_success_rate")
+    if summary["steps"] >= planned or goal is None:
+        return None
+    return (
+        f"stopped after {summary['steps']} of {planned} steps: its evaluation reached "
+        f"training.stop_at_success_rate = {goal:g}"
+    )
+
+
+def _what_was_not_kept(folder: Path) -> str | None:
+    """Say how many attempts at training episodes were not kept; None: all were."""
+    path = folder / "ledger.jsonl"
+    ends = [entry for entry in read_ledger(path) if isinstance(entry, Terminal)] if path.exists() else []
+    lost = Counter(end.outcome.value for end in ends if end.disposition is not Disposition.KEPT)
+    if not lost:
+        return None
+    told = ", ".join(f"{count} {outcome}" for outcome, count in lost.most_common())
+    return f"{lost.total()} of {len(ends)} attempts at training episodes were played again or dropped: {told}"
 
 
 def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: str) -> None:

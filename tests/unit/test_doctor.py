@@ -316,7 +316,7 @@ def test_every_check_has_its_thresholds_tested():
     # these are about status, trends and events, and have tests of their own below
     others = {
         play.run_failed, play.reward_does_not_rise, play.evaluation_fell, play.evaluation_does_not_improve,
-        play.infrastructure_fails, play.sink_failed,
+        play.infrastructure_fails, play.failures_follow_actions, play.sink_failed,
     }  # fmt: skip
     assert tested | others == {*checks.CHECKS, *play.CHECKS}
 
@@ -459,6 +459,20 @@ def test_all_scores_of_a_run_are_in_the_unit_of_its_first_evaluation():
     assert "success rate 0.900 at step 0" in only(play.evaluation_fell(a_run({}, events=events))).evidence
 
 
+def test_failures_that_follow_actions_are_found_by_their_event():
+    assert play.failures_follow_actions(a_run({})) is None
+    told = {"kind": "selection", "step": 7, "data": {"reason": "64 attempts failed after an action"}}
+    finding = only(play.failures_follow_actions(a_run({}, events=[told])))
+    assert (finding.severity, finding.evidence) == ("serious", "step 7: 64 attempts failed after an action")
+
+
+def test_a_run_that_failed_is_told_with_its_error():
+    failed = {"kind": "finished", "step": 3, "data": {"status": "failed", "error": "RolloutError: all were dropped"}}
+    run = a_run({}, events=[failed])
+    run = RunView(config=run.config, metrics=run.metrics, events=run.events, status="failed")
+    assert only(play.run_failed(run)).evidence.endswith(": RolloutError: all were dropped")
+
+
 def test_evaluations_that_do_not_improve_are_those_whose_best_interval_holds_the_first_score():
     first, same, better = (0.4, 0.33, 0.47), (0.45, 0.38, 0.52), (0.5, 0.41, 0.57)
     assert play.evaluation_does_not_improve(a_run({}, events=evaluations(first, same, same))) is not None
@@ -567,7 +581,8 @@ def write_run(folder: Path, metrics: Mapping[str, float], *, failures: int = 0) 
         {
             "status": "completed", "policy_name": "policy", "rescored": False, "steps": 40, "episodes": 40,
             "wall_seconds": 1.0, "initial_eval": evaluation, "final_eval": evaluation, "best_eval": evaluation,
-            "sampled_tokens": 1, "trained_tokens": 1, "curve": [], "score": "success_rate", "error": None,
+            "sampled_tokens": 1, "trained_tokens": 1, "gradient_steps": 1, "curve": [], "score": "success_rate",
+            "error": None,
         }
     )  # fmt: skip
     recorder.close()

@@ -211,6 +211,17 @@ def test_a_failed_run_says_so_in_its_summary(tmp_path):
     assert json.loads((tmp_path / "test" / "summary.json").read_text())["status"] == "failed"
 
 
+class Sums(TextEnv):
+    """Pays for every answer what its code points add up to."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "Say something.", {}
+
+    def step(self, action):
+        return "", sum(map(ord, action)) / 1000, True, False, {}
+
+
 class Fussy(TextEnv):
     """Raises at every answer with an odd sum of code points, and is over after any other."""
 
@@ -244,6 +255,42 @@ def test_failures_that_follow_the_policys_actions_are_counted_told_of_and_found(
     assert "failures_follow_actions" in [finding.check for finding in diagnose(read_run(folder))]
     evaluation = next(event["data"] for event in read_events(folder) if event["kind"] == "evaluation")
     assert f"{evaluation['num_retries']} failed attempts played again" in said.getvalue()
+
+
+def test_a_run_without_a_gradient_says_so_loudly(tmp_path):
+    said = io.StringIO()
+    values = make_config(tmp_path, training__constant_groups="keep").model_dump(exclude_none=True, exclude={"warmup"})
+    values["rollout"]["max_output_tokens"] = 1  # one random byte is never a number of GuessNumber's range
+    values["rollout"]["env_config"] = {"low": 100, "high": 107}
+    summary = run_training(RunConfig.from_dict(values), console=Console(file=said, width=200))
+    assert (summary["steps"], summary["gradient_steps"]) == (2, 0)
+    assert "NOTHING WAS LEARNED: in 2 steps the optimizer took no step with a gradient" in said.getvalue()
+    register("test_run/Sums-v0", entry_point=Sums)
+    try:
+        values["rollout"] |= {"env_name": "test_run/Sums-v0", "env_config": {}, "isolation": "thread"}
+        values["run"]["folder"] = str(tmp_path / "other")
+        assert run_training(RunConfig.from_dict(values))["gradient_steps"] == 2
+    finally:
+        gymnasium.registry.pop("test_run/Sums-v0")
+
+
+@pytest.mark.slow
+def test_every_command_that_a_run_names_next_works_where_it_is_printed(tmp_path):
+    config = make_config(tmp_path / "runs", iterations=2, rollout__env_config={"low": 1, "high": 4, "style": "terse"})
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    done = subprocess.run(
+        [sys.executable, "-m", "gspo_gym.train", "config.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.partition("\nnext\n")[2].splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        ended = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        allowed = (0, 1) if " doctor " in line else (0,)  # 1: it found something serious
+        assert ended.returncode in allowed, (line, ended.stderr)
 
 
 def test_every_started_episode_of_a_run_has_one_end(tmp_path):

@@ -1,14 +1,24 @@
 """What a run prints at its end."""
 
 import io
+import shlex
+import threading
+import tomllib
 
 import numpy as np
 from rich.console import Console
 
-from gspo_gym.evaluation import Evaluation, EvaluationRow, join
+from gspo_gym.evaluation import Evaluation, EvaluationRow, evaluation_table, join
 from gspo_gym.report.curve import text_curve
-from gspo_gym.report.progress import LiveProgress, QuietProgress, make_progress
-from gspo_gym.report.terminal import print_before_after, print_episode
+from gspo_gym.report.progress import LiveProgress, QuietProgress, telling
+from gspo_gym.report.terminal import (
+    _what_was_not_kept,
+    _why_it_stopped,
+    next_steps,
+    print_before_after,
+    print_episode,
+)
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 
@@ -75,8 +85,98 @@ def test_values_off_the_axis_are_drawn_at_its_edge():
 
 
 def test_progress_is_live_only_in_a_terminal():
-    assert isinstance(make_progress(console()), QuietProgress)
-    assert isinstance(make_progress(console(is_terminal=True)), LiveProgress)
+    with telling(console()) as lines, telling(console(is_terminal=True)) as live, telling(None) as nobody:
+        assert isinstance(lines, QuietProgress)
+        assert isinstance(live, LiveProgress)
+        nobody.note("is told")
+
+
+def test_a_log_has_a_line_every_thirty_seconds_whatever_is_being_done():
+    now, lines = [0.0], []
+
+    def wait(seconds):  # the time passes at once; after two minutes the run is over
+        now[0] += seconds
+        return now[0] > 120.0
+
+    progress = QuietProgress(lambda text: lines.append((now[0], text)), wait=wait, clock=lambda: now[0])
+    progress._beat()  # what the thread does
+    assert [at for at, _ in lines] == [30.0, 60.0, 90.0, 120.0]
+    assert lines[0][1] == "getting ready (30 s since the start)"
+
+
+def test_a_line_says_the_latest_step_and_is_written_when_none_was_for_thirty_seconds():
+    now, lines = [0.0], []
+    progress = QuietProgress(lines.append, clock=lambda: now[0])
+    progress.started(10)
+    for step in range(1, 8):
+        now[0] = 8.0 * step
+        progress.stepped(step, {"rollout/success_rate": 0.25})
+        if step == 5:
+            progress.note("an evaluation")
+    # steps end at 8, 16, 24, 32 (the first after 30), 40, where a note starts the 30 s anew
+    assert lines == ["training for 10 steps", "step 4/10: success 25%, left 0:48", "an evaluation"]
+
+
+def test_lines_come_from_a_thread_while_the_run_holds_up_its_own():
+    written = threading.Event()
+    progress = QuietProgress(lambda text: written.set(), seconds=0.0)
+    with progress.alive():
+        assert written.wait(timeout=60.0)  # this thread does nothing else
+    assert threading.active_count() == 1 or "gspo-gym-progress" not in [t.name for t in threading.enumerate()]
+
+
+CONFIG = """
+[run]
+seed = 4
+[rollout]
+env_name = "GuessNumber"
+env_config = { low = 1, high = 4, style = "terse" }
+[training]
+num_epochs = 1
+iterations_per_epoch = 320
+stop_at_success_rate = 0.97
+"""
+
+
+def test_a_report_says_why_a_run_stopped_before_its_last_step():
+    config = tomllib.loads(CONFIG)
+    expected = "stopped after 180 of 320 steps: its evaluation reached training.stop_at_success_rate = 0.97"
+    assert _why_it_stopped({"steps": 180}, config) == expected
+    assert _why_it_stopped({"steps": 320}, config) is None
+
+
+def test_the_commands_that_come_next_name_what_is_there(tmp_path):
+    folder = tmp_path / "my runs" / "quick"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.toml").write_text(CONFIG)
+    text = [shlex.join(command) for command, _ in next_steps(folder)]
+    assert not any("gspo_gym.evaluate" in line for line in text)  # there is no checkpoint to evaluate
+    options = """--option=low=1 --option=high=4 '--option=style="terse"'"""
+    assert any(line.endswith(f"env play GuessNumber --mask {options}") for line in text)
+    assert any(f"doctor '{folder}'" in line for line in text)
+    assert any("run.seed=5 model.label=quick-seed5" in line for line in text)
+    (folder / "checkpoints" / "step_000180").mkdir()
+    assert any(f"--model '{folder}'" in shlex.join(command) for command, _ in next_steps(folder))
+
+
+def test_what_was_played_again_is_told_at_the_end(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for number, outcome in enumerate([Outcome.TERMINATED, Outcome.ENV_ERROR, Outcome.ENV_ERROR]):
+        ledger.dispatch(Dispatched("a", number, "test/Env-v0#1", 1, 2))
+        kept = Disposition.KEPT if outcome is Outcome.TERMINATED else Disposition.RETRIED
+        ledger.settle(Terminal("a", number, outcome, kept))
+    expected = "2 of 3 attempts at training episodes were played again or dropped: 2 env_error"
+    assert _what_was_not_kept(tmp_path) == expected
+    assert _what_was_not_kept(tmp_path / "nothing") is None
+
+
+def test_models_whose_names_begin_alike_are_told_apart_at_80_columns():
+    names = [f"runs/quickstart-with-a-long-label/checkpoints/step_{step:06d}" for step in (100, 200)]
+    out = Console(record=True, width=80, file=io.StringIO())
+    out.print(evaluation_table({name: evaluation(successes=1) for name in names}))
+    cells = [line.strip("│┃ ").split("│")[0].strip() for line in out.export_text().splitlines()]
+    shown = "".join(cells)
+    assert all(name in shown for name in names)
 
 
 def test_live_progress_tells_the_time_left_from_the_pace_after_the_first_step():
