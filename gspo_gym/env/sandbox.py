@@ -18,7 +18,6 @@ Safe to call from threads: nothing here runs Python between fork and exec.
 from __future__ import annotations
 
 import os
-import resource
 import selectors
 import shutil
 import signal
@@ -32,7 +31,16 @@ from pathlib import Path
 from typing import IO
 
 from gspo_gym.env.confinement import Confinement, confinement, interpreter, open_spec, spec_of, starting
-from gspo_gym.errors import ConfigError, EnvError
+from gspo_gym.errors import ConfigError, EnvError, MissingExtraError
+
+try:
+    import resource
+except ImportError as _error:
+    raise MissingExtraError(
+        "running what a model wrote (gspo_gym.env.sandbox, and CodeRepair with it) needs limits on processes, which "
+        "this system does not have: use Linux or macOS, on Windows the Windows Subsystem for Linux. Other environments "
+        "run here"
+    ) from _error
 
 __all__ = ["SandboxLimits", "SandboxResult", "confinement", "require_confinement", "run_python", "run_sandboxed"]
 
