@@ -214,18 +214,26 @@ def run_mutants(files: Sequence[str], *, count: int, seed: int, tests: Sequence[
         raise UsageError("mutants: name the files to mutate, such as gspo_gym/learning/credit.py")
     named = [_inside(test, root) for test in tests]
     console = Console(soft_wrap=True)
-    reports = []
+    reports: list[FileReport] = []
+    problems: list[str] = []
     with copied_checkout(root) as copied:
         for path in paths:
             started = time.monotonic()
             chosen = named or find_tests(path, root)
-            report = try_mutants(copied, path, tests=chosen, count=count, seed=seed)
+            try:
+                report = try_mutants(copied, path, tests=chosen, count=count, seed=seed)
+            except UsageError as error:  # the other files can be tried all the same
+                problems.append(str(error))
+                console.print(escape(str(error)), highlight=False)
+                continue
             reports.append(report)
             share = f"{report.num_mutants - len(report.survivors)} of {report.num_mutants}"
             console.print(f"{path}: {share} died, {time.monotonic() - started:.0f} s; {' '.join(map(str, chosen))}")
             for mutant in report.survivors:
                 console.print(escape(f"  {path}:{mutant.line} {mutant.kind}\n{mutant.diff}"), highlight=False)
     console.print(render(reports))
+    if problems:
+        raise UsageError(f"{len(problems)} of {len(paths)} files were not tried: " + "; ".join(problems))
     return 0
 
 

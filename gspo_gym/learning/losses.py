@@ -44,7 +44,6 @@ from gspo_gym.errors import RecordError
 from gspo_gym.learning.settings import LossSettings
 
 MAX_LOG_RATIO = 20.0  # |log s| and |log-ratio to the reference|; exp() of more says nothing more, or overflows
-MAX_K3 = 10.0  # nats per token, in statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +213,8 @@ def estimate_kl(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"], *, max_
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """`estimate_kl` by k3, cut at MAX_K3 nats: for statistics."""
-    return estimate_kl(log_ratio, "k3", max_nats=MAX_K3)
+    """`estimate_kl` by k3, which is not cut, of log ratios within +-MAX_LOG_RATIO: for statistics, in float64."""
+    return estimate_kl(log_ratio.double(), "k3", max_nats=math.inf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -65,7 +65,10 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "kl/rollout_k3": "the same by the non-negative estimate, nats",
         "kl/rollout_max_gap": "largest |learner's - engine's logprob| of a trained token, nats",
         "kl/ref_k1": "KL(now || reference), mean of the log ratio over trained tokens, nats; with a reference only",
-        "kl/ref_k3": "the same by the non-negative estimate, nats; with a reference only",
+        "kl/ref_k3": (
+            "the same by the non-negative estimate, nats; with a reference only. Log ratios beyond 20 nats count as "
+            "20, and nothing else is cut: one token may decide the mean"
+        ),
         "policy/entropy": "mean over trained tokens of the entropy they were sampled from, nats",
         "router/load_max_over_mean": (
             "of a mixture of experts: mean over layers of the busiest expert's tokens over the mean expert's; 1 is even"

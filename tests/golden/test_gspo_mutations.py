@@ -114,7 +114,7 @@ MUTATIONS: list[tuple[str, str, str, float | None]] = [
     ("log-ratio of KL not clamped", "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)", "log_ratio", None),
     ("estimate not cut", CUT, "estimate", None),
     ("estimate not cut below", CUT, "estimate.clamp(max=max_nats)", None),
-    ("kl_clamp ignored", "max_nats=settings.kl_clamp", "max_nats=MAX_K3", None),
+    ("kl_clamp ignored", "max_nats=settings.kl_clamp", "max_nats=math.inf", None),
     ("KL not importance-weighted", WEIGHTED_KL, "pass", None),
     ("KL always importance-weighted", "if settings.kl_importance_weighted:", "if True:", None),
     ("importance weight of KL without gradient", WEIGHTED_KL, "estimate = ratio.detach() * estimate", None),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -111,6 +112,28 @@ def test_the_off_policy_mean_is_the_trajectorys_and_the_sign_the_tokens(batch):
     batch.advantages[0, 4] = batch.advantages[1, 1] = -1.0
     assert weights_of(batch, now, off_policy_threshold=0.09)[0] == [1, 1, 0, 0, 1, 1]
     assert weights_of(batch, now, off_policy_threshold=0.11)[0] == [1] * 6
+
+
+def test_a_weight_on_the_bound_is_inside_it(batch):
+    # log weights of 0.5, -0.5 and 0.75, which are exact in binary, so that exp gives the bounds to the last digit
+    gaps = torch.tensor([0.5, -0.5, 0.75, 0.5, -0.5, 0.75], dtype=torch.float64)
+    old = torch.full_like(batch.old_logprobs, -1.5).masked_scatter(batch.action_mask, -1.5 + gaps)
+    batch = dataclasses.replace(batch, old_logprobs=old)
+    low, high = torch.tensor([-0.5, 0.5], dtype=torch.float64).exp().tolist()
+    _, correction = weights_of(batch, level="token", mode="truncate", high=high)
+    assert correction.num_truncated == 2
+    weights, correction = weights_of(batch, level="token", mode="mask", low=low, high=high)
+    assert weights == [high, low, 0, high, low, 0]
+    assert correction.num_masked == 2
+
+
+def test_a_drift_of_the_threshold_and_an_advantage_of_zero_are_kept(batch):
+    # -1.5 - -2 is exactly 0.5 at every token
+    now = batch.rollout_logprobs - 0.5
+    assert weights_of(batch, now, off_policy_threshold=0.5)[0] == [1] * 6
+    assert weights_of(batch, now, off_policy_threshold=0.4)[1].num_off_policy == 2
+    batch.advantages[2, 2:4] = torch.tensor([0.0, 0.5])
+    assert weights_of(batch, now, off_policy_threshold=0.4)[1].num_off_policy == 0
 
 
 def test_weights_are_constants(batch):

@@ -133,6 +133,12 @@ def test_only_what_the_policy_played_is_compared(make_trajectory, make_group):
     assert played(make_group(silent, trajectory)) == [trajectory]
 
 
+def test_an_answer_of_one_token_was_played(make_trajectory, make_group):
+    short = make_trajectory([1.0], action=1)
+    assert short.num_actions == 1
+    assert played(make_group(short)) == [short]
+
+
 def test_a_target_for_a_kl_penalty_that_is_off_is_refused():
     with pytest.raises(ValidationError, match="kl_target: adapts kl_coef"):
         RewardSettings(kl_target=0.1)

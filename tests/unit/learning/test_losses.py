@@ -252,6 +252,13 @@ def test_k3_is_accurate_where_one_minus_one_cancels():
     assert k3(torch.tensor(1e-4)).item() == pytest.approx(1e-8 / 2 + 1e-12 / 6, rel=2e-3)
 
 
+def test_the_statistic_of_k3_is_not_cut_where_one_token_decides_the_mean():
+    # one token in 1000 at x = 5: (e^5 - 1 - 5) / 1000 = 0.1424 nats; cut at 10 nats it would be 0.01
+    log_ratios = torch.cat([torch.zeros(999), torch.tensor([5.0])])
+    assert k3(log_ratios).mean().item() == pytest.approx((math.exp(5) - 6) / 1000, rel=1e-6)
+    assert k3(torch.tensor(40.0)).item() == pytest.approx(math.exp(20) - 21, rel=1e-9)  # 40 counts as 20
+
+
 def test_k1_and_k3_estimate_the_divergence_in_the_right_direction():
     """The expectation over p is KL(p || q) itself, for these two 0.635; reversed, k3 would give 0.968."""
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.7, 0.2, 0.1], [0.2, 0.3, 0.5]))
