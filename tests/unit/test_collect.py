@@ -10,8 +10,10 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from gspo_gym.collect import Collected, ConstantGroups, collect_groups
+from gspo_gym.collect import Collected, ConstantGroups, batch_metrics, collect_groups
 from gspo_gym.errors import EnginePoisonedError, RolloutError
+from gspo_gym.learning.batching import BatchCounts, BuiltBatch
+from gspo_gym.learning.running import RunningReturns
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.schedule import OnDemand
 from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
@@ -132,3 +134,26 @@ def test_a_first_round_that_fails_is_the_runs_failure() -> None:
 def test_an_engine_that_must_be_rebuilt_is_nothing_to_refill_from() -> None:
     with pytest.raises(EnginePoisonedError):
         run("refill", constant=[3], failing=[4], error=EnginePoisonedError("half an update"))
+
+
+def test_shares_of_a_batch_are_of_the_groups_played_and_of_the_episodes_compared() -> None:
+    # 2 groups dropped as constant, 6 in the batch, of which 1 is constant: 3 of 8. 3 of 8 + 4 episodes were overlong;
+    # those that filter_eps left out were compared, too.
+    collected = Collected(groups=(), kept=(), num_dropped=2, num_refilled=5, failures=())
+    counts = BatchCounts(num_groups=6, num_constant_groups=1, num_trajectories=8, num_filtered=4, num_overlong=3)
+    assert batch_metrics(collected, BuiltBatch(None, counts, RunningReturns(), mean_return=0.25)) == {
+        "batch/constant_group_fraction": 0.375,
+        "batch/dropped_constant_groups": 2.0,
+        "batch/refilled_groups": 5.0,
+        "batch/num_filtered": 4.0,
+        "batch/mean_return": 0.25,
+        "batch/overlong_fraction": 0.25,
+    }
+
+
+def test_a_batch_of_which_nothing_was_compared_has_no_mean_return() -> None:
+    collected = Collected(groups=(), kept=(), num_dropped=1, num_refilled=0, failures=())
+    metrics = batch_metrics(collected, BuiltBatch(None, BatchCounts(), RunningReturns(), mean_return=None))
+    assert metrics["batch/constant_group_fraction"] == 1.0
+    assert "batch/mean_return" not in metrics
+    assert "batch/overlong_fraction" not in metrics

@@ -381,6 +381,20 @@ def test_played_ahead_every_task_is_played_once_and_within_the_bound(tmp_path: P
         assert state.pending_tasks == ()
 
 
+@pytest.mark.parametrize(("max_staleness", "seconds"), [(0, "time/rollout_seconds"), (1, "time/step_seconds")])
+def test_tokens_are_counted_over_the_time_in_which_episodes_were_played(
+    tmp_path: Path, max_staleness: int, seconds: str
+) -> None:
+    # Played ahead, episodes go on while the learner works. Every sampled token is trained on here.
+    train(tmp_path, make_plan(max_staleness=max_staleness))
+    lines = read_metrics(tmp_path)
+    assert len(lines) == 4
+    for line in lines:
+        assert line["rollout/sampled_tokens_per_second"] * line[seconds] == pytest.approx(line["batch/trained_tokens"])
+        assert line["time/rollout_seconds"] < line["time/step_seconds"]
+        assert ("rollout/staleness_max" in line) == (max_staleness > 0)
+
+
 def test_a_run_played_ahead_says_what_was_pending_and_a_resumed_one_plays_it_first(tmp_path: Path) -> None:
     plan = make_plan(max_staleness=2, num_steps=6)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
