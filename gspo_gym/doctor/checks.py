@@ -6,17 +6,15 @@ check speaks only of metrics that the run has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from gspo_gym.doctor.view import Finding, RunView, Window
-
-Check = Callable[[RunView], Finding | list[Finding] | None]
+from gspo_gym.doctor.view import Check, Finding, RunView, Window
 
 # Of the trained tokens. A trajectory's ratio clips whole trajectories: the GSPO paper (section 5.1) sees 15% of all
 # tokens clipped and calls it harmless; short episodes learn well at 40%. Beyond 60% most of a batch teaches nothing.
 MAX_SHARED_CLIP_FRACTION = 0.6
 # With a ratio per token the same paper sees 0.13%; PPO's habit is to keep it below 20%.
 MAX_TOKEN_CLIP_FRACTION = 0.2
+# Of what can be clipped at all.
+MAX_SHARE_OF_ATTAINABLE = 0.9
 # Fewer than one token in a thousand under a shared ratio: the clip is there in name only.
 MIN_SHARED_CLIP_FRACTION = 1e-3
 # Of the units, that scoring noise alone would carry out of the clip range: at 10% it is a regular part of the clipping.
@@ -113,6 +111,9 @@ def clips_too_much(run: RunView) -> Finding | None:
     fraction = _clip_fraction(run)
     unit = run.setting("loss.unit", "trajectory")
     limit = MAX_TOKEN_CLIP_FRACTION if unit == "token" else MAX_SHARED_CLIP_FRACTION
+    if (steps := run.recent("optim/num_steps")) is not None and steps.mean > 1:
+        # The first step on a batch has every ratio at 1, where no clip binds.
+        limit = min(limit, MAX_SHARE_OF_ATTAINABLE * (1 - 1 / steps.mean))
     if fraction is None or fraction.mean <= limit:
         return None
     low, high = run.setting("loss.clip_low", 0.0), run.setting("loss.clip_high", 0.0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gspo_gym.doctor.checks import Check
-from gspo_gym.doctor.view import Finding, RunView
+from gspo_gym.doctor.view import Check, Finding, RunView
 
 # Of the run's time in which nothing could be scored: one tenth is a nuisance, one half is no run any more.
 MAX_PAUSED = 0.1

@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gspo_gym.doctor.checks import Check
-from gspo_gym.doctor.view import Finding, RunView
+from gspo_gym.doctor.view import Check, Finding, RunView
 from gspo_gym.rollout.summary import TOOL_PREFIX
 
 # Of the groups: beyond a half, most of what is sampled teaches nothing (DAPO refills from the first one on).
@@ -21,6 +20,8 @@ MIN_STEPS_FOR_A_TREND = 30
 MIN_GAIN_IN_STANDARD_ERRORS = 2.0
 # Of the episodes that a limit of ours cut off. Some are normal for a beginner; one in five shapes what is learned.
 MAX_CUT_OFF = 0.2
+# Of the episodes: with so few that end by themselves, there is nothing to learn the end from.
+NEARLY_ALL = 0.9
 # Of the episodes whose context overflowed, and of the turns that could not be parsed: both should be rare accidents.
 MAX_OVERFLOWS = 0.05
 MAX_PARSE_FAILURES = 0.1
@@ -90,6 +91,15 @@ def groups_are_constant(run: RunView) -> Finding | None:
             "training.stop_at_success_rate",
             "let it end the run, or make rollout.env_config harder",
         )
+    if (clip := run.setting("rewards.clip")) is not None and fraction.mean >= NEARLY_ALL:
+        return Finding(
+            "serious",
+            "groups_are_constant",
+            "The returns are clipped until those of a group are all the same.",
+            f"{evidence}; rewards.clip is {clip:g}",
+            "rewards.clip",
+            "leave it out, or set it above the returns that good play earns",
+        )
     suggestion = f"and training.group_size to {2 * size}, so that one of a group succeeds" if size else ""
     if mode == "refill":
         return Finding(
@@ -107,7 +117,10 @@ def groups_are_constant(run: RunView) -> Finding | None:
         "hard or too easy, or the reward does not tell good play from bad.",
         evidence if success is None else f"{evidence}; success {success.mean:.0%}",
         "training.constant_groups",
-        f'set it to "refill", {suggestion}; or give the environment rewards for partial progress',
+        "nothing to refill them with: make tasks that succeed sometimes (rollout.env_config), or give rewards for "
+        "partial progress; `gspo-gym env card` shows what play earns"
+        if fraction.mean >= 1
+        else f'set it to "refill", {suggestion}; or give the environment rewards for partial progress',
     )
 
 
@@ -122,7 +135,6 @@ def reward_does_not_rise(run: RunView) -> Finding | None:
     error = ((statistics.variance(first) + statistics.variance(last)) / third) ** 0.5
     if gain > MIN_GAIN_IN_STANDARD_ERRORS * error:
         return None
-    rate = run.setting("training.learning_rate", 0.0)
     has_fallen = gain < -MIN_GAIN_IN_STANDARD_ERRORS * error
     return Finding(
         "serious",
@@ -131,11 +143,21 @@ def reward_does_not_rise(run: RunView) -> Finding | None:
         f"rollout/reward_mean was {statistics.fmean(first):.3f} in the first third of {reward.steps} and "
         f"{statistics.fmean(last):.3f} in the last: a gain of {gain:+.3f} with a standard error of {error:.3f}",
         "training.learning_rate",
-        f"lower it to {rate / 2:.2g}, and look at whether policy/entropy or clip/low_fraction changed when it fell"
-        if has_fallen
-        else f"try {3 * rate:.2g}; if that makes it worse, {rate / 3:.2g}; then look at the other findings, and at the "
-        "episodes with the highest and the lowest return",
+        _other_rate(run, has_fallen),
     )
+
+
+def _other_rate(run: RunView, has_fallen: bool) -> str:
+    """Advice on the learning rate: larger steps only where the ratios are known to stay within the clip range."""
+    rate, low = run.setting("training.learning_rate", 0.0), run.setting("loss.clip_low", 0.0)
+    if has_fallen:
+        return (
+            f"lower it to {rate / 2:.2g}, and look at whether policy/entropy or clip/low_fraction changed when it fell"
+        )
+    spread = run.recent("ratio/log_std")
+    if spread is not None and spread.mean > low:
+        return f"try {rate / 3:.2g}: the ratios go beyond the clip range as it is; then look at single episodes"
+    return f"try {3 * rate:.2g}; if that makes it worse, {rate / 3:.2g}; then look at single episodes"
 
 
 def episodes_are_an_endpoints(run: RunView) -> Finding | None:
@@ -215,7 +237,7 @@ def episodes_are_cut_off(run: RunView) -> list[Finding]:
             continue
         findings.append(
             Finding(
-                "warning",
+                "serious" if fraction.mean >= NEARLY_ALL else "warning",
                 "episodes_are_cut_off",
                 f"Many {what}, so that their reward says less about how good they were.",
                 f"{metric} is {fraction.mean:.0%} in {fraction.steps}; more than {limit:.0%} is many",

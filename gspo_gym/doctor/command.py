@@ -76,14 +76,17 @@ def read_run(folder: Path) -> RunView:
 
 
 def diagnose(run: RunView) -> list[Finding]:
-    """Everything that the checks find, the worst first."""
-    from gspo_gym.doctor import checks, checks_judge, checks_play
+    """Return what the checks find, the worst first; the first cause alone, without what follows from it."""
+    from gspo_gym.doctor import causes, checks, checks_judge, checks_play
 
-    findings: list[Finding] = []
+    cause = next((found for check in causes.CAUSES if isinstance(found := check(run), Finding)), None)
+    findings = [] if cause is None else [cause]
     for check in (*checks_play.CHECKS, *checks.CHECKS, *checks_judge.CHECKS):
         found = check(run)
         findings += found if isinstance(found, list) else [found] if found is not None else []
-    return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
+    hidden = causes.consequences(findings)
+    kept = [finding for finding in findings if finding.check not in hidden]
+    return sorted(kept, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def report_text(folder: Path, run: RunView, findings: Sequence[Finding]) -> str:

@@ -1,12 +1,12 @@
 """What `gspo-gym doctor` sees of a run, and the form of what it says about it.
 
-Called by `doctor.py`, which reads the folder, and by the checks, which look. Nothing here judges.
+Nothing here judges.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,9 @@ class Finding:
     evidence: str
     key: str
     suggestion: str
+
+
+Check = Callable[["RunView"], Finding | list[Finding] | None]
 
 
 @dataclass(frozen=True, slots=True)
