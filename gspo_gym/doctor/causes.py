@@ -79,6 +79,23 @@ def sampling_is_uniform(run: RunView) -> Finding | None:
     )
 
 
+def returns_are_clipped(run: RunView) -> Finding | None:
+    """The returns of a group are the same, because the clip makes them so."""
+    clip, groups = run.setting("rewards.clip"), run.recent("batch/constant_group_fraction")
+    earned = run.recent("rollout/reward_std")
+    if clip is None or groups is None or groups.mean < _GREEDY_GROUPS or earned is None or earned.mean <= clip:
+        return None
+    return Finding(
+        "serious",
+        "returns_are_clipped",
+        "The returns are clipped until those of a group are all the same.",
+        f"rewards.clip is {clip:g}, and returns vary by {earned.mean:.2g} before it; in {groups.mean:.0%} of the "
+        f"groups of {groups.steps} none is better than another",
+        "rewards.clip",
+        "leave it out, or set it above the returns that good play earns",
+    )
+
+
 def no_step_taken(run: RunView) -> Finding | None:
     """Nothing of any batch reached the optimizer."""
     taken, skipped = run.all("optim/num_steps"), run.all("optim/num_nonfinite_steps")
@@ -282,6 +299,7 @@ def training_is_not_evaluation(run: RunView) -> Finding | None:
 CAUSES: tuple[Check, ...] = (
     sampling_is_greedy,
     sampling_is_uniform,
+    returns_are_clipped,
     no_step_taken,
     weights_decay,
     entropy_bonus_dominates,

@@ -91,15 +91,6 @@ def groups_are_constant(run: RunView) -> Finding | None:
             "training.stop_at_success_rate",
             "let it end the run, or make rollout.env_config harder",
         )
-    if (clip := run.setting("rewards.clip")) is not None and fraction.mean >= NEARLY_ALL:
-        return Finding(
-            "serious",
-            "groups_are_constant",
-            "The returns are clipped until those of a group are all the same.",
-            f"{evidence}; rewards.clip is {clip:g}",
-            "rewards.clip",
-            "leave it out, or set it above the returns that good play earns",
-        )
     suggestion = f"and training.group_size to {2 * size}, so that one of a group succeeds" if size else ""
     if mode == "refill":
         return Finding(
@@ -230,7 +221,7 @@ def episodes_are_cut_off(run: RunView) -> list[Finding]:
             "rollout.max_output_tokens",
         ),
     )
-    findings = []
+    findings, overlong = [], run.setting("rewards.overlong", "keep")
     for metric, limit, what, key in cases:
         fraction = run.recent(metric)
         if fraction is None or fraction.mean <= limit:
@@ -242,8 +233,8 @@ def episodes_are_cut_off(run: RunView) -> list[Finding]:
                 f"Many {what}, so that their reward says less about how good they were.",
                 f"{metric} is {fraction.mean:.0%} in {fraction.steps}; more than {limit:.0%} is many",
                 key,
-                f'raise it from {run.setting(key)} to {2 * (run.setting(key) or 1)}, or set rewards.overlong to "mask" '
-                'or "penalize"',
+                f"raise it from {run.setting(key)} to {2 * (run.setting(key) or 1)}"
+                + (', or set rewards.overlong to "mask" or "penalize"' if overlong == "keep" else ""),
             )
         )
     return findings
