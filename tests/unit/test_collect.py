@@ -137,11 +137,11 @@ def test_an_engine_that_must_be_rebuilt_is_nothing_to_refill_from() -> None:
 
 
 def test_shares_of_a_batch_are_of_the_groups_played_and_of_the_episodes_compared() -> None:
-    # 2 groups dropped as constant, 6 in the batch, of which 1 is constant: 3 of 8. 3 of 8 + 4 episodes were overlong;
-    # those that filter_eps left out were compared, too.
+    # 2 groups dropped as constant, 6 in the batch, of which 1 is constant: 3 of 8. 3 of 6 + 4 + 2 episodes were
+    # overlong: those that filter_eps left out or that hold nothing to train on were compared, too.
     collected = Collected(groups=(), kept=(), num_dropped=2, num_refilled=5, failures=())
     counts = BatchCounts(
-        num_groups=6, num_constant_groups=1, num_trajectories=8, num_filtered=4, num_untrained=2, num_overlong=3
+        num_groups=6, num_constant_groups=1, num_trajectories=6, num_filtered=4, num_untrained=2, num_overlong=3
     )
     assert batch_metrics(collected, BuiltBatch(None, counts, RunningReturns(), mean_return=0.25)) == {
         "batch/constant_group_fraction": 0.375,
