@@ -221,7 +221,9 @@ class AppPlayers:
         return play
 
     async def rubric_of(self, task: Task) -> Mapping[str, Any] | None:
-        """What a task's task_info has as its rubric, asked for once (Any: JSON); None: nothing, or no app plays it.
+        """What an app says of a task's rubric, asked for once (Any: JSON); None: nothing, or no app plays it.
+
+        A part (outcome, events) that the task's task_info lacks is the one of /info, which holds for all tasks.
 
         Raises:
             AppError: the app does not say.
@@ -233,7 +235,11 @@ class AppPlayers:
         key = (task.env_id, task.seed)
         if key not in self._rubrics:
             (info,) = await client.task_info([task.seed])
-            self._rubrics[key] = info.rubric
+            of_all = {
+                part: rubric for part, rubric in (await client.info()).rubrics.items() if isinstance(rubric, dict)
+            }
+            own = {part: rubric for part, rubric in (info.rubric or {}).items() if rubric is not None}
+            self._rubrics[key] = {**of_all, **own} or None
         return self._rubrics[key]
 
     def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], Selection | None]:

@@ -65,7 +65,7 @@ class AppRollout:
         decisions: in order; () if the app lists no steps.
         outcome: how the episode ended, as far as the answer says: TERMINATED, TRUNCATED, MAX_TURNS (it goes on, but the
             ops were used up) or, from a server of this library, CONTEXT_OVERFLOW.
-        success: `metrics.details.success`, where that is a truth value.
+        success: `metrics.details.success`, or else `.correct`, where that is a truth value.
         aborted: the app was told to stop, so that what it says is no result.
         errors: what `info.error` of its steps and `metrics.details.error` say: often the only trace of a call of the
             model that failed.
@@ -116,13 +116,12 @@ def _read_outcome_response(response: OutcomeResponse) -> AppRollout:
     sources = [("outcome_reward", info.outcome_reward), *_sum_of(decisions, "the sum of event_rewards")]
     warnings: list[str] = []
     episode_return, source = _first_of(sources, warnings, decisions)
-    success = info.details.get("success")
     return AppRollout(
         generation="B",
         episode_return=episode_return,
         return_source=source,
         decisions=decisions,
-        success=success if isinstance(success, bool) else None,
+        success=_success_in(info.details),
         errors=_errors_in([info.details]),
         ends_in_error=bool(_errors_in([info.details])),
         warnings=tuple(warnings),
@@ -156,14 +155,13 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
         *_sum_of(decisions, "the sum of the steps' rewards"),
     ]
     episode_return, source = _first_of(sources, warnings, decisions)
-    success = metrics.details.get("success")
     return AppRollout(
         generation="A",
         episode_return=episode_return,
         return_source=source,
         decisions=decisions,
         outcome=_outcome_of(steps, metrics.details),
-        success=success if isinstance(success, bool) else None,
+        success=_success_in(metrics.details),
         aborted=response.aborted,
         errors=_errors_in([*(step.info for step in steps), metrics.details]),
         ends_in_error=bool(_errors_in([*(step.info for step in steps[-1:]), metrics.details])),
@@ -172,6 +170,11 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
         details=metrics.details,
         final_messages=_final_messages(response) if is_ours else (),
     )
+
+
+def _success_in(details: Mapping[str, Any]) -> bool | None:
+    """The first of `success` and `correct` that is a truth value."""
+    return next((value for key in ("success", "correct") if isinstance(value := details.get(key), bool)), None)
 
 
 def _final_messages(response: RolloutResponse) -> tuple[Message, ...]:

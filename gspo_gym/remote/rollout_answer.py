@@ -32,6 +32,7 @@ class AnswerContext:
         env_id: of the environment. policy_id: who played.
         inference_url, correlation_id: where the model was asked, and under which id.
         step_rewards: how decisions are rewarded beside the environment.
+        seed: of the task that is played, which the request may name in other ways.
     """
 
     request: RolloutRequest
@@ -40,6 +41,7 @@ class AnswerContext:
     inference_url: str
     correlation_id: str | None
     step_rewards: AppStepRewards
+    seed: int
 
 
 def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bool, created_at: str) -> Json:
@@ -154,13 +156,23 @@ def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContex
     is_active = context.step_rewards.is_active
     return {
         "episode_returns": returns,
-        "mean_return": sum(returns) / len(returns) if returns else None,  # over scored episodes
+        "mean_return": _mean_return(returns, aborted=aborted),
         "num_steps": played.num_decisions,
         "num_episodes": len(episodes),
         "outcome_score": sum(declared) / len(declared) if declared else None,
         "events_score": float(sum(one.rewards.reward_sum for one in told)) if is_active else None,
         "details": details,
     }
+
+
+def _mean_return(returns: Sequence[float], *, aborted: bool) -> float | None:
+    """Over scored episodes; None: nothing was scored.
+
+    The contract demands a number. An aborted rollout has no result, whatever stands here, so it has one.
+    """
+    if returns:
+        return sum(returns) / len(returns)
+    return 0.0 if aborted else None
 
 
 def _events(episodes: Sequence[PlayedEpisode]) -> list[str]:
@@ -220,7 +232,7 @@ def _turns(decisions: Sequence[Decision]) -> range:
 
 def _trace_metadata(context: AnswerContext) -> Json:
     names = {"env_id": context.env_id, "policy_id": context.policy_id, "run_id": context.request.run_id}
-    return {**names, "trace_correlation_id": context.correlation_id, "seed": context.request.env.seed}
+    return {**names, "trace_correlation_id": context.correlation_id, "seed": context.seed}
 
 
 def _model_call(decision: Decision, context: AnswerContext) -> Json:

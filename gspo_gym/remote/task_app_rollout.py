@@ -141,7 +141,8 @@ class Rollouts:
                 "missing_correlation_id",
                 'mode "rl" needs policy.config.trace_correlation_id, or ?cid= in policy.config.inference_url',
             )
-        seed = seed_of(request.run_id, is_evaluation=request.mode == "eval") if env.seed is None else env.seed
+        named = self._source.seed_of(env.config, env.seed)
+        seed = seed_of(request.run_id, is_evaluation=request.mode == "eval") if named is None else named
         if seed < 0:
             raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {seed}")
         plan = Plan(
@@ -153,7 +154,7 @@ class Rollouts:
         )
         policy_id = request.policy.policy_id or request.policy.policy_name or "policy"
         rewards = _step_rewards(policy, env.config)
-        return plan, AnswerContext(request, self._source.name, policy_id, url, correlation_id, rewards)
+        return plan, AnswerContext(request, self._source.name, policy_id, url, correlation_id, rewards, seed)
 
     async def _checked_url(self, url: str) -> PinnedUrl:
         try:

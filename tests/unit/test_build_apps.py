@@ -174,6 +174,31 @@ def test_an_apps_own_rubric_lies_over_the_configurations(make: Make, policy: Pol
         assert asyncio.run(go(make({"services.task_url": url, "judge": judge}))) == ["outcome.mine"]
 
 
+@pytest.mark.parametrize("of_task", [None, {}, {"outcome": None}, "outcome"])
+def test_the_rubrics_of_info_hold_where_task_info_has_none(of_task: Any, make: Make, policy: Policy) -> None:
+    """Both parts stand in /info; what /task_info says of a part goes over it."""
+
+    def rubric(name: str) -> dict[str, Any]:
+        return {"version": "1", "criteria": [{"id": name, "description": f"It is {name}.", "weight": 1.0}]}
+
+    app = quiz()
+    app.answers["/info"] = (200, {"rubrics": {"outcome": rubric("of.all"), "events": "<circular type=dict>"}})
+    own = {"outcome": rubric("of.task")} if of_task == "outcome" else of_task
+    app.answers["/task_info"] = (200, {"task": {"id": "quiz"}, "rubric": own})
+
+    async def go(url: str) -> Any:
+        player = await build.build_player(make({"services.task_url": url}), policy)
+        try:
+            await player.start()
+            assert player.apps is not None
+            return await player.apps.rubric_of(Task(GUESS, 3))
+        finally:
+            await player.close()
+
+    with serving(app) as url:
+        assert asyncio.run(go(url)) == {"outcome": rubric("of.task" if of_task == "outcome" else "of.all")}
+
+
 def test_an_app_that_is_not_there_stops_a_run_before_it_has_a_folder(make: Make, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     config = make({"services.task_url": url, "run.folder": str(tmp_path / "runs")})

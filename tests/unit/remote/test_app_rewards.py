@@ -141,6 +141,23 @@ def test_returns_that_differ_are_warned_of_and_rounding_is_not() -> None:
     assert warning == ("returns differ: metrics.mean_return is 1 and counts, but the sum of the steps' rewards is 0.75")
 
 
+@pytest.mark.parametrize(
+    ("details", "success"),
+    [
+        ({"correct": True}, True),
+        ({"correct": False}, False),
+        ({"success": False, "correct": True}, False),
+        ({"success": "yes", "correct": True}, True),
+        ({"correct": 1}, None),
+        ({}, None),
+    ],
+)
+def test_what_an_app_calls_correct_is_a_success(details: dict[str, Any], success: bool | None) -> None:
+    assert told(answer([1.0], details=details)).success is success
+    reward_info = {"outcome_reward": 1.0, "details": details}
+    assert told({"trace_correlation_id": "trace_5f", "reward_info": reward_info}).success is success
+
+
 def test_several_episodes_in_one_rollout_are_warned_of() -> None:
     (warning,) = told(answer([2.0], mean_return=2.0, episode_returns=[1.0, 3.0])).warnings
     assert warning.startswith("several episodes: the app played 2 ")

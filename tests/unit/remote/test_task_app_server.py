@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 from ending_env import Ending
+from pydantic import BaseModel
 from scripted_model import Json, Say, ScriptedModel, calls, in_turn, text
 
 from gspo_gym.env.achievements import Achievements
@@ -79,6 +80,42 @@ class Stage:
 
 
 Make = Callable[..., Stage]
+
+
+class Unscored(TextEnv):
+    """Scores nothing, and never ends."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return "Say something.", {}
+
+    def step(self, action: Any) -> Any:
+        return "Go on.", None, False, False, {}
+
+
+class Numbered(TextEnv):
+    """Says which task it is."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return f"task {seed}", {}
+
+    def step(self, action: Any) -> Any:
+        return "The end.", 1.0, True, False, {}
+
+
+class Library(TextEnv):
+    """Has a split of its own."""
+
+    def __init__(self, split: str = "novels") -> None:
+        self._split = split
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return f"{self._split} {seed}", {}
+
+    def step(self, action: Any) -> Any:
+        return "The end.", 1.0, True, False, {}
 
 
 @pytest.fixture
@@ -461,6 +498,71 @@ def test_a_rollout_that_takes_too_long_is_aborted_and_keeps_what_it_played(stage
     assert app.get("/run/status/run-1").json()["status"] == "aborted"
 
 
+class _HostedStep(BaseModel):
+    """As the contract's own package reads a step; what it does not demand is left out here and below."""
+
+    obs: dict[str, Any]
+    tool_calls: list[dict[str, Any]]
+    reward: float | None
+    done: bool
+    truncated: bool | None
+    info: dict[str, Any] | None
+
+
+class _HostedTrajectory(BaseModel):
+    env_id: str
+    policy_id: str
+    steps: list[_HostedStep]
+    final: dict[str, Any] | None
+    length: int
+    inference_url: str
+    decision_samples: list[dict[str, Any]] | None
+
+
+class _HostedMetrics(BaseModel):
+    episode_returns: list[float]
+    mean_return: float
+    num_steps: int
+    num_episodes: int
+    outcome_score: float | None
+    events_score: float | None
+    details: dict[str, Any]
+
+
+class _HostedAnswer(BaseModel):
+    run_id: str
+    trajectories: list[_HostedTrajectory]
+    branches: dict[str, list[str]]
+    metrics: _HostedMetrics
+    aborted: bool
+    ops_executed: int
+    trace_correlation_id: str | None
+    trace: dict[str, Any] | None
+    pipeline_metadata: dict[str, Any]
+
+
+@pytest.mark.parametrize("num_answers", [0, 1])
+def test_an_aborted_rollouts_answer_is_valid_in_the_hosted_contract(num_answers: int, stage: Make) -> None:
+    """Nothing was scored, and the contract wants a number; a trainer of ours believes none of an aborted rollout."""
+    release = threading.Event()
+    said = iter([text("3")] * num_answers)
+
+    def say(_body: Json) -> Json:
+        answer = next(said, None)
+        if answer is None:
+            release.wait()
+        return answer or text("late")
+
+    app = stage(say, Unscored)
+    try:
+        answer = app.post("/rollout", app.request(safety={"max_time_s": 0.3})).json()
+    finally:
+        release.set()
+    read = _HostedAnswer.model_validate(answer)
+    assert (read.aborted, read.metrics.mean_return, read.metrics.num_steps) == (True, 0.0, num_answers)
+    assert read_response(answer).aborted  # type: ignore[union-attr]  # of generation A
+
+
 def test_a_rollout_can_be_aborted_by_its_id(stage: Make) -> None:
     app = stage(ScriptedModel(nothing, hangs=True))
     answers: list[httpx.Response] = []
@@ -610,6 +712,44 @@ def test_the_callers_key_is_not_the_models(stage: Make) -> None:
     assert app.model.asked[0].headers["authorization"] == "Bearer models"
     assert "callers" not in answer.text
     assert "models" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("env", "seed"),
+    [
+        ({"seed": None, "config": {"split": "test", "index": 3}}, 3),
+        ({"seed": None, "config": {"split": "Train", "index": 3}}, 2**31 + 3),
+        ({"seed": 3, "config": {"split": "train", "index": 3}}, 2**31 + 3),  # as the hosted command sends it
+        ({"seed": 3, "config": {"split": "held_out"}}, 3),
+        ({"seed": None, "config": {"index": 3}}, 3),
+        ({"seed": 2**31 + 3, "config": {"split": "train", "index": 3}}, 2**31 + 3),
+    ],
+)
+def test_a_task_is_named_by_split_and_index_as_the_hosted_evaluation_does(env: Json, seed: int, stage: Make) -> None:
+    app = stage(lambda _body: text("1"), Numbered)
+    answer = app.post("/rollout", app.request(env=env, record={"return_trace": True})).json()
+    assert answer["trajectories"][0]["steps"][0]["obs"]["text"] == f"task {seed}"
+    assert answer["trace"]["metadata"]["seed"] == seed
+
+
+@pytest.mark.parametrize(
+    ("env", "code"),
+    [
+        ({"config": {"split": "second", "index": 0}}, "bad_split"),
+        ({"config": {"split": ["train"]}}, "bad_split"),
+        ({"seed": None, "config": {"index": -1}}, "bad_index"),
+        ({"seed": None, "config": {"index": True}}, "bad_index"),
+        ({"seed": 4, "config": {"split": "test", "index": 3}}, "bad_index"),
+    ],
+)
+def test_a_split_or_index_that_names_no_task_is_refused(env: Json, code: str, stage: Make) -> None:
+    assert stage(nothing).refused(env=env) == (422, code)
+
+
+def test_an_environment_that_has_a_split_of_its_own_is_given_it(stage: Make) -> None:
+    app = stage(in_turn(text("x")), Library, client_options=["split"])
+    told = app.rollout(env={"seed": 5, "config": {"split": "poems", "index": 5}})
+    assert told.trajectories[0].steps[0].obs["text"] == "poems 5"
 
 
 def test_clients_set_only_the_arguments_that_the_operator_names(stage: Make) -> None:
