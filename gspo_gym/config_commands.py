@@ -86,6 +86,11 @@ def check_config(arguments: argparse.Namespace) -> int:
     _print_plan(config)
     for obstacle in obstacles:
         print(f"cannot run: {obstacle}")
+    if not arguments.elsewhere:
+        from gspo_gym.run import folder_is_taken
+
+        if taken := folder_is_taken(config):
+            print(f"note: {taken}")
     if arguments.deep and not obstacles:
         _rehearse(config)
     return 1 if obstacles else 0
@@ -111,7 +116,7 @@ def _rehearse(config: RunConfig) -> None:
     from gspo_gym.preflight import rehearse
 
     seen = asyncio.run(rehearse(config))
-    for line in seen.apps:
+    for line in seen.notes:
         print(f"built: {line}")
     for played in seen.episodes:
         print(

@@ -19,7 +19,7 @@ from gspo_gym.build_apps import check_apps, environment_ids
 from gspo_gym.build_engines import check_context, check_engine
 from gspo_gym.build_judge import build_judging
 from gspo_gym.build_reference import serving_reference
-from gspo_gym.build_rollouts import check_warmup, local_play, looking_at_source
+from gspo_gym.build_rollouts import check_warmup, environment_notes, local_play, looking_at_source
 from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import refuse_to_train
@@ -72,16 +72,16 @@ async def require_ready(config: RunConfig, *, base: str | None = None) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a rehearsal saw: a line about each task app, and the scripted episode of each environment that is here."""
+    """What a rehearsal saw: lines about apps and environments, and the scripted episode of each that is here."""
 
-    apps: tuple[str, ...]
+    notes: tuple[str, ...]
     episodes: tuple[Trajectory, ...]
 
 
 async def rehearse(config: RunConfig) -> Rehearsal:
     """Build all that training builds, without the run's folder, and play one scripted episode of each environment here.
 
-    The policy's own weights play nothing. Task apps are asked whether they can be used.
+    Task apps are asked whether they can be used, and play the probe rollouts that training begins with.
 
     Raises:
         GymError: as `require_ready`, or whatever building met.
@@ -97,7 +97,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             if judging is not None:
                 stack.push_async_callback(judging.close)
             await build.build_warmup(config, player)
-            apps = await player.start()
+            notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
             reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
             build.build_learner(config, policy, reference)
             episodes = [
@@ -105,7 +105,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
                 for env_id, source in zip(environment_ids(config), config.sources, strict=True)
                 if source.task_url is None
             ]
-    return Rehearsal(apps, tuple(episodes))
+    return Rehearsal(notes, tuple(episodes))
 
 
 def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object]]:

@@ -84,17 +84,24 @@ _FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
 
 def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
     """See `train.run_training`."""
-    folder = config.run_folder
     if resume:
         with telling(console) as progress:
             return asyncio.run(_resume(config, progress))
-    if folder.exists() and any(folder.iterdir()) and not (set_aside or _ended_without_checkpoint(config)):
-        raise ConfigError(
-            f"{folder} already holds a run: go on with it (--resume), move it away first (--set-aside), or choose "
-            "another model.label"
-        )
+    if not set_aside and (taken := folder_is_taken(config)):
+        raise ConfigError(taken)
     with telling(console) as progress:
         return asyncio.run(_start(config, progress))
+
+
+def folder_is_taken(config: RunConfig) -> str | None:
+    """Return what to do about a run that is in the folder already; None: a new one may begin there."""
+    folder = config.run_folder
+    if not folder.exists() or not any(folder.iterdir()) or _ended_without_checkpoint(config):
+        return None
+    return (
+        f"{folder} already holds a run: go on with it (--resume), move it away first (--set-aside), or choose "
+        "another model.label"
+    )
 
 
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:

@@ -192,15 +192,17 @@ def test_a_deep_check_finds_an_environment_that_fails_when_it_is_played(make: Ma
 
 
 def test_a_deep_check_asks_the_apps_whether_they_can_be_used(make: Make) -> None:
-    app = FakeTaskApp(answers={
+    answers = {
         "/health": (200, {"healthy": True}),
         "/info": (200, {"service": {"task": {"id": "quiz"}}}),
         "/task_info": (200, {"task": {"id": "quiz"}}),
-    })  # fmt: skip
+    }
+    app = FakeTaskApp(answers=answers)
     mixture = {"env_name": "quiz", "share": 0.5, "env_config": {}}
     with BackgroundServer(app) as server:
         seen = asyncio.run(rehearse(make({"rollout.mixture": [{**mixture, "task_url": server.url}]})))
-    assert [line.split(":")[0] for line in seen.apps] == ["task app http"]
+    assert seen.notes[0] == f"task app {server.url}: plays 'quiz' as quiz"
+    assert "/rollout" in [asked.path for asked in app.asked], "the probe that training begins with"
     assert [played.outcome for played in seen.episodes] == [Outcome.TERMINATED]
     with pytest.raises(GymError, match="Is the app running there"):
         asyncio.run(rehearse(make({"rollout.mixture": [{**mixture, "task_url": server.url}]})))
@@ -215,3 +217,16 @@ def test_a_run_says_first_what_has_no_effect(file: Callable[..., str], tmp_path:
         [sys.executable, "-m", "gspo_gym.train", file(small)], capture_output=True, text=True, check=True
     )
     assert "training.max_turns: 9 is more than rollout.max_turns = 8" in " ".join(finished.stdout.split())
+
+
+def test_a_folder_that_holds_a_run_is_said_before_the_run_is_refused_for_it(
+    file: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file({})
+    Path("runs/quickstart").mkdir(parents=True)
+    Path("runs/quickstart/config.toml").write_text("")
+    assert main(["config", "check", path]) == 0, "it can be gone on with"
+    said = capsys.readouterr().out.splitlines()[-1].removeprefix("note: ")
+    assert said.startswith("runs/quickstart already holds a run: go on with it (--resume)")
+    assert main(["train", path]) == 2
+    assert capsys.readouterr().err == f"ConfigError: {said}\n"
