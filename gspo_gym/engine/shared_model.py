@@ -112,10 +112,10 @@ class SharedModel:
         trace in the weights. It takes milliseconds.
         """
         inner = inner_model(self._source)
-        # deepcopy takes what its memo holds instead of copying it.
+        shared = (*inner.parameters(), *inner.buffers(), *_offloaded(inner), *_int8_state(inner))
         self.module = copy.deepcopy(
-            inner, {id(t): t for t in (*inner.parameters(), *inner.buffers(), *_offloaded(inner))}
-        )
+            inner, {id(t): t for t in shared}
+        )  # takes what its memo holds instead of copying it
         self.module.eval()
         if self._attention is not None:
             self.module.config._attn_implementation = self._attention
@@ -186,6 +186,23 @@ def _offloaded(model: Any) -> list[Any]:
     """Where accelerate keeps weights that are on no device: to be shared like those that are (Any: untyped)."""
     maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
     return [weights_map for weights_map in maps if weights_map is not None]
+
+
+def _int8_state(model: Any) -> list[torch.Tensor]:
+    """Return the codes and scales of bitsandbytes' 8-bit layers, which are no parameters or buffers (Any: untyped).
+
+    Before its first forward pass a layer keeps them at its weight, and takes them from there. The weight is shared: of
+    two modules only the first would get the scales, and the other multiply by codes up to 127. So each layer takes its
+    own here, before it is copied.
+    """
+    found = []
+    for module in model.modules():
+        if not hasattr(module, "init_8bit_state"):
+            continue
+        if module.weight.CB is not None:
+            module.init_8bit_state()
+        found += [tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None]
+    return found
 
 
 def _input_device(model: Any) -> torch.device:
