@@ -26,7 +26,7 @@ from gspo_gym.env.process_pool import POOL
 from gspo_gym.models_tiny import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import episode_player
-from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.seeding import generator
@@ -104,6 +104,7 @@ def play_with_faults(
         start_timeout_seconds=10 * step_timeout_seconds,
     )
     pool = RolloutPool(
+        ledger=Ledger(keeps_entries=True),
         play=episode_player(
             make_env=lambda _task: make_env(),
             act=ScriptedActor(_teller),

@@ -176,6 +176,7 @@ class LocalEngine(GatedEngine):
             try:
                 return await answer
             except asyncio.CancelledError:
+                self._worker.forget(request)
                 with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
                     self._worker.post(lambda batch: batch.cancel(request))
                 raise
@@ -212,7 +213,7 @@ class LocalEngine(GatedEngine):
         batch.update_weights(version)
 
     async def _do(self, command: Callable[[Batch], object]) -> None:
-        """Run a command in the engine's thread, between two steps; raises what it raises."""
+        """Run a command in the engine's thread, between two steps, also if this is cancelled; raises what it raises."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = object()
 
@@ -280,6 +281,10 @@ class _Worker:
             self._commands.append(command)
             self._changed.notify()
 
+    def forget(self, key: object) -> None:
+        """Drop the future that a key names: nobody waits for it any more. Unknown keys are fine."""
+        self._futures.pop(key, None)
+
     def settle(self, results: list[tuple[object, object]]) -> None:
         """Give (key, result) pairs to those who wait, with one wake-up for each of their event loops."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]] = {}
@@ -308,9 +313,7 @@ class _Worker:
         reason = "the engine was closed"
         try:
             while self._take_commands():
-                finished = self.batch.step()
-                if finished:
-                    self.settle([(item.request, item.result) for item in finished])
+                self.settle([(item.request, item.result) for item in self.batch.step()])
         except BaseException as error:  # whatever it is, those who wait must hear of it
             reason = f"the engine's thread died: {error!r}"
             with self._changed:

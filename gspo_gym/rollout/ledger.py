@@ -1,7 +1,7 @@
 """The ledger: every attempt that was dispatched, and the one way in which it ended.
 
-Append-only, so that "nothing was lost and nothing counted twice" can be checked afterwards, in memory or from the file.
-It decides nothing; the pool writes it.
+Append-only, so that "nothing was lost and nothing counted twice" can be checked afterwards from the file. What it holds
+in memory does not grow with the length of a run. It decides nothing; the pool writes it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class Terminal:
 
 
 Entry = Dispatched | Terminal
+_Attempt = tuple[str, int]  # trajectory id, attempt
+# Ended attempts whose names cannot be taken again. What is settled or begun twice by mistake is so within a step or an
+# evaluation, which are much shorter; about 100 bytes each.
+MAX_REMEMBERED = 2**16
 
 
 class Ledger:
@@ -58,36 +62,50 @@ class Ledger:
     Args:
         path: also append each entry to this file, one JSON object a line, before it counts. The folder must exist. What
             earlier processes wrote stays, except a torn last line.
+        keeps_entries: hold all entries in memory, for `entries` without a file.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, keeps_entries: bool = False) -> None:
         if path is not None:
             cut_torn_line(path)
         self._path = path
-        self._entries: list[Entry] = []
-        self._is_settled: dict[tuple[str, int], bool] = {}
+        self._begin = path.stat().st_size if path is not None and path.exists() else 0
+        self._entries: list[Entry] | None = [] if keeps_entries else None
+        self._in_flight: dict[_Attempt, None] = {}  # in the order in which they were dispatched
+        self._settled: dict[int, None] = {}  # hashes of the last attempts that ended, the oldest first
+        self._num_dispatched = 0
+        self._ended: Counter[Disposition] = Counter()
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All entries of this process, in the order in which they happened."""
-        return tuple(self._entries)
+        """All entries of this process, in the order in which they happened.
+
+        Raises:
+            RecordError: there is no file, and they are not kept.
+        """
+        if self._entries is not None:
+            return tuple(self._entries)
+        if self._path is None:
+            raise RecordError("ledger: expected a path or keeps_entries = True, got neither: entries are counted only")
+        return read_ledger(self._path, begin=self._begin) if self._path.exists() else ()
 
     @property
     def num_in_flight(self) -> int:
         """Attempts dispatched and not yet settled."""
-        return sum(not is_settled for is_settled in self._is_settled.values())
+        return len(self._in_flight)
 
     def dispatch(self, entry: Dispatched) -> None:
         """Write down that an attempt starts.
 
         Raises:
-            RecordError: this attempt was dispatched before.
+            RecordError: this attempt is in flight, or is one of the last `MAX_REMEMBERED` that ended.
         """
-        key = (entry.trajectory_id, entry.attempt)
-        if key in self._is_settled:
+        attempt = (entry.trajectory_id, entry.attempt)
+        if attempt in self._in_flight or hash(attempt) in self._settled:
             raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} was dispatched twice")
         self._append(entry)
-        self._is_settled[key] = False
+        self._in_flight[attempt] = None
+        self._num_dispatched += 1
 
     def settle(self, entry: Terminal) -> None:
         """Write down how an attempt ended.
@@ -95,32 +113,37 @@ class Ledger:
         Raises:
             RecordError: it was never dispatched, or has ended before.
         """
-        key = (entry.trajectory_id, entry.attempt)
-        if self._is_settled.get(key) is not False:
-            state = "ended twice" if key in self._is_settled else "ended without having been dispatched"
+        attempt = (entry.trajectory_id, entry.attempt)
+        if attempt not in self._in_flight:
+            state = "ended twice" if hash(attempt) in self._settled else "ended without having been dispatched"
             raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} {state}")
         self._append(entry)
-        self._is_settled[key] = True
+        del self._in_flight[attempt]
+        self._ended[entry.disposition] += 1
+        self._settled[hash(attempt)] = None
+        if len(self._settled) > MAX_REMEMBERED:
+            del self._settled[next(iter(self._settled))]
 
     def counts(self) -> dict[str, int]:
         """How many attempts were dispatched, and how many ended in each disposition, by name."""
-        ended = Counter(entry.disposition for entry in self._entries if isinstance(entry, Terminal))
-        return {"dispatched": len(self._is_settled)} | {kind.value: ended[kind] for kind in Disposition}
+        return {"dispatched": self._num_dispatched} | {kind.value: self._ended[kind] for kind in Disposition}
 
     def assert_balanced(self) -> None:
-        """Check that every dispatched attempt has exactly one terminal entry.
+        """Check that every dispatched attempt has exactly one terminal entry; a second one was refused when it came.
 
         Raises:
-            RecordError: names the first few that have not.
+            RecordError: names the first few that have none.
         """
-        if problems := imbalances(self._entries):
-            shown = "; ".join(problems[:5])
-            raise RecordError(f"ledger: {len(problems)} attempts do not balance: {shown}")
+        if self._in_flight:
+            first = list(self._in_flight)[:5]
+            shown = "; ".join(f"attempt {attempt} of {name}: dispatched 1, settled 0 times" for name, attempt in first)
+            raise RecordError(f"ledger: {self.num_in_flight} attempts do not balance: {shown}")
 
     def _append(self, entry: Entry) -> None:
         if self._path is not None:
             append_line(self._path, json.dumps(entry_to_json(entry)))
-        self._entries.append(entry)
+        if self._entries is not None:
+            self._entries.append(entry)
 
 
 def imbalances(entries: Iterable[Entry]) -> list[str]:
@@ -137,14 +160,14 @@ def imbalances(entries: Iterable[Entry]) -> list[str]:
     ]
 
 
-def read_ledger(path: Path) -> tuple[Entry, ...]:
-    """The entries of a ledger file, also of a process that was killed (a torn last line is left out).
+def read_ledger(path: Path, *, begin: int = 0) -> tuple[Entry, ...]:
+    """Read the entries of a ledger file from a byte on; a torn last line, of a process that was killed, is left out.
 
     Raises:
         RecordError: a line other than the last is not an entry.
     """
     entries: list[Entry] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes()[begin:].decode("utf-8").split("\n")
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is empty or torn
         try:
             entries.append(_from_json(json.loads(line)))

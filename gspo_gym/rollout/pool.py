@@ -66,7 +66,7 @@ class RolloutPool:
         play: plays one attempt, in whatever it needs, afresh.
         pool_limits: see `limits.py`.
         run_seed: all sampling seeds derive from it.
-        ledger: what was dispatched and how it ended; a new one in memory if None.
+        ledger: what was dispatched and how it ended; a new one that only counts if None.
         on_episode: called with every finished attempt, for progress; must be quick.
         keep_unscored: keep episodes in which the environment scored no turn, for whoever scores them afterwards.
         scoring: who gives finished episodes their rewards, instead of the environment; None: nobody does.

@@ -23,7 +23,7 @@ from gspo_gym.errors import EngineError
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import episode_player
-from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.seeding import child_seed
@@ -97,6 +97,7 @@ def over() -> Iterator[threading.Event]:
 def test_two_thousand_episodes_with_forty_percent_faults(over: threading.Event) -> None:
     counts: Counter[str] = Counter()
     pool = RolloutPool(
+        ledger=Ledger(keeps_entries=True),
         play=episode_player(
             make_env=lambda task: Obedient(over, counts),
             act=Teller(),

@@ -21,7 +21,7 @@ from gspo_gym.remote.app_episodes import AppCounters, AppEpisodes, AppEpisodeSet
 from gspo_gym.remote.client import TaskAppClient, TaskAppSettings
 from gspo_gym.remote.loop_server import LoopServer
 from gspo_gym.rollout.episode import EpisodeRequest
-from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.types import Outcome, Task, Trajectory
@@ -107,7 +107,7 @@ async def play(num_rollouts: int, plan: Plan) -> Run:
                 )
 
             limits = PoolLimits(max_concurrent_rollouts=plan.max_concurrent, max_attempts=100)
-            pool = RolloutPool(play=play_one, pool_limits=limits, run_seed=1)
+            pool = RolloutPool(play=play_one, pool_limits=limits, run_seed=1, ledger=Ledger(keeps_entries=True))
             requests = [
                 GroupRequest(f"step-0/{number}", Task("quiz", seed=number), size=GROUP_SIZE)
                 for number in range(num_rollouts // GROUP_SIZE)

@@ -121,7 +121,7 @@ class Run:
         self.engine = LocalEngine(self.copy, max_model_len=256, source=self.policy.model if is_ahead else None)
         self.actor = NotingActor(self.engine)
         self.learner = build.build_learner(config, self.policy)
-        self.ledger = Ledger()
+        self.ledger = Ledger(keeps_entries=True)
         self.saved: list[TrainState] = []
 
     def pool(self) -> RolloutPool:

@@ -30,7 +30,7 @@ from gspo_gym.judge.pausing import PausingJudge
 from gspo_gym.judging import METRICS, EpisodeScorer
 from gspo_gym.recording_judgements import JudgedEpisode
 from gspo_gym.rollout.episode import EpisodeRequest
-from gspo_gym.rollout.ledger import Disposition, Terminal
+from gspo_gym.rollout.ledger import Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.scoring import Score, Scoring, ScoringLimits
@@ -61,6 +61,7 @@ def pool_of(
         return dataclasses.replace(played, attempt=request.attempt, task=request.task)
 
     return RolloutPool(
+        ledger=Ledger(keeps_entries=True),
         play=play,
         pool_limits=PoolLimits(max_concurrent_rollouts=slots, max_attempts=attempts, min_group_fraction=0.1),
         run_seed=3,

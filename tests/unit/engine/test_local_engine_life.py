@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_contract import until_in_flight
 
 from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.batch import Request
 from gspo_gym.engine.batcher import Batcher
 from gspo_gym.engine.local import LocalEngine
-from gspo_gym.errors import EngineError
+from gspo_gym.errors import EngineError, EngineTimeoutError
 from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 1024
@@ -66,6 +68,35 @@ def test_cancelling_a_request_frees_its_slot_for_the_next(model: Any) -> None:
         await WeightSync(engine).publish(1)  # nothing is in flight any more
 
     _run(model, use, max_batch_size=1)
+
+
+def test_requests_that_were_cancelled_or_ran_out_of_time_are_forgotten_with_their_prompts(model: Any) -> None:
+    def num_requests() -> int:
+        gc.collect()
+        return sum(type(held) is Request for held in gc.get_objects())
+
+    async def use(engine: LocalEngine) -> None:
+        before = num_requests()
+        for number in range(20):
+            call = asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000), session_id=f"session-{number % 5}"))
+            await until_in_flight(engine, 1)
+            call.cancel()
+            await asyncio.wait({call})
+        for _ in range(5):
+            with pytest.raises(EngineTimeoutError):
+                await engine.generate([1, 2, 3], _sampling(1000), deadline_seconds=1e-3)
+        hanging = asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000), session_id="hanging"))
+        await until_in_flight(engine, 1)
+        await engine.abort("hanging")
+        await asyncio.wait({hanging})
+        hanging.exception()
+        for number in range(5):
+            await engine.end_session(f"session-{number}")
+        await engine.generate([4], _sampling(1))  # the thread has taken what was posted before this
+        del call, hanging
+        assert num_requests() == before
+
+    _run(model, use)
 
 
 def test_cancelling_a_request_that_still_waits_drops_it(model: Any) -> None:

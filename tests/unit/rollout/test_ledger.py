@@ -1,11 +1,12 @@
 """The ledger.
 
 Pinned here: 1. counts and balance by hand; 2. contradictions are refused; 3. the file says the same as memory and
-survives a torn last line.
+survives a torn last line; 4. a long run takes no more memory than a short one.
 """
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_every_attempt_counts_once() -> None:
 
 
 def test_contradictions_are_refused_when_they_happen() -> None:
-    ledger = Ledger()
+    ledger = Ledger(keeps_entries=True)
     ledger.dispatch(dispatched("a"))
     with pytest.raises(RecordError, match="attempt 0 of a was dispatched twice"):
         ledger.dispatch(dispatched("a"))
@@ -65,6 +66,36 @@ def test_the_file_says_the_same_as_memory(tmp_path: Path) -> None:
     ledger.dispatch(dispatched("a"))
     ledger.settle(Terminal("a", 0, Outcome.ENV_TIMEOUT, Disposition.DROPPED, "two\nlines"))
     assert read_ledger(tmp_path / "ledger.jsonl") == ledger.entries
+    again = Ledger(tmp_path / "ledger.jsonl")  # as a run that goes on: the names are free, what was written stays
+    again.dispatch(dispatched("a"))
+    assert again.entries == (dispatched("a"),)
+    assert len(read_ledger(tmp_path / "ledger.jsonl")) == 3
+
+
+def test_a_long_run_takes_no_more_memory_than_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 attempts, of which 1,000 are remembered, and 5,000 more: 500 bytes each would be 2.5 MB."""
+
+    def play(first: int) -> None:
+        for number in range(first, first + 5000):
+            ledger.dispatch(dispatched(f"step_000001/group_0000/{number}"))
+            ledger.settle(terminal(f"step_000001/group_0000/{number}"))
+
+    monkeypatch.setattr("gspo_gym.rollout.ledger.MAX_REMEMBERED", 1000)
+    ledger = Ledger()
+    tracemalloc.start()
+    try:
+        play(0)
+        before, _ = tracemalloc.get_traced_memory()
+        play(5000)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 250_000
+    assert ledger.counts()["kept"] == 10_000
+    with pytest.raises(RecordError, match="ended twice"):
+        ledger.settle(terminal("step_000001/group_0000/9999"))
+    with pytest.raises(RecordError, match="expected a path or keeps_entries"):
+        _ = ledger.entries
 
 
 def test_a_torn_line_is_left_out_and_cut_off_before_the_next_entry(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
 from gspo_gym.rollout.episode import episode_player
-from gspo_gym.rollout.ledger import Dispatched, Disposition, Terminal
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.seeding import child_seed, generator
@@ -91,6 +91,7 @@ def make_pool(act: Actor, *, make_env: Callable[[Task], Any] | None = None, **ch
     extra = {name: limits.pop(name) for name in ("on_episode",) if name in limits}
     made: list[Adder] = []
     return RolloutPool(
+        ledger=Ledger(keeps_entries=True),
         play=episode_player(
             make_env=make_env or (lambda task: Adder(task, made)),
             act=act,
