@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gspo_gym.errors import CheckpointError
-from gspo_gym.files import sync
+from gspo_gym.files import sync, writing
 from gspo_gym.manifest import is_complete, seal, verify
 from gspo_gym.models import Policy, save_policy
 
@@ -105,18 +105,19 @@ class CheckpointStore:
         target = self._folder / f"step_{step:06d}"
         draft = self._folder / f".tmp_{target.name}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._tidy()
-            self._write_policy(policy, draft)
-            (draft / "resume").mkdir()
-            save_file(
-                {name: tensor.detach().contiguous() for name, tensor in learner.tensors().items()}, draft / _TENSORS
-            )
-            state = {"counters": dict(learner.counters()), "trainer": dict(trainer_state)}
-            (draft / _STATE).write_text(json.dumps(state, allow_nan=False, indent=2), encoding="utf-8")
-            seal(draft, step=step, run=self._run_id)
-            self._publish(draft, target)
+            with writing(target):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._tidy()
+                self._write_policy(policy, draft)
+                (draft / "resume").mkdir()
+                tensors = {name: tensor.detach().contiguous() for name, tensor in learner.tensors().items()}
+                save_file(tensors, draft / _TENSORS)
+                state = {"counters": dict(learner.counters()), "trainer": dict(trainer_state)}
+                (draft / _STATE).write_text(json.dumps(state, allow_nan=False, indent=2), encoding="utf-8")
+                seal(draft, step=step, run=self._run_id)
+                self._publish(draft, target)
         except (OSError, TypeError, ValueError) as error:
+            shutil.rmtree(draft, ignore_errors=True)  # what is full stays so otherwise
             raise CheckpointError(f"{target}: could not be saved: {error}") from error
         for old in self.steps()[: -self._keep_last]:
             self._remove(self._folder / f"step_{old:06d}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ from pathlib import Path
 from gspo_gym.errors import StorageError
 
 _IS_WINDOWS = os.name == "nt"
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise what the system says against writing below `path` as StorageError.
+    """Raise what the system says against writing below `path` as StorageError, whatever library it is said by.
 
     Raises:
         StorageError: no permission, no room, no such folder, and the like.
@@ -31,6 +33,19 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except Exception as error:
+        if (number := _system_error_in(error)) is None:
+            raise
+        raise StorageError(f"{path}: cannot be written: {os.strerror(number)}") from error
+
+
+def _system_error_in(error: Exception) -> int | None:
+    """Return the system's error number in what a library written in Rust raised; None if there is none.
+
+    safetensors and tokenizers raise exceptions of their own, in whose text Rust has written the number.
+    """
+    found = _RUST_ERROR.search(str(error))
+    return None if found is None else int(found[1])
 
 
 def make_folder(path: Path) -> None:

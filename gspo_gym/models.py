@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError
+from gspo_gym.files import writing
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.manifest import MANIFEST, verify
 from gspo_gym.models_adapters import ADAPTER, adapt_lora, is_adapter, load_lora
@@ -202,13 +203,21 @@ def save_policy(policy: Policy, folder: Path) -> None:
     adapter exists nowhere else, so it is written beside it, into `base/`; but not a quantized one, which its name and
     seed give again. The folder is made; files in it are overwritten. Not crash-safe: `checkpoints.py` writes to a
     temporary folder and renames.
+
+    Raises:
+        StorageError: the disk refuses (full, read-only).
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    policy.tokenizer.save_pretrained(folder)
-    if not is_adapter(policy.model):
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        policy.tokenizer.save_pretrained(folder)
+        if is_adapter(policy.model):
+            _save_adapter(policy, folder)
+            return
         with no_progress_bars():
             policy.model.save_pretrained(folder)
-        return
+
+
+def _save_adapter(policy: Policy, folder: Path) -> None:
     # The vocabulary is never resized; told so, PEFT need not look the base up (on the hub, if it finds no folder).
     policy.model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[ADAPTER])
     if is_quantized(policy.model):
@@ -220,16 +229,21 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def save_base(policy: Policy, folder: Path) -> None:
-    """Write the frozen weights under a policy's adapter as a full model: the adapter is left out, not merged."""
+    """Write the frozen weights under a policy's adapter as a full model: the adapter is left out, not merged.
+
+    Raises:
+        StorageError: the disk refuses (full, read-only).
+    """
     base = policy.model.get_base_model()
     weights = {
         re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach().clone()
         for name, tensor in base.state_dict().items()
         if "lora_" not in name
     }
-    with no_progress_bars():
-        base.save_pretrained(folder, state_dict=weights)
-    policy.tokenizer.save_pretrained(folder)
+    with writing(folder):
+        with no_progress_bars():
+            base.save_pretrained(folder, state_dict=weights)
+        policy.tokenizer.save_pretrained(folder)
 
 
 def _load_tiny(base: str, seed: int, form: _Form) -> Policy:

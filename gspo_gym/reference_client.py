@@ -21,6 +21,7 @@ from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor, nn
 
 from gspo_gym.errors import ConfigError, ServiceError
+from gspo_gym.files import writing
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.reference import check_same_reference
 from gspo_gym.reference_wire import TOKEN_HEADER, ScoringSettings
@@ -209,12 +210,17 @@ class ServedReference:
             self._send()
 
     def _hold(self, parameters: Mapping[str, Tensor]) -> None:
-        """Write parameters to a new file, and let go of the last one."""
+        """Write parameters to a new file, and let go of the last one.
+
+        Raises:
+            StorageError: the disk refuses (full, read-only).
+        """
         assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".safetensors", delete=False) as file:
-            path = Path(file.name)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items()}, path)
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".safetensors", delete=False) as file:
+                path = Path(file.name)
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items()}, path)
         if self._file is not None:
             self._file.unlink()
         self._file = path

@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from gspo_gym.engine.base import TensorMeta, UpdateKind, WeightUpdate
-from gspo_gym.errors import ConfigError, EngineError, UsageError
+from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
+from gspo_gym.files import writing
 from gspo_gym.models import Policy, no_progress_bars
 from gspo_gym.models_adapters import ADAPTER, is_adapter
 from gspo_gym.models_quantization import is_quantized
@@ -81,15 +82,16 @@ class Staging:
             raise UsageError(f"{target}: was staged before; a path is never written twice")
         draft = self._root / f".draft-{target.name}"
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(draft, ignore_errors=True)
-            if kind == "adapter":
-                self._write_adapter(draft)
-            else:
-                self._write_full(draft)
-            files = _seal(draft, version, kind)
-            draft.rename(target)
-        except OSError as error:
+            with writing(target):
+                self._root.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(draft, ignore_errors=True)
+                if kind == "adapter":
+                    self._write_adapter(draft)
+                else:
+                    self._write_full(draft)
+                files = _seal(draft, version, kind)
+                draft.rename(target)
+        except StorageError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise EngineError(f"{target}: version {version} could not be staged: {error}") from error
         self._used.add(target)

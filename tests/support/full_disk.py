@@ -1,0 +1,56 @@
+"""A disk that is really full: a small file system in memory where this process may mount one, else a limit on files."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class SmallDisk:
+    """A folder in which little can be written.
+
+    Attributes:
+        is_mounted: it is a file system of its own; otherwise no file of this process may be larger than its size.
+    """
+
+    folder: Path
+    num_bytes: int
+    is_mounted: bool
+
+    def grow(self, num_bytes: int) -> None:
+        """Make room, as a person who is told that the disk is full does."""
+        self.num_bytes = num_bytes
+        if self.is_mounted:
+            subprocess.run(["mount", "-o", f"remount,size={num_bytes}", str(self.folder)], check=True)
+        else:
+            _limit_files(num_bytes)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, num_bytes: int, *, may_mount: bool = True) -> Iterator[SmallDisk]:
+    """Make a folder a disk of that size until the block ends."""
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    try:
+        is_mounted = may_mount and subprocess.run(mounting, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        is_mounted = False
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not is_mounted:
+        _limit_files(num_bytes)
+    try:
+        yield SmallDisk(folder, num_bytes, is_mounted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        if is_mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def _limit_files(num_bytes: int) -> None:
+    """Python ignores the signal that comes with this limit, so that writing fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
