@@ -118,7 +118,8 @@ class CheckpointStore:
                 self._publish(draft, target)
         except (OSError, TypeError, ValueError) as error:
             shutil.rmtree(draft, ignore_errors=True)  # what is full stays so otherwise
-            raise CheckpointError(f"{target}: could not be saved: {error}") from error
+            reason = str(error).removeprefix(f"{target}: cannot be written: ")
+            raise CheckpointError(f"{target}: could not be saved: {reason}") from error
         for old in self.steps()[: -self._keep_last]:
             self._remove(self._folder / f"step_{old:06d}")
         return target

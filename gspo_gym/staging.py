@@ -93,7 +93,8 @@ class Staging:
                 draft.rename(target)
         except StorageError as error:
             shutil.rmtree(draft, ignore_errors=True)
-            raise EngineError(f"{target}: version {version} could not be staged: {error}") from error
+            reason = str(error).removeprefix(f"{target}: cannot be written: ")
+            raise EngineError(f"{target}: version {version} could not be staged: {reason}") from error
         self._used.add(target)
         self._staged[version] = target
         return WeightUpdate(version, kind, target, files)
