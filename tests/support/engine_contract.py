@@ -1,14 +1,14 @@
 """What every engine must do, whatever is behind it: one list of clauses, each run over each engine.
 
-A clause is an async function of a `Subject`. One that asks for more than an engine declares is excused, and the excuse
-is a capability of the engine, which each test file holds against a list of its own: nothing is skipped unseen.
+A clause is an async function of a `Subject`. What it asks of an engine is in its `needs`; for an engine that lacks one
+of them there is no such case. Each test file lists what its engines lack, and holds it against what they declare.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Clause:
     """One sentence of the contract.
 
     Attributes:
-        needs: names in `EXCUSES`.
+        needs: names in `NEEDS`.
         ends_the_engine: so that nothing else can be tried on it.
     """
 
@@ -54,13 +54,14 @@ class Clause:
     needs: tuple[str, ...] = ()
     ends_the_engine: bool = False
 
-    def excuse(self, subject: Subject) -> str | None:
-        """Why the engine need not keep it: the first need that it declares not to meet."""
-        return next((need for need in self.needs if not EXCUSES[need](subject)), None)
+    async def keep(self, subject: Subject) -> None:
+        """Run the clause, in the event loop of the engine."""
+        async with asyncio.timeout(120):
+            await self.check(subject)
 
 
 # What a clause may ask for, and whether an engine declares that it has it.
-EXCUSES: dict[str, Callable[[Subject], bool]] = {
+NEEDS: dict[str, Callable[[Subject], bool]] = {
     "a model": lambda subject: subject.logits is not None,
     "is_trainable": lambda subject: subject.engine.capabilities.is_trainable,
     "seeds_per_request": lambda subject: subject.engine.capabilities.seeds_per_request,
@@ -74,6 +75,16 @@ EXCUSES: dict[str, Callable[[Subject], bool]] = {
 }
 
 
+def lacking(subject: Subject) -> set[str]:
+    """What an engine declares not to have."""
+    return {need for need, has in NEEDS.items() if not has(subject)}
+
+
+def cases_of(clauses: Sequence[Clause], lacks: dict[str, Collection[str]]) -> list[tuple[str, Clause]]:
+    """Each engine's name with each clause that it must keep, given what it lacks."""
+    return [(name, clause) for name in lacks for clause in clauses if not {*clause.needs} & {*lacks[name]}]
+
+
 def entering(clauses: list[Clause]) -> Callable[..., Callable[[Check], Check]]:
     """A decorator that enters a check, under its name and with what it needs, into a list of clauses."""
 
@@ -85,30 +96,6 @@ def entering(clauses: list[Clause]) -> Callable[..., Callable[[Check], Check]]:
         return enter
 
     return clause
-
-
-@dataclass
-class Excuses:
-    """What was excused in a session, by engine; printed at its end and held against the test files' lists."""
-
-    by_engine: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    async def keep_or_excuse(self, name: str, clause: Clause, subject: Subject) -> None:
-        """Run a clause in the event loop of the engine, or note why it need not be kept."""
-        if (reason := clause.excuse(subject)) is not None:
-            self.by_engine.setdefault(name, {})[clause.name] = reason
-            return
-        async with asyncio.timeout(120):
-            await clause.check(subject)
-
-    def lines(self) -> list[str]:
-        """One line an engine and reason."""
-        found = []
-        for name, excused in sorted(self.by_engine.items()):
-            for reason in sorted(set(excused.values())):
-                clauses = sorted(clause for clause, why in excused.items() if why == reason)
-                found.append(f"{name} has not {reason}: {len(clauses)} excused: {', '.join(clauses)}")
-        return found
 
 
 def sampling(seed: int = 0, max_tokens: int = 12, **fields: Any) -> SamplingParams:

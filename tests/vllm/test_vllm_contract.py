@@ -1,13 +1,13 @@
 """The engine contract over vLLM: in this process with whole models and with adapters, and a server of it over HTTP.
 
 An engine is shared by its clauses, which leave it as they found it but for the weights; those that end an engine get
-one of their own. What is excused is held against `EXCUSED`, as in tests/contract.
+one of their own. What an engine lacks is held against `LACKS`, as in tests/contract: nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import engine_contract_sampling
 import pytest
 import torch
 from agreement import nudge
-from engine_contract import Clause, Excuses, Subject
+from engine_contract import Clause, Subject, cases_of, lacking
 
 from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate
 from gspo_gym.engine.vllm import VllmEngine
@@ -29,19 +29,12 @@ CLAUSES = [*engine_contract_sampling.CLAUSES, *engine_contract_life.CLAUSES]
 # The longest context of each engine.
 MAX_LENS = {"full": 512, "adapter": 512, "server": 2048}
 
-# By engine: why clauses are excused, and how many.
-EXCUSED: dict[str, dict[str, int]] = {"full": {}, "adapter": {}, "server": {}}
+# By engine: what it declares not to have.
+LACKS: dict[str, Collection[str]] = {"full": (), "adapter": (), "server": ()}
 
 
 # Its end is the same with adapters, so only one vLLM is started to be closed.
-CASES = [
-    (name, clause) for name in EXCUSED for clause in CLAUSES if not (name == "adapter" and "closed" in clause.name)
-]
-
-
-@pytest.fixture(scope="session")
-def excuses() -> Excuses:
-    return Excuses()
+CASES = [case for case in cases_of(CLAUSES, LACKS) if not (case[0] == "adapter" and "closed" in case[1].name)]
 
 
 def make_subject(policy: Policy, kind: UpdateKind, folder: Path, max_len: int) -> Callable[[Engine], Subject]:
@@ -123,12 +116,11 @@ def subjects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(("name", "clause"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_vllm_keeps(name: str, clause: Clause, subjects: Subjects, excuses: Excuses, loop_thread: Any) -> None:
+def test_vllm_keeps(name: str, clause: Clause, subjects: Subjects, loop_thread: Any) -> None:
     subject = subjects.get_mortal(name, clause) if clause.ends_the_engine else subjects.get(name)
-    loop_thread.run(excuses.keep_or_excuse(name, clause, subject))
+    loop_thread.run(clause.keep(subject))
 
 
-@pytest.mark.parametrize("name", EXCUSED)
-def test_vllm_is_excused_from_nothing_else(name: str, subjects: Subjects) -> None:
-    reasons = [clause.excuse(subjects.get(name)) for clause in CLAUSES]
-    assert {reason: reasons.count(reason) for reason in set(reasons) - {None}} == EXCUSED[name]
+@pytest.mark.parametrize("name", LACKS)
+def test_vllm_lacks_nothing(name: str, subjects: Subjects) -> None:
+    assert lacking(subjects.get(name)) == {*LACKS[name]}
