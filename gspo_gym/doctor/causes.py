@@ -196,6 +196,11 @@ def steps_too_large(run: RunView) -> Finding | None:
     exploded = [line for line in run.metrics if _has_exploded(line)]
     if not exploded:
         return None
+    until = [
+        line.get("batch/constant_group_fraction", 0.0) for line in run.metrics if line["step"] <= exploded[0]["step"]
+    ]
+    if statistics.fmean(until) >= _GREEDY_GROUPS:
+        return None  # hardly anything was learned from before: one episode alone moved the policy
     rate, epochs = run.setting("training.learning_rate", 0.0), run.setting("training.update_epochs", 1)
     line = exploded[0]
     if epochs >= _MANY_EPOCHS:

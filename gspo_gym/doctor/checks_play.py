@@ -102,7 +102,7 @@ def groups_are_constant(run: RunView) -> Finding | None:
             f"choose tasks that succeed sometimes, {suggestion or 'or warm up longer'}",
         )
     return Finding(
-        "serious" if fraction.mean >= 1 else "warning",
+        "serious" if fraction.mean >= NEARLY_ALL else "warning",
         "groups_are_constant",
         "In most groups all episodes earn the same, so that there is nothing to learn from them: the tasks are too "
         "hard or too easy, or the reward does not tell good play from bad.",

@@ -1,0 +1,158 @@
+"""The doctor's ranking: faults planted one at a time in a good run, and which cause it names first.
+
+The runs are recorded: `tests/support/doctor_faults.py` says which overrides of the quickstart made each, and makes them
+again. The slow stage plays a few of them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_faults import BASE, FAULTS, FOLDER, GOOD, ROOT, Fault, load, play
+
+from gspo_gym.doctor import causes, checks, checks_judge, checks_play
+from gspo_gym.doctor.command import diagnose
+from gspo_gym.doctor.view import Finding, RunView
+
+
+def is_found(run: RunView, fault: Fault) -> bool:
+    findings = diagnose(run)
+    return bool(findings) and (findings[0].check, findings[0].key) == (fault.cause, fault.key)
+
+
+def test_the_true_cause_of_planted_faults_comes_first() -> None:
+    first = {name: [(f.check, f.key) for f in diagnose(load(name))[:1]] for name in FAULTS}
+    missed = {name: first[name] for name, fault in FAULTS.items() if first[name] != [(fault.cause, fault.key)]}
+    assert len(FAULTS) >= 20
+    assert len(missed) <= len(FAULTS) // 10, missed
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_run_has_no_finding(name: str) -> None:
+    assert diagnose(load(name)) == []
+
+
+@pytest.mark.parametrize("name", [*GOOD, *FAULTS])
+def test_a_recorded_run_is_the_one_that_the_script_would_make(name: str) -> None:
+    overrides = GOOD[name] if name in GOOD else FAULTS[name].overrides
+    recorded = json.loads((FOLDER / f"{name}.json").read_text())
+    assert recorded["made_by"][1:] == [*BASE, *overrides]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, setting = key.partition(".")
+        assert recorded["config"][section][setting] == tomllib.loads(f"x = {value}")["x"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_no_advice_is_what_is_there_already(name: str) -> None:
+    run = load(name)
+    for finding in diagnose(run):
+        now = run.setting(finding.key)
+        texts = {str(now), f"{now:g}" if isinstance(now, float) else str(now)}
+        assert not any(f"set it to {text}," in finding.suggestion + "," for text in texts)
+
+
+def test_a_learning_rate_that_explodes_is_never_told_to_rise() -> None:
+    (finding, *_) = diagnose(load("lr_1"))
+    # log s varied by 8.66 nats at a rate of 1; ten clip ranges are 0.03, so 0.03 / 8.66 = 0.0035
+    assert "lower it to 0.003" in finding.suggestion
+    assert "the ratio exploded in step 1" in finding.evidence
+
+
+def test_a_cause_hides_what_follows_from_it_and_nothing_else() -> None:
+    recorded = load("lr_1")
+    silent = {finding.check for finding in diagnose(recorded)}
+    assert not silent & causes.CONSEQUENCES
+    run = RunView(
+        config=recorded.config,
+        metrics=recorded.metrics,
+        events=[{"step": 1, "kind": "sink_failed", "data": {"sink": "wandb", "error": "gone"}}],
+        outcomes={"terminated": 60, "env_error": 40},
+    )
+    assert [finding.check for finding in diagnose(run)] == ["steps_too_large", "infrastructure_fails", "sink_failed"]
+
+
+def test_every_consequence_and_cause_is_a_check() -> None:
+    names = {check.__name__ for check in (*checks.CHECKS, *checks_play.CHECKS, *checks_judge.CHECKS)}
+    assert names >= causes.CONSEQUENCES
+    assert {fault.cause for fault in FAULTS.values()} <= names | {check.__name__ for check in causes.CAUSES}
+
+
+@pytest.mark.parametrize("check", causes.CAUSES)
+def test_a_cause_is_silent_about_metrics_that_the_run_has_not(check: Any) -> None:
+    assert check(RunView(config={})) is None
+    assert check(RunView(config={}, metrics=[{"step": 1}])) is None
+
+
+def steps(metrics: dict[str, float], settings: dict[str, Any]) -> RunView:
+    config: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        config.setdefault(section, {})[name] = value
+    return RunView(config=config, metrics=[{"step": step, **metrics} for step in range(1, 41)])
+
+
+# check, metrics and settings of which it is silent, and the one metric or setting that is changed so that it speaks
+ALIKE = {"batch/constant_group_fraction": 1.0}
+SHRINKING = {"optimizer.weight_decay": 0.49, "training.learning_rate": 0.01}
+THRESHOLDS: list[tuple[Any, dict[str, float], dict[str, Any], dict[str, Any]]] = [
+    (
+        causes.sampling_is_greedy,
+        {"batch/constant_group_fraction": 0.89},
+        {"rollout.top_k": 1},
+        {"batch/constant_group_fraction": 0.91},
+    ),
+    (causes.sampling_is_greedy, ALIKE, {"rollout.top_p": 0.25}, {"rollout.top_p": 0.15}),
+    (causes.sampling_is_greedy, ALIKE, {"rollout.min_p": 0.75}, {"rollout.min_p": 0.85}),
+    (causes.sampling_is_greedy, ALIKE, {"rollout.temperature": 0.25}, {"rollout.temperature": 0.15}),
+    (causes.sampling_is_uniform, {"policy/entropy": 2.9}, {"rollout.temperature": 5.0}, {"policy/entropy": 3.1}),
+    (causes.sampling_is_uniform, {"policy/entropy": 5.0}, {"rollout.temperature": 2.0}, {"rollout.temperature": 2.1}),
+    (causes.no_step_taken, {"optim/num_steps": 1, "batch/masked_fraction": 1.0}, {}, {"optim/num_steps": 0}),
+    # 0.01 x 0.49 x 40 = 0.196 of log(weight), and 0.204
+    (causes.weights_decay, {"optim/num_steps": 1}, SHRINKING, {"optimizer.weight_decay": 0.51}),
+    (
+        causes.entropy_bonus_dominates,
+        {"policy/entropy": 2.0, "advantage/std": 1.0},
+        {"loss.entropy_coef": 0.49},
+        {"loss.entropy_coef": 0.51},
+    ),
+    # sqrt(2 x 0.001) = 0.0447: 22.3 times that is 0.997, and 22.4 times 1.0018
+    (causes.kl_term_dominates, {"advantage/std": 1.0}, {"loss.kl_coef": 22.3}, {"loss.kl_coef": 22.4}),
+    (causes.kl_term_dominates, {"advantage/std": 1.0}, {"rewards.kl_coef": 22.3}, {"rewards.kl_coef": 22.4}),
+    (causes.steps_too_large, {"ratio/log_std": 0.49, "kl/old_k3": 0.49}, {}, {"ratio/log_std": 0.51}),
+    (causes.steps_too_large, {"ratio/log_std": 0.49, "kl/old_k3": 0.49}, {}, {"kl/old_k3": 0.51}),
+    (causes.clip_is_shut, {"ratio/log_std": 0.1}, {"loss.clip_low": 0.0021}, {"loss.clip_low": 0.0019}),
+    (causes.steps_too_small, {"ratio/is_constant": 0, "optim/num_steps": 4}, {}, {"ratio/is_constant": 1}),
+    (causes.steps_too_small, {"ratio/is_constant": 1, "optim/num_steps": 1}, {}, {"optim/num_steps": 2}),
+]
+
+
+@pytest.mark.parametrize(("check", "metrics", "settings", "change"), THRESHOLDS)
+def test_each_cause_is_silent_below_its_threshold_and_speaks_above(
+    check: Any, metrics: dict[str, float], settings: dict[str, Any], change: dict[str, Any]
+) -> None:
+    assert check(steps(metrics, settings)) is None
+    changed_metrics = {name: value for name, value in change.items() if "/" in name}
+    changed_settings = {key: value for key, value in change.items() if "/" not in key}
+    finding = check(steps(metrics | changed_metrics, settings | changed_settings))
+    assert isinstance(finding, Finding)
+    assert (finding.check, finding.severity) == (check.__name__, "serious")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lr_1", "top_k_1", "kl_coef_100", "max_turns_1"])
+def test_a_planted_fault_is_found_in_a_run_played_now(name: str, tmp_path: Path) -> None:
+    assert is_found(play(FAULTS[name].overrides, tmp_path), FAULTS[name])
+
+
+@pytest.mark.slow
+def test_a_good_run_played_now_has_no_finding(tmp_path: Path) -> None:
+    assert diagnose(play((), tmp_path)) == []
+
+
+def test_the_script_names_the_configuration_that_it_plays() -> None:
+    assert (ROOT / "configs" / "quickstart.toml").is_file()
