@@ -13,7 +13,7 @@ import venv
 import pytest
 from safetensors.torch import load_file
 
-from gspo_gym.authoring.new import KINDS
+from gspo_gym.authoring.new import KINDS, new_environment
 from gspo_gym.recording import read_events, read_metrics
 
 HANG_SECONDS = 600  # of one command
@@ -59,3 +59,18 @@ def test_a_new_environment_is_trained_on(kind, tmp_path):
     first, second = (load_file(folder / "checkpoints" / f"step_00000{n}" / "model.safetensors") for n in (1, 2))
     assert first.keys() == second.keys()
     assert any(not first[name].equal(second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_a_new_text_environment_is_learned_by_its_own_config(tmp_path):
+    """As its config says: success on held-out tasks from below a half to more than nine of ten."""
+    project = new_environment("FirstTry", folder=tmp_path).folder
+    command = ("-m", "gspo_gym.train", "train.toml", "rollout.env_name=first_try:first_try/FirstTry-v0")
+    done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    evaluations = [event for event in read_events(project / "runs" / "first_try") if event["kind"] == "evaluation"]
+    before, after = evaluations[0]["data"], evaluations[-1]["data"]
+    print(f"success {before['success_rate']:.3f} to {after['success_rate']:.3f} after {evaluations[-1]['step']} steps")
+    # Random play finds one of four in two tries with 1 - (3/4)^2 = 0.44; 200 episodes have a standard error of 0.035.
+    assert before["success_rate"] < 0.55
+    assert after["success_rate"] >= 0.9
