@@ -27,7 +27,7 @@ from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.process_pool import is_supported
 from gspo_gym.env.process_target import target_of
 from gspo_gym.env.registry import make, require_known_arguments, resolve
-from gspo_gym.env.session import open_session
+from gspo_gym.env.session import looking_at, open_session
 from gspo_gym.env.workers import OwnThread
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.types import Message
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 IsolationChoice = Literal["auto", "thread", "process"]
 _CHOICES = ("auto", "thread", "process")
-_MAX_TRIAL_SECONDS = 30.0
+_MIN_LOADING_SECONDS = 300.0  # of what is made for the first time in a process: packages may be large
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,11 @@ def _after_trial(factory: IsolatedFactory) -> Decision:
 
 
 async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[str, ...]]:
-    """What an instance says of itself, and the generators that making it, a reset and a step changed."""
-    seconds = min(factory.start_timeout_seconds, _MAX_TRIAL_SECONDS)
+    """What an instance says of itself, and the generators that making it again, a reset and a step changed."""
+    seconds = max(factory.start_timeout_seconds, _MIN_LOADING_SECONDS)
+    # Loading the packages may draw from a generator, too, once a process and before any seed: that is nobody's episode.
+    async with looking_at(lambda: factory.make_in_process(seconds)):
+        pass
     session = await open_session(
         lambda: factory.make_in_process(seconds), env_id=_name_of(factory.env), step_timeout_seconds=seconds
     )

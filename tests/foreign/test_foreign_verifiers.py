@@ -22,6 +22,7 @@ from gspo_gym.env.adapters.verifiers_loading import forget_loaded
 from gspo_gym.env.checker import check_env
 from gspo_gym.env.playing import Playthrough, play, replaying
 from gspo_gym.env.registry import make
+from gspo_gym.episode_collection import collect_episodes
 from gspo_gym.errors import ConfigError, EnvError
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.models_tiny import build_tiny
@@ -148,6 +149,17 @@ def test_a_hundred_episodes_at_once_keep_to_themselves() -> None:
         return await asyncio.gather(*map(one, range(100)))
 
     assert asyncio.run(all_of_them()) == [1.0] * 100
+
+
+def test_all_episodes_of_a_default_collection_are_kept() -> None:
+    """As many at once as there are by default: the environment is made once here, and shared."""
+
+    def one_number(_env: Any, _rng: Any) -> Callable[[Sequence[Message]], str]:
+        return lambda _messages: "3"
+
+    seeds = range(FIRST, FIRST + 17)
+    collected = collect_episodes("Verifiers", one_number, seeds=seeds, env_config={"env_id": "vf-sums"})
+    assert (len(collected.trajectories), collected.dropped) == (17, ())
 
 
 # -- the other way: our engines in verifiers' loop ------------------------------------------------------------------

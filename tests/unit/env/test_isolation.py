@@ -49,6 +49,17 @@ class Seeds(Quiet):
 class Broken(Draws):
     def step(self, action):
         raise ValueError("not today")
+
+class LoadsOnce(Quiet):
+    # As packages that draw a number while they are imported, which is when the first environment is made.
+    loaded = None
+    def __init__(self):
+        if LoadsOnce.loaded is None:
+            LoadsOnce.loaded = random.random()
+
+class DrawsWhenMade(Quiet):
+    def __init__(self):
+        self.number = random.random()
 """
 
 
@@ -101,6 +112,11 @@ def test_one_that_touches_the_generators_of_the_process_is_found_out_and_told_of
     quiet = isolated_factory(subject.Quiet)
     assert quiet.decision == Decision("thread", "it was tried, and leaves alone what a process shares")
     assert not runs_in_process(quiet())
+
+
+def test_what_only_loading_draws_is_no_reason_for_worker_processes(subject: Any) -> None:
+    assert isolated_factory(subject.LoadsOnce).decision.isolation == "thread"
+    assert isolated_factory(subject.DrawsWhenMade).decision.isolation == "process"
 
 
 def test_one_that_cannot_be_tried_stays_in_a_thread_and_says_why(subject: Any) -> None:
