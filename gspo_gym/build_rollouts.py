@@ -37,6 +37,7 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.trainer import Evaluate
 from gspo_gym.types import Trajectory
 from gspo_gym.warmup import WarmupPlan
+from gspo_gym.watchdog import read_frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +139,18 @@ def build_actor(config: RunConfig, engine: Engine, *, temperature: float) -> Eng
 def build_environment(config: RunConfig, source: TaskSource | None = None) -> IsolatedFactory:
     """Makes fresh environments of a source, each where it is to run: in a thread or a worker process.
 
-    `source` is one of `config.sources`; None: the main one.
+    `source` is one of `config.sources`; None: the main one. One that held the interpreter in an earlier start of this
+    run (`watchdog.py`) runs in worker processes, whatever the configuration says.
 
     Raises:
         UnknownNameError: no environment of that name.
     """
     rollout, source = config.rollout, source or config.sources[0]
+    has_frozen = resolve(source.env_name) in read_frozen(config.run_folder).env_ids
     return isolated_factory(
         source.env_name,
         source.env_config,
-        rollout.isolation,
+        "process" if has_frozen else rollout.isolation,
         limits=WorkerLimits(memory_mb=rollout.env_memory_limit_mb, variables=rollout.env_variables),
         start_timeout_seconds=config.limits.step_timeout_seconds,
     )

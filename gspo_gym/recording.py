@@ -67,6 +67,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
 
 EVENTS: Mapping[str, str] = MappingProxyType(
     {
+        "frozen": "an environment held the interpreter in an earlier start and now runs in worker processes; data: "
+        "which, and for how many seconds",
         "started": "a run began; data: its id, which its checkpoints name",
         "resumed": "a run went on from a checkpoint; data: what of later steps went into discarded/",
         "rescored": "an endpoint plays what is learned from, scored by the learner; data: where it is, and of which "

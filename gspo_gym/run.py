@@ -33,6 +33,7 @@ from gspo_gym.report.progress import Progress, telling
 from gspo_gym.schedule import is_played_again
 from gspo_gym.trainer import TrainState
 from gspo_gym.warmup import warm_up
+from gspo_gym.watchdog import read_frozen, seconds_until_frozen, watching
 from gspo_gym.weight_sync import WeightSync
 
 _FREE_ON_RESUME = frozenset(
@@ -169,6 +170,7 @@ async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
         await weight_sync.publish(state.step)
         _tell_who_samples(config, player, recorder, progress, step=state.step)
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
+        _tell_what_froze(config, recorder, progress, step=state.step)
         return await _train(config, player, learner, recorder, progress, state, weight_sync, judging)
 
 
@@ -196,7 +198,8 @@ async def _train(
     )
     status, reason = "completed", None
     try:
-        state = await trainer.run()
+        with watching(config.run_folder, seconds_until_frozen(config.limits.step_timeout_seconds)):
+            state = await trainer.run()
         if state.step and not state.gradient_steps:
             progress.note(_NO_GRADIENT.format(state.step))
         if judging is not None:
@@ -223,6 +226,15 @@ def _tell_who_samples(
     urls, mode = config.services.engine_urls, player.endpoint.capabilities.logprob_mode
     recorder.event("rescored", step, {"urls": list(urls), "logprob_mode": mode})
     progress.note(f"{', '.join(urls)} plays what is learned from, uncorrected; evaluations play the policy itself")
+
+
+def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progress, *, step: int) -> None:
+    """Write it down if an earlier start ended because an environment held the interpreter."""
+    frozen = read_frozen(config.run_folder)
+    if frozen.env_ids:
+        recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})
+        names = ", ".join(frozen.env_ids)
+        progress.note(f"{names}: held the interpreter for {frozen.seconds:g} seconds; runs in worker processes now")
 
 
 async def _enter_judging(config: RunConfig, player: build.Player, stack: contextlib.AsyncExitStack) -> Judging | None:

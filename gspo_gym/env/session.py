@@ -21,6 +21,7 @@ from typing import Any
 
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
+from gspo_gym.env.announcements import announced, announcing
 from gspo_gym.env.answers import as_reset_result, as_step_result, described
 from gspo_gym.env.workers import OwnThread, Returned
 from gspo_gym.errors import (
@@ -207,10 +208,11 @@ class EnvSession:
         watchdog = asyncio.timeout(seconds)
         try:
             async with watchdog:
+                told = f"{self.env_id}\n{method}()"
                 if inspect.iscoroutinefunction(call):
-                    return await self._in_own_task(call())
-                answer = await self._in_thread(call)
-                return await self._in_own_task(answer) if inspect.isawaitable(answer) else answer
+                    return await self._in_own_task(announcing(call(), told))
+                answer = await self._in_thread(partial(_announced, told, call))
+                return await self._in_own_task(announcing(answer, told)) if inspect.isawaitable(answer) else answer
         except TimeoutError as error:
             if not watchdog.expired():
                 raise self._failure(method, error) from error
@@ -291,6 +293,11 @@ def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
     if not low <= high:
         raise ContractError(f"{where}: expected reward_range to be (smallest, largest return), got {declared!r}")
     return low, high
+
+
+def _announced(told: str, call: Callable[[], Any]) -> Any:
+    with announced(told):
+        return call()
 
 
 async def _contained(awaitable: Awaitable[Any]) -> Returned:

@@ -66,6 +66,8 @@ FLOORS = {
     "episode_files": 4,
     "attestation": 4,
     "staging": 4,
+    "watchdog": 4,
+    "watchdog_process": 0,
     "reference_wire": 4,
     "reference_client": 4,
     "reference_process": 4,

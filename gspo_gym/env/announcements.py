@@ -1,0 +1,111 @@
+"""Which environment each thread is running now, in a file that can be read while the interpreter's lock is held.
+
+A thread that is inside of C code with the lock (a regular expression that never ends) stops every other thread, so that
+nothing in this process can say which environment it is. `watchdog.py` opens a board; while none is open, nothing is
+written. One slot a thread, of fixed size; a thread too many is not announced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import struct
+import threading
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from typing import Any
+
+NUM_SLOTS, SLOT_BYTES = 1024, 256
+_HEADER = struct.Struct("=QH")  # the thread's id in the kernel, 0: nothing; the length of the text
+
+
+class Board:
+    """The slots, in shared memory. One is open at a time, in the whole process."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._num_taken = 0
+        self._slots = threading.local()
+
+    def write(self, text: str) -> None:
+        """Announce what this thread is running; "": nothing."""
+        slot = self._slot()
+        if slot is None:
+            return
+        data = text.encode("utf-8", "replace")[: SLOT_BYTES - _HEADER.size]
+        # The id last: whoever reads between the two sees nothing rather than half a text.
+        self._memory[slot : slot + _HEADER.size] = _HEADER.pack(0, len(data))
+        self._memory[slot + _HEADER.size : slot + _HEADER.size + len(data)] = data
+        if data:
+            self._memory[slot : slot + _HEADER.size] = _HEADER.pack(threading.get_native_id(), len(data))
+
+    def _slot(self) -> int | None:
+        if not hasattr(self._slots, "offset"):
+            with self._lock:
+                number, self._num_taken = self._num_taken, self._num_taken + 1
+            self._slots.offset = number * SLOT_BYTES if number < NUM_SLOTS else None
+        offset: int | None = self._slots.offset
+        return offset
+
+
+class _Open:
+    """The board that is open; module state on purpose: threads of any owner write to it."""
+
+    board: Board | None = None
+
+
+def open_board(memory: mmap.mmap) -> None:
+    """Announce on a fresh board in `memory`, of NUM_SLOTS * SLOT_BYTES bytes."""
+    _Open.board = Board(memory)
+
+
+def close_board() -> None:
+    """Announce nothing any more."""
+    _Open.board = None
+
+
+@contextlib.contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Say what this thread runs while the body runs."""
+    board = _Open.board
+    if board is None:
+        yield
+        return
+    board.write(text)
+    try:
+        yield
+    finally:
+        board.write("")
+
+
+def announcing(awaitable: Awaitable[Any], text: str) -> Awaitable[Any]:
+    """The awaitable, which says what runs whenever it does, and nothing while it waits (Any: it may be any)."""
+    return awaitable if _Open.board is None else _AnnouncedSteps(awaitable, text)
+
+
+class _AnnouncedSteps:
+    """See `announcing`."""
+
+    def __init__(self, awaitable: Awaitable[Any], text: str) -> None:
+        self._awaitable, self._text = awaitable, text
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._awaitable.__await__()
+        move: Callable[..., Any] = steps.__next__
+        given: tuple[Any, ...] = ()
+        while True:
+            try:
+                with announced(self._text):
+                    waits_for = move(*given)
+            except StopIteration as done:
+                return done.value
+            try:
+                answer = yield waits_for
+            except BaseException as error:  # a cancellation, which is for what is awaited
+                throw = getattr(steps, "throw", None)
+                if throw is None:
+                    raise
+                move, given = throw, (error,)
+            else:
+                send = getattr(steps, "send", None)
+                move, given = (send, (answer,)) if send is not None else (steps.__next__, ())

@@ -1,0 +1,113 @@
+"""The process that watches a run from outside: `python watchdog_process.py PID BEATS BOARD FOLDER SECONDS`.
+
+It reads a beat a second from the descriptor BEATS, which a thread of the run writes whenever it gets the interpreter's
+lock. When none has come for SECONDS, and the thread of the run that has computed most since then announces on the board
+(a descriptor, too) that it runs an environment, that environment holds the lock: this writes FOLDER/frozen.json, says
+so, has the run's threads dumped, and kills the run. Anything else that is slow is left alone.
+It ends with the run. Standard library only, and nothing of ours is imported: it starts in some ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import struct
+import sys
+import time
+
+TYPE_CHECKING = False  # typing's own costs 5 ms
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SLOT_BYTES, _HEADER = 256, struct.Struct("=QH")  # as `env/announcements.py` writes them
+_SHARE = 0.1  # of the time without a beat that the thread must have computed; a machine may have other work
+_DUMP_SECONDS = 1.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Watch until the run ends or is ended."""
+    pid, beats, board, folder, seconds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+    limit = float(seconds)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # those are the run's, which tells us by hanging up
+    poll = select.poll()
+    poll.register(beats, select.POLLIN)
+    last, spent = time.monotonic(), cpu_seconds(pid)
+    while True:
+        if poll.poll(1000 * min(1.0, limit)):
+            if not os.read(beats, 4096):
+                return
+            last, spent = time.monotonic(), cpu_seconds(pid)
+        silence = time.monotonic() - last
+        if silence < limit:
+            continue
+        name = holder(cpu_seconds(pid), spent, os.pread(board, 2**20, 0), silence)
+        if name is not None:
+            end(pid, name, silence, folder)
+            return
+
+
+def cpu_seconds(pid: int) -> dict[int, float]:
+    """What each thread of the process has computed, by its id."""
+    found: dict[int, float] = {}
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()  # a name may hold spaces, and ends with ")"
+        except OSError:
+            continue
+        found[int(thread)] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
+
+
+def holder(now: Mapping[int, float], before: Mapping[int, float], board: bytes, silence: float) -> str | None:
+    """What the busiest thread runs, if it has computed at all and announces an environment."""
+    spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in now.items()}
+    busiest = max(spent, key=lambda thread: spent[thread], default=None)
+    if busiest is None or spent[busiest] < _SHARE * silence:
+        return None
+    for start in range(0, len(board) - _SLOT_BYTES + 1, _SLOT_BYTES):
+        thread, length = _HEADER.unpack_from(board, start)
+        if thread == busiest:
+            text = board[start + _HEADER.size : start + _HEADER.size + length]
+            return text.decode("utf-8", "replace")
+    return None
+
+
+def end(pid: int, name: str, silence: float, folder: str) -> None:
+    """Leave the marker, and end the run."""
+    env_id, _, call = name.partition("\n")
+    path = os.path.join(folder, "frozen.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            earlier = list(json.load(file)["env_ids"])
+    except (OSError, ValueError, LookupError, TypeError):
+        earlier = []
+    env_ids = list(dict.fromkeys((*earlier, env_id)))
+    marker = {"env_ids": env_ids, "call": call, "seconds": round(silence, 1), "time": time.time()}
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(marker, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".new", path)
+    print(
+        f"\n{env_id}: {call} has held the interpreter for {silence:.0f} seconds, so that no deadline and no Ctrl-C "
+        f"could end it. The run is ended; its last checkpoint stands. Go on with --resume, which runs {env_id} in "
+        'worker processes, or set rollout.isolation = "process". Its threads:',
+        file=sys.stderr,
+        flush=True,
+    )
+    os.kill(pid, signal.SIGUSR2)  # faulthandler writes where every thread is; it needs no lock
+    time.sleep(_DUMP_SECONDS)
+    os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""An environment that holds the interpreter's lock: a process outside names it, ends the run, and it moves to workers.
+
+Pinned here: 1. a catastrophic regular expression in a thread, or in an async environment, ends the process by the
+watchdog, with a marker that names the environment; 2. what only waits, computes with the lock let go, or is no
+environment is left alone; 3. the next start of the run makes that environment in worker processes, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gspo_gym_envs.code_repair.env import CodeRepair
+from gspo_gym_envs.sql_analyst.env import SqlAnalyst
+
+from gspo_gym import build
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.env.announcements import SLOT_BYTES, Board
+from gspo_gym.env.process_env import ProcessEnv
+from gspo_gym.errors import RecordError
+from gspo_gym.run import execute
+from gspo_gym.watchdog import Frozen, read_frozen, seconds_until_frozen
+from gspo_gym.watchdog_process import holder
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+
+RUN = """
+import asyncio, hashlib, re, sys, time
+from pathlib import Path
+from gspo_gym.env.session import EnvSession
+from gspo_gym.types import Message
+from gspo_gym.watchdog import watching
+
+def catastrophe():
+    re.match(r"(a+)+b", "a" * 64)
+
+class Plain:
+    def reset(self, *, seed=None, options=None):
+        return "go", {}
+    def step(self, action):
+        ACTION()
+        return "", 0.0, True, False, {}
+
+class Async(Plain):
+    async def step(self, action):
+        ACTION()
+        return "", 0.0, True, False, {}
+
+async def play():
+    other = EnvSession(Plain(), env_id="Innocent", step_timeout_seconds=1.0)
+    session = EnvSession(KIND(), env_id="Patterns", step_timeout_seconds=1.0)
+    await other.reset(0)
+    await session.reset(0)
+    print("playing", flush=True)
+    try:
+        await session.step(Message("assistant", "x"))
+    finally:
+        print("over", flush=True)
+
+with watching(Path(sys.argv[1]), 1.5):
+    asyncio.run(play())
+"""
+
+
+def run(folder: Path, kind: str, action: str) -> subprocess.CompletedProcess[str]:
+    code = textwrap.dedent(RUN).replace("KIND", kind).replace("ACTION()", action)
+    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("kind", ["Plain", "Async"])
+def test_a_catastrophic_pattern_is_named_and_the_run_ended(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "frozen.json").write_text('{"env_ids": ["Earlier"], "call": "step()", "seconds": 60}')
+    ended = run(tmp_path, kind, "catastrophe()")
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "playing\n")
+    frozen = read_frozen(tmp_path)
+    assert (frozen.env_ids, frozen.call) == (("Earlier", "Patterns"), "step()")
+    assert frozen.seconds >= 1.5
+    assert "Patterns: step() has held the interpreter" in ended.stderr
+    assert "in catastrophe" in ended.stderr  # the line of the author's code
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "time.sleep(4)",  # late, and the lock is free
+        "hashlib.pbkdf2_hmac('sha512', b'x', b'y', 3_000_000)",  # busy, and the lock is free
+    ],
+)
+def test_what_lets_go_of_the_lock_is_left_to_its_deadline(tmp_path: Path, action: str) -> None:
+    ended = run(tmp_path, "Plain", action)
+    assert ended.returncode == 1
+    assert "EnvTimeoutError: Patterns: step() did not answer within 1 seconds" in ended.stderr
+    assert read_frozen(tmp_path) == Frozen()
+
+
+def test_the_busiest_thread_must_be_busy_and_announced() -> None:
+    board = bytearray(4 * SLOT_BYTES)
+
+    class Slot(Board):
+        """Writes as a thread of this id would."""
+
+        def __init__(self, thread: int, slot: int, text: str) -> None:
+            head = thread.to_bytes(8, sys.byteorder) + len(text).to_bytes(2, sys.byteorder)
+            board[slot * SLOT_BYTES : slot * SLOT_BYTES + 10 + len(text)] = head + text.encode()
+
+    Slot(11, 0, "Idle\nstep()")
+    Slot(12, 2, "Busy\nstep()")
+    before = {10: 5.0, 11: 1.0, 12: 3.0}
+    assert holder({10: 5.1, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) == "Busy\nstep()"  # 6 s of 10
+    assert holder({10: 5.1, 11: 1.2, 12: 3.9}, before, bytes(board), 10.0) is None  # 0.9 s of 10: it waits
+    assert holder({10: 14.0, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) is None  # our own code is busier
+    assert holder({}, before, bytes(board), 10.0) is None
+
+
+def test_bundled_environments_that_run_what_a_model_wrote_run_in_workers() -> None:
+    assert (CodeRepair.isolation, SqlAnalyst.isolation) == ("process", "process")
+
+
+def test_the_limit_is_a_minute_or_twice_a_step() -> None:
+    assert (seconds_until_frozen(30.0), seconds_until_frozen(1.0), seconds_until_frozen(45.0)) == (60.0, 60.0, 90.0)
+
+
+def test_a_marker_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "frozen.json").write_text("{}")
+    with pytest.raises(RecordError, match=r"frozen\.json: expected what the watchdog wrote, .* remove the file"):
+        read_frozen(tmp_path)
+
+
+def settings(folder: Path, **training: Any) -> RunConfig:
+    return RunConfig.from_dict(
+        {
+            "run": {"folder": str(folder)},
+            "model": {"base": "tiny:qwen3-64", "label": "frozen"},
+            "rollout": {
+                "env_name": "GuessNumber",
+                "isolation": "thread",
+                "max_turns": 2,
+                "max_output_tokens": 4,
+                "max_model_len": 256,
+                "episodes_per_batch": 4,
+            },
+            "training": {
+                "iterations_per_epoch": 1,
+                "group_size": 2,
+                "batch_size": 4,
+                "learning_rate": 1e-3,
+                "checkpoint_every_n_iters": 1,
+                **training,
+            },
+            "evaluation": {"seeds": "0:2"},
+        }
+    )
+
+
+def test_the_next_start_moves_the_environment_into_worker_processes_and_says_so(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    execute(config, resume=False, set_aside=False, console=None)
+    assert build.build_environment(config).decision.isolation == "thread"
+    marker = {"env_ids": ["gspo_gym/GuessNumber-v0"], "call": "step()", "seconds": 61.0}
+    (config.run_folder / "frozen.json").write_text(json.dumps(marker))
+    env = build.build_environment(config)()
+    assert isinstance(env, ProcessEnv)
+    asyncio.run(env.close())
+    execute(settings(tmp_path, num_epochs=2), resume=True, set_aside=False, console=None)
+    events = [json.loads(line) for line in (config.run_folder / "events.jsonl").read_text().splitlines()]
+    told = [event["data"] for event in events if event["kind"] == "frozen"]
+    assert told == [{"env_ids": ["gspo_gym/GuessNumber-v0"], "seconds": 61.0}]
