@@ -294,6 +294,7 @@ def _more_metrics(
 
     def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         of_apps: Mapping[str, float] = {}
+        of_attempts = attempts.metrics()
         if (reason := attempts.alarm()) is not None:
             recorder.event("selection", step, {"reason": reason})
             progress.note(f"step {step}: {reason}")
@@ -302,6 +303,6 @@ def _more_metrics(
             if selection is not None:
                 recorder.event("return_selection", step, asdict(selection))
                 progress.note(f"step {step}: {selection.sentence()}")
-        return {**attempts.metrics(), **of_apps, **({} if judging is None else judging.after_step(step))}
+        return {**of_attempts, **of_apps, **({} if judging is None else judging.after_step(step))}
 
     return more_metrics

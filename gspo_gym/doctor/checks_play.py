@@ -316,8 +316,8 @@ def failures_follow_actions(run: RunView) -> Finding | None:
         "from are those that did not do it, and nothing teaches the policy to leave it.",
         f"step {alarms[-1]['step']}: {alarms[-1]['data']['reason']}",
         "rollout.env_name",
-        "let the environment answer the action that it fails at with a text and a reward; `gspo-gym env check` and the "
-        "ledger's reasons say where it raises",
+        "let the environment answer the action that it fails at with a text and a reward, or raise ActionLimitError, "
+        "which scores the episode; the ledger's reasons say where it raises",
     )
 
 

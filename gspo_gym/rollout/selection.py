@@ -70,21 +70,29 @@ class Selection:
         return self.sum_selected / self.num_selected if self.num_selected else math.nan
 
     @property
-    def standard_errors(self) -> float:
-        """How far the mean of the selected lies from that of all, in standard errors of a random selection.
+    def excess(self) -> float:
+        """By how much the sum of the selected exceeds what as many random ones add up to on average."""
+        return self.sum_selected - self.num_selected * self.mean_all if self.num_all else 0.0
 
-        n of N numbers drawn without replacement have a mean of variance S^2/n (1 - n/N), S^2 being the variance of all
-        with denominator N - 1 (Cochran, Sampling Techniques, theorem 2.2). 0 where nothing can differ: none or all
-        were selected, or all numbers are equal.
+    @property
+    def variance(self) -> float:
+        """The variance of `excess` under random selection; 0 where nothing can differ.
+
+        The sum of n of N numbers drawn without replacement has the variance n S^2 (1 - n/N), S^2 being the variance of
+        all with denominator N - 1 (Cochran, Sampling Techniques, theorem 2.2).
         """
         n, size = self.num_selected, self.num_all
         if not 0 < n < size:
             return 0.0
-        variance = max(self.sum_of_squares - size * self.mean_all**2, 0.0) / (size - 1)
-        error = math.sqrt(variance / n * (1 - n / size))
+        spread = max(self.sum_of_squares - size * self.mean_all**2, 0.0) / (size - 1)
         # of equal numbers only the rounding of the sums is left
-        is_constant = error <= 1e-9 * max(1.0, abs(self.mean_all))
-        return 0.0 if is_constant else (self.mean_selected - self.mean_all) / error
+        is_constant = spread <= 1e-12 * max(1.0, self.sum_of_squares / size)
+        return 0.0 if is_constant else n * spread * (1 - n / size)
+
+    @property
+    def standard_errors(self) -> float:
+        """How far the selected lie from a random selection, in standard errors of one."""
+        return self.excess / math.sqrt(self.variance) if self.variance else 0.0
 
     @property
     def parts_from_chance(self) -> bool:
@@ -104,12 +112,15 @@ class _Counts:
 class AttemptWatch:
     """Counts how attempts at training episodes end; give it to a pool as `on_episode`.
 
-    Failures that the policy did not cause come at resets as often as at steps. So the calls of all attempts are the
-    population, those that failed are the selected ones, and whether a call answered an action is their number.
+    Failures that the policy did not cause come at resets as often as at steps. So the calls of a step's attempts are
+    the population, those that failed are the selected ones, and whether a call answered an action is their number.
+    Steps are added up, each compared with itself: over the run, both failures and the length of episodes change.
     """
 
     _step: _Counts = field(default_factory=_Counts)
-    _calls: Selection = field(default_factory=Selection)
+    _calls: Selection = field(default_factory=Selection)  # of the present step
+    _excess: float = 0.0
+    _variance: float = 0.0
     _failed_after_action: int = 0
     _told: int = 0  # failures after an action at the last alarm
 
@@ -128,8 +139,11 @@ class AttemptWatch:
             self._calls.add(1.0, is_selected=True)
 
     def metrics(self) -> dict[str, float]:
-        """Return the shares of the attempts that ended since this was last asked; none if none did."""
+        """Return the shares of the attempts that ended since this was last asked, a step; none if none did."""
         counts, self._step = self._step, _Counts()
+        calls, self._calls = self._calls, Selection()
+        self._excess += calls.excess
+        self._variance += calls.variance
         if not counts.attempts:
             return {}
         return {
@@ -140,14 +154,14 @@ class AttemptWatch:
         }
 
     def alarm(self) -> str | None:
-        """Return what is wrong, in a sentence, when it shows and whenever there is twice as much of it; else None."""
-        failed, calls = self._failed_after_action, self._calls
-        if calls.standard_errors <= MAX_STANDARD_ERRORS or failed < 2 * self._told:
+        """Return what the steps so far show, in a sentence, at first and whenever there is twice as much; else None."""
+        failed, errors = self._failed_after_action, self._excess / math.sqrt(self._variance) if self._variance else 0.0
+        if errors <= MAX_STANDARD_ERRORS or failed < 2 * self._told:
             return None
         self._told = failed
         return (
-            f"{failed} attempts failed in the environment after an action of the policy: "
-            f"{calls.mean_selected:.0%} of its failed calls answer an action, and {calls.mean_all:.0%} of all calls do "
-            f"({calls.standard_errors:.1f} standard errors). If an action is the cause, a retry keeps only episodes "
-            "that did not do it: let the environment answer such an action with a text and a reward, not by raising"
+            f"{failed} attempts failed in the environment after an action of the policy, {self._excess:.0f} more than "
+            f"if calls failed whatever the policy did ({errors:.1f} standard errors). If an action is the cause, a "
+            "retry keeps only episodes that did not do it: let the environment answer it with a text and a reward, or "
+            "raise ActionLimitError"
         )

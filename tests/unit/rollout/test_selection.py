@@ -7,17 +7,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.selection import AttemptWatch, Selection
 from gspo_gym.seeding import generator
-from gspo_gym.types import Task
+from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
 
 
 def selection(selected: list[float], others: list[float]) -> Selection:
@@ -53,6 +55,20 @@ def test_random_selections_rarely_part_from_chance_and_selections_by_value_do() 
     assert apart <= 2  # 2000 x 6e-5 = 0.13 are expected
     ordered = sorted(returns.tolist())
     assert selection(ordered[120:], ordered[:120]).parts_from_chance
+
+
+def attempt(num_actions: int, outcome: Outcome) -> Trajectory:
+    """An attempt of so many actions, of one token each after one of the environment's."""
+    mask = np.array([False, True] * num_actions, dtype=bool)
+    index = np.array([k for turn in range(num_actions) for k in (-1, turn)], dtype=np.int32)
+    size = 2 * num_actions
+    segments = (Segment(np.arange(size), mask, np.zeros(size), index, np.where(mask, 0, -1)),) if num_actions else ()
+    turns = tuple(
+        Turn(k, 0, (2 * k, 2 * k + 1), (2 * k + 1, 2 * k + 2), FinishReason.STOP, reward=0.0)
+        for k in range(num_actions)
+    )
+    error = None if outcome is Outcome.TERMINATED else "it failed"
+    return Trajectory("t", 0, Task("test/Env-v0", 7), 1, segments, turns, (), outcome, error=error)
 
 
 class Breaks:
@@ -111,17 +127,35 @@ def test_an_environment_that_breaks_at_some_actions_is_told_of() -> None:
     watch, kept = play(breaks, num_episodes=30)
     failed = sum(len(action) > 1 for action in attempts)
     assert kept == len(attempts) - failed
-    reason = watch.alarm()
-    assert reason is not None
-    assert reason.startswith(f"{failed} attempts failed in the environment after an action of the policy: 100% of its")
-    assert watch.alarm() is None  # told once, until there is twice as much
     assert watch.metrics() == {
         "rollout/attempts": len(attempts),
         "rollout/kept_fraction": kept / len(attempts),
         "rollout/env_failed_at_reset": 0.0,
         "rollout/env_failed_after_action": failed / len(attempts),
     }
+    reason = watch.alarm()
+    assert reason is not None
+    # half of all calls answer an action, and so would half of the failed ones
+    assert reason.startswith(
+        f"{failed} attempts failed in the environment after an action of the policy, {failed / 2:.0f} more than"
+    )
+    assert watch.alarm() is None  # told once, until there is twice as much
     assert watch.metrics() == {}  # of the next step, in which nothing was played
+
+
+def test_failures_that_become_more_frequent_while_episodes_become_longer_are_not_told_of() -> None:
+    """Of 8,000 calls at episodes of 1 action 2 fail, of 4,000 at episodes of 9 actions 223, whatever they answer.
+
+    Taken together, 201 of 225 failed calls answer an action, 0.89, and 0.63 of all calls do: 8 standard errors.
+    """
+    watch = AttemptWatch()
+    for size, num_attempts, failures in ((1, 4000, 1), (9, 400, 200)):
+        for number in range(num_attempts):
+            at_reset, after_action = number < failures / size, number >= num_attempts - failures
+            outcome = Outcome.ENV_ERROR if at_reset or after_action else Outcome.TERMINATED
+            watch(attempt(0 if at_reset else size, outcome), Disposition.KEPT)
+        watch.metrics()
+    assert watch.alarm() is None
 
 
 def test_an_environment_that_fails_whatever_is_done_is_counted_and_not_told_of() -> None:
@@ -133,7 +167,7 @@ def test_an_environment_that_fails_whatever_is_done_is_counted_and_not_told_of()
         return calls[-1]
 
     watch, _ = play(breaks, num_episodes=200)
-    assert watch.alarm() is None
     metrics = watch.metrics()
+    assert watch.alarm() is None
     shares = metrics["rollout/env_failed_at_reset"] + metrics["rollout/env_failed_after_action"]
     assert shares == pytest.approx(sum(calls) / metrics["rollout/attempts"])
