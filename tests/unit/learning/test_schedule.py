@@ -10,23 +10,23 @@ from gspo_gym.learning.settings import OptimizerSettings
 
 
 def rates(num, total_steps=None, **settings):
-    resolved = OptimizerSettings(learning_rate=2.0, **settings)
+    resolved = OptimizerSettings(learning_rate=0.5, **settings)
     return [learning_rate(step, settings=resolved, total_steps=total_steps) for step in range(num)]
 
 
 def test_warmup_is_linear_and_starts_above_zero():
-    assert rates(6, num_warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert rates(6, num_warmup_steps=4) == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
 
 
 def test_cosine_falls_from_the_peak_to_its_floor_at_the_last_step_and_stays():
     # one step of warm-up, then 5 steps from progress 0 to 1: floor + (1 - floor) (1 + cos(pi p)) / 2, floor 0.1
-    expected = [2.0 * (0.1 + 0.45 * (1 + math.cos(math.pi * p))) for p in (0, 0.25, 0.5, 0.75, 1)]
+    expected = [0.5 * (0.1 + 0.45 * (1 + math.cos(math.pi * p))) for p in (0, 0.25, 0.5, 0.75, 1)]
     actual = rates(8, 6, num_warmup_steps=1, schedule="cosine")
-    assert actual == pytest.approx([2.0, *expected, 0.2, 0.2], abs=1e-12)
+    assert actual == pytest.approx([0.5, *expected, 0.05, 0.05], abs=1e-12)
 
 
 def test_cosine_of_a_single_step_is_the_peak():
-    assert rates(1, 1, schedule="cosine") == [2.0]
+    assert rates(1, 1, schedule="cosine") == [0.5]
 
 
 @pytest.mark.parametrize("total_steps", [None, 3])
@@ -37,14 +37,14 @@ def test_cosine_without_an_end_or_room_is_refused(total_steps):
 
 def test_linear_falls_by_equal_steps_from_the_peak_to_its_floor_and_stays():
     # one step of warm-up, then 4 steps from progress 0 to 1: floor + (1 - floor) (1 - p), floor 0.25
-    expected = [2.0 * (0.25 + 0.75 * (1 - p)) for p in (0, 1 / 3, 2 / 3, 1)]
+    expected = [0.5 * (0.25 + 0.75 * (1 - p)) for p in (0, 1 / 3, 2 / 3, 1)]
     actual = rates(7, 5, num_warmup_steps=1, schedule="linear", min_lr_fraction=0.25)
-    assert actual == pytest.approx([2.0, *expected, 0.5, 0.5], abs=1e-12)
+    assert actual == pytest.approx([0.5, *expected, 0.125, 0.125], abs=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_decay_to_the_peak_itself_is_constant(schedule):
-    assert rates(4, 4, schedule=schedule, min_lr_fraction=1.0) == [2.0] * 4
+    assert rates(4, 4, schedule=schedule, min_lr_fraction=1.0) == [0.5] * 4
 
 
 @pytest.mark.parametrize(("fraction", "total", "expected"), [(0.1, 30, 3), (0.1, 31, 4), (0.03, 100, 3), (0.5, 1, 1)])
@@ -56,7 +56,7 @@ def test_a_warmup_fraction_is_rounded_up_but_not_for_a_rounding_error(fraction, 
 
 def test_a_warmup_fraction_warms_up_for_that_part_of_the_steps():
     # a quarter of 8 steps is 2
-    assert rates(4, 8, warmup_fraction=0.25) == [1.0, 2.0, 2.0, 2.0]
+    assert rates(4, 8, warmup_fraction=0.25) == [0.25, 0.5, 0.5, 0.5]
 
 
 def test_a_warmup_fraction_of_an_unknown_number_of_steps_is_refused():
