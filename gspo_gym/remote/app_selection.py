@@ -84,7 +84,7 @@ class SelectionAlarm:
         seed: of the subsets.
     """
 
-    def __init__(self, *, seed: int = 0) -> None:
+    def __init__(self, *, seed: int) -> None:
         self._seed = seed
         self._num_tests = 0
         self._steps: deque[_Tested] = deque(maxlen=NUM_STEPS)

@@ -25,7 +25,7 @@ def test_p_is_the_share_of_subsets_that_are_as_far_from_the_mean() -> None:
 
 def test_96_played_of_which_the_12_best_are_kept_sound_the_alarm_at_once() -> None:
     played = [1.25] * 12 + [0.5] * 48 + [0.0] * 36
-    selection = SelectionAlarm().check(PlayedReturns(tuple(played[:12]), tuple(played[12:])))
+    selection = SelectionAlarm(seed=0).check(PlayedReturns(tuple(played[:12]), tuple(played[12:])))
     assert selection is not None
     assert (selection.num_played, selection.num_kept, selection.mean_kept) == (96, 12, 1.25)
     assert selection.mean_played == pytest.approx((12 * 1.25 + 48 * 0.5) / 96)
@@ -35,7 +35,7 @@ def test_96_played_of_which_the_12_best_are_kept_sound_the_alarm_at_once() -> No
 def test_a_selection_that_one_step_does_not_show_is_shown_by_several() -> None:
     """39 played, 13 with 1; 3 kept, all of them with 1: C(13, 3) / C(39, 3) = 0.031 by chance, and 3e-5 three times."""
     step = PlayedReturns((1.0,) * 3, (1.0,) * 10 + (0.0,) * 26)
-    alarm = SelectionAlarm()
+    alarm = SelectionAlarm(seed=0)
     found = [alarm.check(step) for _ in range(3)]
     assert found[0] is None
     (selection,) = [each for each in found if each is not None]
@@ -55,12 +55,12 @@ def test_what_is_lost_whatever_it_returned_sounds_no_alarm() -> None:
 
 @pytest.mark.parametrize("returns", [PlayedReturns((0.0, 1.0), ()), PlayedReturns((), (0.0, 1.0)), PlayedReturns()])
 def test_steps_that_lose_none_or_keep_none_are_no_evidence(returns: PlayedReturns) -> None:
-    alarm = SelectionAlarm()
+    alarm = SelectionAlarm(seed=0)
     assert [alarm.check(returns) for _ in range(50)] == [None] * 50
 
 
 def test_returns_that_are_all_the_same_are_no_evidence() -> None:
-    alarm = SelectionAlarm()
+    alarm = SelectionAlarm(seed=0)
     assert [alarm.check(PlayedReturns((0.1,) * 7, (0.1,) * 7)) for _ in range(40)] == [None] * 40
 
 

@@ -398,6 +398,7 @@ INTERFACES: Mapping[str, str] = {
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset_async": "TokenObservationWrapper",
     "gspo_gym/rollout/verifiers_client.py verifiers_client": "of sampling, not of a task",
     "gspo_gym/remote/contracts.py RolloutEnv.seed": "task app rollout",
+    "gspo_gym/remote/env_source.py EnvSource.seed_of": "task app rollout",
     "gspo_gym/remote/openenv_sessions.py Session.reset": "OpenEnv server",
     "gspo_gym/remote/openenv_wire.py ResetRequest.seed": "OpenEnv server",
     "gspo_gym/remote/step_sessions.py InitializeRequest.seed": "step protocol server",
