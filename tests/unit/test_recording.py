@@ -35,7 +35,7 @@ from gspo_gym.recording_episodes import (
     write_episodes,
 )
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
-from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
+from gspo_gym.types import FinishReason, Outcome, Segment, Task, Timing, Trajectory, Turn
 
 
 def ticking() -> Iterator[float]:
@@ -153,16 +153,17 @@ def test_an_episode_without_a_field_names_the_field(rich_trajectory: Trajectory)
         trajectory_from_json(values)
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused_and_the_old_file_stays(
-    tmp_path: Path, rich_trajectory: Trajectory, reward: float
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_refused_and_the_old_file_stays(
+    tmp_path: Path, rich_trajectory: Trajectory, value: float
 ) -> None:
+    """Of a timing here; a reward of this kind is refused before it is in a turn."""
     file = tmp_path / "step_000001.jsonl"
     write_episodes(file, [rich_trajectory])
     before = file.read_bytes()
-    turns = (dataclasses.replace(rich_trajectory.turns[0], reward=reward), *rich_trajectory.turns[1:])
+    broken = dataclasses.replace(rich_trajectory, timing=Timing(total_seconds=value))
     with pytest.raises(RecordError, match=r"episode step_000001/group_0000/0 cannot be written as JSON"):
-        write_episodes(file, [rich_trajectory, dataclasses.replace(rich_trajectory, turns=turns)])
+        write_episodes(file, [rich_trajectory, broken])
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001.jsonl"]
 
