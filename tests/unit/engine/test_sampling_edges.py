@@ -1,0 +1,62 @@
+"""The edges of what sampling keeps: ties, whole shares, and stop tokens that the model has no logit for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gspo_gym.engine.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling, sample, sampling_logprobs
+
+HALF = math.log(0.5)
+OUT = -math.inf
+
+
+def rows(**fields: torch.Tensor) -> RowSampling:
+    return RowSampling(torch.tensor([0.5], dtype=torch.float64), **fields)  # type: ignore[arg-type]
+
+
+def kept(logits: list[float], asked: RowSampling) -> list[float]:
+    values: list[float] = sampling_logprobs(torch.tensor([logits]), asked)[0].tolist()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("logits", "asked", "expected"),
+    [
+        ([0.0, 0.0], {"top_p": torch.tensor([0.5])}, [0.0, OUT]),  # the first alone reaches half
+        ([0.0, 0.0], {"top_p": torch.tensor([0.500001])}, [HALF, HALF]),
+        ([1.0, 1.0, 0.0], {"min_p": torch.tensor([1.0])}, [HALF, HALF, OUT]),  # what equals the likeliest stays
+        ([1.0, 1.0, 0.0], {"top_k": torch.tensor([2])}, [HALF, HALF, OUT]),
+        ([1.0, 1.0, 1.0], {"top_k": torch.tensor([1])}, [0.0, OUT, OUT]),
+        ([5.0, 5.0], {"top_k": torch.tensor([0])}, [HALF, HALF]),  # 0 keeps all
+        ([5.0, 5.0], {"min_p": torch.tensor([0.0])}, [HALF, HALF]),
+        ([5.0, 5.0], {"top_p": torch.tensor([1.0])}, [HALF, HALF]),
+    ],
+)
+def test_what_is_kept_at_an_edge(logits: list[float], asked: dict[str, torch.Tensor], expected: list[float]) -> None:
+    assert kept(logits, rows(**asked)) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 1000])
+def test_a_stop_token_beyond_the_logits_forbids_nothing(stop: int) -> None:
+    """Of logits [3], a token of which the vocabulary has more ids than the model has logits."""
+    forbidden = ForbiddenTokens(torch.tensor([0, 0]), torch.tensor([stop, 2]))
+    assert kept([0.0, 0.0, 7.0], rows(forbidden=forbidden)) == pytest.approx([HALF, HALF, OUT], abs=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_penalty_divides_what_is_above_zero_and_multiplies_what_is_below() -> None:
+    """Logits (2, -1, 0) with penalty 2 over all three: (1, -2, 0)."""
+    penalty = RepetitionPenalty(torch.tensor([[0, 1, 2]]), torch.tensor([2.0]))
+    total = math.log(math.exp(1) + math.exp(-2) + 1)
+    assert kept([2.0, -1.0, 0.0], rows(repetition=penalty)) == pytest.approx(  # type: ignore[arg-type]
+        [1 - total, -2 - total, -total], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.4999, 0), (0.5, 1), (0.9999, 1)])
+def test_the_boundary_between_two_tokens_belongs_to_the_second(uniform: float, token: int) -> None:
+    drawn = sample(torch.zeros(1, 2), RowSampling(torch.tensor([uniform], dtype=torch.float64)))
+    assert drawn.token_ids.tolist() == [token]
+    assert drawn.logprobs.tolist() == pytest.approx([HALF], abs=1e-6)
