@@ -1,4 +1,4 @@
-"""Collect a data set of episodes from any policy, keep it as Parquet, and step many environments at once.
+"""Collect a data set of episodes from any policy, keep it as JSON lines, and step many environments at once.
 
 Run: python examples/collect_episodes.py
 """
@@ -19,7 +19,7 @@ collected = collect_episodes("GuessNumber", careful, seeds=range(50), env_config
 successes = [episode for episode in collected.trajectories if episode.success]
 
 with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "careful.parquet"
+    path = Path(folder) / "careful.jsonl"  # .parquet needs pip install "gspo-gym[datasets]"
     save_episodes(path, successes, policy_name=collected.policy_name, tools=collected.tools)
     print(f"{len(load_episodes(path))} of {len(collected.trajectories)} episodes succeeded and are in {path.name}")
 

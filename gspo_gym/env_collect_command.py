@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_gym.command_line import add_environment, env_config_of
 from gspo_gym.seeding import FIRST_TRAINING_SEED
+
+if TYPE_CHECKING:
+    from gspo_gym.episode_collection import CollectedEpisodes
+    from gspo_gym.types import Trajectory
+
+_PROGRESS_SECONDS = 5.0  # between two lines that say how many episodes are over
 
 
 def add_command(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
@@ -35,36 +44,73 @@ def add_command(subparsers: Any) -> None:  # Any: argparse does not name the typ
     parser.add_argument("--concurrent", type=int, default=16, help="episodes at once (default 16)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of a model's sampling (default 1)")
     parser.add_argument("--only-successes", action="store_true", help="keep episodes in which the task was achieved")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with what an interrupted command left in FILE.part"
+    )
     parser.set_defaults(run=collect)
 
 
 def collect(arguments: argparse.Namespace) -> int:
-    """Collect and write; 0 if every episode asked for was played, 1 if some could not be (which are told)."""
+    """Collect and write; 0 if every episode asked for was played, 1 if some could not be (which are told).
+
+    Each episode is in FILE.part as soon as it is over. Ctrl-C leaves that file for --resume, and ends with 130.
+    """
     from gspo_gym.episode_collection import CollectSettings, collect_episodes
-    from gspo_gym.episode_files import require_writable, save_episodes
+    from gspo_gym.episode_files import EpisodesDraft, require_writable, save_episodes
     from gspo_gym.settings import parse_seeds
 
     require_writable(arguments.out)
-    collected = collect_episodes(
-        arguments.name,
-        arguments.policy,
-        seeds=parse_seeds(arguments.seeds),
-        env_config=env_config_of(arguments.option),
-        settings=CollectSettings(
-            episodes_per_seed=arguments.per_seed,
-            max_turns=arguments.max_turns,
-            max_output_tokens=arguments.max_tokens,
-            max_concurrent=arguments.concurrent,
-            temperature=arguments.temperature,
-        ),
+    seeds, env_config = parse_seeds(arguments.seeds), env_config_of(arguments.option)
+    settings = CollectSettings(
+        episodes_per_seed=arguments.per_seed,
+        max_turns=arguments.max_turns,
+        max_output_tokens=arguments.max_tokens,
+        max_concurrent=arguments.concurrent,
+        temperature=arguments.temperature,
     )
+    asked = {"env": arguments.name, "env_config": env_config, "policy": arguments.policy, "settings": asdict(settings)}
+    draft = EpisodesDraft(arguments.out, asked, resumes=arguments.resume)
+    num_asked = len(seeds) * settings.episodes_per_seed
+    told_at = time.monotonic()
+
+    def keep(trajectory: Trajectory) -> None:
+        nonlocal told_at
+        draft.append(trajectory)
+        if time.monotonic() - told_at >= _PROGRESS_SECONDS:
+            told_at = time.monotonic()
+            print(f"{draft.num_episodes} of {num_asked} episodes are over", file=sys.stderr, flush=True)
+
+    if draft.found:
+        print(f"{len(draft.found)} episodes are there already, in {draft.path}", file=sys.stderr)
+    try:
+        collected = collect_episodes(
+            arguments.name,
+            arguments.policy,
+            seeds=seeds,
+            env_config=env_config,
+            settings=settings,
+            already=draft.found,
+            on_episode=keep,
+        )
+    except KeyboardInterrupt:
+        told = f"stopped: {draft.num_episodes} of {num_asked} episodes are in {draft.path}; go on with --resume"
+        print(told, file=sys.stderr)
+        return 130
+    finally:
+        if draft.num_episodes == 0:
+            draft.remove()
     kept = [t for t in collected.trajectories if t.success or not arguments.only_successes]
     save_episodes(arguments.out, kept, policy_name=collected.policy_name, tools=collected.tools)
+    draft.remove()
+    _tell(arguments.out, kept, collected)
+    return 1 if collected.dropped else 0
+
+
+def _tell(out: Path, kept: Sequence[Trajectory], collected: CollectedEpisodes) -> None:
     returns = [trajectory.reward for trajectory in kept if trajectory.is_scored]
     mean = f", mean return {sum(returns) / len(returns):.3f}" if returns else ""
-    print(f"{len(kept)} episodes of {collected.env_id} by {collected.policy_name}{mean} -> {arguments.out}")
+    print(f"{len(kept)} episodes of {collected.env_id} by {collected.policy_name}{mean} -> {out}")
     if left_out := len(collected.trajectories) - len(kept):
         print(f"{left_out} without success left out")
     for reason, count in Counter(dropped.reason for dropped in collected.dropped).most_common():
         print(f"{count} could not be played: {reason}", file=sys.stderr)
-    return 1 if collected.dropped else 0

@@ -26,9 +26,10 @@ from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.models import load_policy, load_tokenizer
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory
+from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory, TrajectoryGroup
 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"
 _TEXT_TOKENIZER = "tiny:qwen3-64"  # for players without a tokenizer of their own: bytes, so that it can say anything
@@ -91,6 +92,8 @@ def collect_episodes(
     seeds: Sequence[int],
     env_config: Mapping[str, Any] | None = None,
     settings: CollectSettings | None = None,
+    already: Sequence[Trajectory] = (),
+    on_episode: Callable[[Trajectory], None] | None = None,
 ) -> CollectedEpisodes:
     """Play the tasks of some seeds; an episode that fails for no fault of the player's is tried again.
 
@@ -101,6 +104,8 @@ def collect_episodes(
         seeds: which tasks.
         env_config: arguments of the environment's constructor.
         settings: the rest; None: all defaults.
+        already: episodes of these seeds that an earlier call gave to `on_episode`; they are not played again.
+        on_episode: is given each episode when it is over, in no order, so that it can be kept; must be quick.
 
     Raises:
         UnknownNameError: no such environment, policy or model.
@@ -112,6 +117,7 @@ def collect_episodes(
     env_id = resolve(env_id)
     factory = isolated_factory(env_id, dict(env_config or {}), isolation=settings.isolation)
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    known = {trajectory.trajectory_id: trajectory for trajectory in already}
 
     async def play() -> CollectedEpisodes:
         make_policy = policy
@@ -120,13 +126,31 @@ def collect_episodes(
             if isinstance(policy, str) and policy.startswith(SCRIPTED):
                 make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
         async with _player(make_policy, settings) as player:
-            pool = _pool(factory, player, settings)
-            return await _collect(pool, env_id, name, tools, seeds, settings)
+            pool = _pool(factory, player, settings, on_episode)
+            requests = _requests(env_id, seeds, settings)
+            played = await _collect(pool, name, [each for each in requests if _id_of(each) not in known])
+        kept = known | {each.trajectory_id: each for group in played for each in group.trajectories}
+        return CollectedEpisodes(
+            env_id,
+            name,
+            tuple(kept[_id_of(each)] for each in requests if _id_of(each) in kept),
+            tuple(dropped for group in played for dropped in group.dropped),
+            tools,
+        )
 
     return asyncio.run(play())
 
 
-def _pool(factory: Callable[[], Any], player: _Player, settings: CollectSettings) -> RolloutPool:
+def _pool(
+    factory: Callable[[], Any],
+    player: _Player,
+    settings: CollectSettings,
+    on_episode: Callable[[Trajectory], None] | None,
+) -> RolloutPool:
+    def tell(trajectory: Trajectory, disposition: Disposition) -> None:
+        if on_episode is not None and disposition is Disposition.KEPT:
+            on_episode(trajectory)
+
     limits = EpisodeLimits(
         max_turns=settings.max_turns,
         max_output_tokens=settings.max_output_tokens,
@@ -144,34 +168,28 @@ def _pool(factory: Callable[[], Any], player: _Player, settings: CollectSettings
         ),
         run_seed=settings.run_seed,
         keep_unscored=True,  # a judge may score them later
+        on_episode=tell,
     )
 
 
-async def _collect(
-    pool: RolloutPool,
-    env_id: str,
-    name: str,
-    tools: tuple[Mapping[str, Any], ...],
-    seeds: Sequence[int],
-    settings: CollectSettings,
-) -> CollectedEpisodes:
-    # Groups of one: nothing is compared with anything, so a failure takes no other episode with it.
-    requests = [
-        GroupRequest(f"seed{seed}/{number}", Task(env_id, seed), 1)
-        for seed in seeds
-        for number in range(settings.episodes_per_seed)
-    ]
+def _requests(env_id: str, seeds: Sequence[int], settings: CollectSettings) -> list[GroupRequest]:
+    """Groups of one: nothing is compared with anything, so a failure takes no other episode with it."""
+    numbers = range(settings.episodes_per_seed)
+    return [GroupRequest(f"seed{seed}/{number}", Task(env_id, seed), 1) for seed in seeds for number in numbers]
+
+
+def _id_of(request: GroupRequest) -> str:
+    """The id of the group's only episode."""
+    return f"{request.group_id}/0"
+
+
+async def _collect(pool: RolloutPool, name: str, requests: Sequence[GroupRequest]) -> Sequence[TrajectoryGroup]:
+    if not requests:
+        return []
     try:
-        groups = await pool.collect(requests)
+        return await pool.collect(requests)
     except RolloutError as error:
-        raise RolloutError(f"{name} on {env_id}: {error}") from error
-    return CollectedEpisodes(
-        env_id,
-        name,
-        tuple(trajectory for group in groups for trajectory in group.trajectories),
-        tuple(dropped for group in groups for dropped in group.dropped),
-        tools,
-    )
+        raise RolloutError(f"{name} on {requests[0].task.env_id}: {error}") from error
 
 
 def _player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractAsyncContextManager[_Player]:

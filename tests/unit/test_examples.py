@@ -21,7 +21,7 @@ EXAMPLES = {
     "gold_judge.py": ((), "mean return 1.000, of it without the judge 1.000"),
     # It waits for a trainer; tests/contract/test_openai_agent.py is one.
     "openai_agent.py": ((), "python examples/openai_agent.py 8001"),
-    "collect_episodes.py": ((), "of 50 episodes succeeded and are in careful.parquet"),
+    "collect_episodes.py": ((), "of 50 episodes succeeded and are in careful.jsonl"),
     "credit_comparison.py": (
         (
             "--num-seeds=1",
