@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.command_line import env_config_of
 from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.loops import run_to_end
 
 if TYPE_CHECKING:
     from gspo_gym.remote.app_auth import AppKeys
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_app_command(arguments: argparse.Namespace) -> int:
     """Play the probes and print what they came to; the exit status is 1 if there is a problem."""
     try:
-        reports = asyncio.run(_checked(arguments))
+        reports = run_to_end(_checked(arguments))
     except ImportError as error:
         raise MissingExtraError("a task app is checked with: pip install 'gspo-gym[apps]'") from error
     is_ok = not any(report.problems for report in reports)

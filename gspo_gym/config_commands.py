@@ -77,11 +77,10 @@ def check_config(arguments: argparse.Namespace) -> int:
     if arguments.elsewhere:
         obstacles = missing_machinery(config.sections)
     else:
-        import asyncio
-
+        from gspo_gym.loops import run_to_end
         from gspo_gym.preflight import find_obstacles
 
-        obstacles = [str(obstacle) for obstacle in asyncio.run(find_obstacles(config))]
+        obstacles = [str(obstacle) for obstacle in run_to_end(find_obstacles(config))]
     print(f"{'VALID' if not obstacles else 'VALID, BUT IT CANNOT RUN'}: {arguments.file}")
     _print_plan(config)
     for obstacle in obstacles:
@@ -111,11 +110,10 @@ def _print_plan(config: RunConfig) -> None:
 
 def _rehearse(config: RunConfig) -> None:
     """Build everything and play a scripted episode of each environment; print a line about each."""
-    import asyncio
-
+    from gspo_gym.loops import run_to_end
     from gspo_gym.preflight import rehearse
 
-    seen = asyncio.run(rehearse(config))
+    seen = run_to_end(rehearse(config))
     for line in seen.notes:
         print(f"built: {line}")
     for played in seen.episodes:

@@ -7,7 +7,6 @@ engine's own logprobs could be, and they are stored with the weights' version th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from gspo_gym.env.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, RolloutError
+from gspo_gym.loops import run_to_end
 from gspo_gym.models import load_policy, load_tokenizer
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import episode_player
@@ -138,7 +138,7 @@ def collect_episodes(
             tools,
         )
 
-    return asyncio.run(play())
+    return run_to_end(play())
 
 
 def _pool(

@@ -8,7 +8,6 @@ OpenAI-compatible chat route). `--against` plays a second model on the same seed
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.files import require_writable, write_output
+from gspo_gym.loops import run_to_end
 from gspo_gym.train import add_task_url
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def run_evaluation(config: RunConfig, model: str | None = None) -> Evaluation:
 
     name = build.newest_checkpoint(model or build.model_name(config))
     if name.startswith((_SCRIPTED, _ENDPOINT)):
-        return asyncio.run(_play_without_engine(config, name))
-    return asyncio.run(_play_with_engine(config, name))
+        return run_to_end(_play_without_engine(config, name))
+    return run_to_end(_play_with_engine(config, name))
 
 
 async def _play_with_engine(config: RunConfig, name: str) -> Evaluation:

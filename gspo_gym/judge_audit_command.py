@@ -43,10 +43,9 @@ def add_command(commands: Any) -> None:
 
 def audit_episodes(arguments: argparse.Namespace) -> int:
     """Print the report; 1 if an episode got no score."""
-    import asyncio
-
     from gspo_gym.judge.audit import AuditSettings
     from gspo_gym.judge.labels import labelled_episodes, read_labels
+    from gspo_gym.loops import run_to_end
     from gspo_gym.rescoring import stored_episodes
 
     if arguments.json is not None:
@@ -61,7 +60,7 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
         num_attacked_episodes=arguments.attacked_episodes,
         seed=arguments.seed,
     )
-    report = asyncio.run(_audit(config, rubrics, settings, labelled))
+    report = run_to_end(_audit(config, rubrics, settings, labelled))
     print(report)
     if arguments.json is not None:
         write_output(arguments.json, json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n")

@@ -40,8 +40,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
 
 def score_run(arguments: argparse.Namespace) -> int:
     """Judge again, write, and print both side by side; 1 if an episode got no score."""
-    import asyncio
-
+    from gspo_gym.loops import run_to_end
     from gspo_gym.recording_judgements import JudgementRecorder
     from gspo_gym.rescoring import new_file, side_by_side, stored_episodes
 
@@ -51,7 +50,7 @@ def score_run(arguments: argparse.Namespace) -> int:
     config = load_judge_config(source, arguments)
     rubrics = load_judge_rubrics(config, arguments, episodes)
     weights = parts_only(config, rubrics)
-    rescored = asyncio.run(_ask(config, rubrics, weights, episodes, source, JudgementRecorder(path)))
+    rescored = run_to_end(_ask(config, rubrics, weights, episodes, source, JudgementRecorder(path)))
     print("\n".join(side_by_side(rescored, max_rows=arguments.rows)))
     print(f"written to {path}")
     return 0 if all(each.after is not None for each in rescored) else 1
@@ -80,11 +79,10 @@ def load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episode
     Raises:
         ConfigError, UnknownNameError: it is not as it must be.
     """
-    import asyncio
-
     from gspo_gym.build_judge import build_rubrics
     from gspo_gym.errors import ConfigError
     from gspo_gym.judge.rubric_files import load_rubrics
+    from gspo_gym.loops import run_to_end
 
     if arguments.rubric is not None:
         rubrics = load_rubrics(arguments.rubric, folders=arguments.folder)
@@ -95,7 +93,7 @@ def load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episode
     async def of_first() -> Rubrics:  # without a task app all tasks have the same
         return await rubrics_of(episodes[0].task)
 
-    rubrics = asyncio.run(of_first())
+    rubrics = run_to_end(of_first())
     if not rubrics.parts:
         raise ConfigError("the rubric is known only to the judge at services.judge_url; name one by --rubric")
     return rubrics

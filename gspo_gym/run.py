@@ -27,6 +27,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.files import make_folder, require_writable, writing
 from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
+from gspo_gym.loops import run_to_end
 from gspo_gym.preflight import require_ready
 from gspo_gym.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.report.progress import Progress, telling
@@ -87,11 +88,11 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
     """See `train.run_training`."""
     if resume:
         with telling(console) as progress:
-            return asyncio.run(_resume(config, progress))
+            return run_to_end(_resume(config, progress))
     if not set_aside and (taken := folder_is_taken(config)):
         raise ConfigError(taken)
     with telling(console) as progress:
-        return asyncio.run(_start(config, progress))
+        return run_to_end(_start(config, progress))
 
 
 def folder_is_taken(config: RunConfig) -> str | None:

@@ -8,7 +8,6 @@ failure. Called by `env_check_command.py`.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import spoken_by, tool_calling_policy
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.errors import TemplateError
+from gspo_gym.loops import run_to_end
 from gspo_gym.models import load_policy, load_tokenizer
 from gspo_gym.models_tiny import TINY_PREFIX
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor, ScriptedActor
@@ -158,7 +158,7 @@ def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[st
     probe = make(env_id, **config)
     policies: Mapping[str, PolicyFactory] = getattr(getattr(probe, "unwrapped", probe), "policies", {})
     probe.close()
-    return asyncio.run(_audit(_Table(env_id, config, model, num_turns), policies))
+    return run_to_end(_audit(_Table(env_id, config, model, num_turns), policies))
 
 
 @dataclass(slots=True)

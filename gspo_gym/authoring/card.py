@@ -5,7 +5,6 @@ Nothing here knows a particular environment, nor how a card looks (`card_text.py
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections import Counter
@@ -22,6 +21,7 @@ from gspo_gym.env.registry import make, resolve
 from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
+from gspo_gym.loops import run_to_end
 
 REFERENCE, RANDOM = "reference", "random"
 _STAND_IN = "arbitrary actions"  # where an environment has no random player
@@ -131,7 +131,7 @@ def make_card(
     """
     if num_seeds < 1:
         raise ConfigError(f"card: expected at least one seed, got {num_seeds}")
-    return asyncio.run(_make_card(resolve(name), dict(env_config or {}), range(num_seeds), max_turns))
+    return run_to_end(_make_card(resolve(name), dict(env_config or {}), range(num_seeds), max_turns))
 
 
 async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], max_turns: int) -> EnvironmentCard:

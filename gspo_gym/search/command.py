@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.loops import run_to_end
 
 if TYPE_CHECKING:
     import optuna
@@ -91,7 +92,7 @@ def run_search(
     search = _Search(settings, study, base, console, tuple(command or TRAIN), poll_seconds)
     if (restarted := study.restart_interrupted()) and console is not None:
         console.print(f"{restarted} interrupted trials start again")
-    asyncio.run(search.run())
+    run_to_end(search.run())
     return search.write_leaderboard()
 
 

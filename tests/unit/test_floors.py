@@ -30,6 +30,7 @@ FLOORS = {
     "files": 1,
     "table_files": 1,
     "retries": 1,
+    "loops": 1,
     "strict_json": 1,
     "addresses": 1,
     "keys": 1,

@@ -1,0 +1,76 @@
+"""Coroutines run to their end by functions that are not async, wherever those are called."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_POLL_SECONDS = 0.2  # between two looks whether the waiting task was cancelled, which wakes nothing that waits
+
+
+def run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine and return its result, also where an event loop runs already, as in a notebook.
+
+    There it gets an event loop and a thread of its own, and the running loop stands still until it has ended, as it
+    does for any call that takes long. An interruption of the caller (Ctrl-C, a notebook's stop button) cancels the
+    coroutine, and is raised once that has ended.
+
+    >>> run_to_end(asyncio.sleep(0, "done"))
+    'done'
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return _run_in_thread(coroutine)
+
+
+def _run_in_thread(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    began: concurrent.futures.Future[Callable[[], object]] = concurrent.futures.Future()
+    ended: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+    async def play() -> Result:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        began.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await coroutine
+
+    def work() -> None:
+        try:
+            ended.set_result(asyncio.run(play()))
+        except BaseException as error:  # whatever it is, the caller gets it
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="gspo-gym-loop")
+    try:
+        thread.start()  # which waits, too, so that it may be interrupted while the work has begun
+        _wait_for(ended)
+    except BaseException:
+        either: list[concurrent.futures.Future[Any]] = [began, ended]
+        concurrent.futures.wait(either, return_when=concurrent.futures.FIRST_COMPLETED)
+        if began.done():
+            began.result()()
+        thread.join()
+        raise
+    thread.join()
+    return ended.result()
+
+
+def _wait_for(ended: concurrent.futures.Future[Any]) -> None:
+    """Return when it has ended.
+
+    Raises:
+        asyncio.CancelledError: the caller's task was cancelled, which is how `asyncio.run` passes on the first Ctrl-C.
+        KeyboardInterrupt: the caller was interrupted.
+    """
+    task = asyncio.current_task()
+    num_before = 0 if task is None else task.cancelling()
+    while not concurrent.futures.wait([ended], timeout=_POLL_SECONDS).done:
+        if task is not None and task.cancelling() > num_before:
+            raise asyncio.CancelledError
