@@ -199,3 +199,15 @@ def test_what_the_model_said_stays_as_sampled_whatever_the_client_repeats() -> N
     engine = saying(CALLS, "done")
     before = talk(engine, run)
     assert list(engine.calls[1].prompt_token_ids[: len(before)]) == before
+
+
+@pytest.mark.parametrize(("repeated", "parent"), [([1.0, 2.0], 0), ([1, 3], None), ([1], None)])
+def test_lists_in_arguments_are_compared_item_by_item(repeated: list[float], parent: int | None) -> None:
+    async def run(session: GatewaySession) -> int | None:
+        first = await ask(session, *ASKED)
+        (call,) = first.answer.tool_calls
+        changed = dataclasses.replace(call, arguments={"at": repeated})
+        answer = dataclasses.replace(first.answer, tool_calls=(changed,))
+        return (await ask(session, *ASKED, answer, RESULTS[0])).parent
+
+    assert talk(saying(CALL % '{"at": [1, 2]}', "done"), run) == parent
