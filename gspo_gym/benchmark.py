@@ -244,7 +244,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=20, help="mutants: how many a file (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="mutants: which ones (default: %(default)s)")
     parser.add_argument(
-        "--tests", nargs="+", default=[], help="mutants: test files instead of those which import the module"
+        "--tests",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="mutants: test files instead of those which import the module",
     )
     parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
