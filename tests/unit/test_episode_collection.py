@@ -281,13 +281,22 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     assert not part.exists()
 
 
-def test_a_disk_without_room_ends_a_collection_before_its_first_episode(
-    tmp_path: Path, capsys: Any, moody: str
-) -> None:
-    (tmp_path / "e.jsonl.part").symlink_to("/dev/full")
-    arguments = ["env", "collect", moody, "--seeds", "0:2", "--policy", "scripted:random"]
-    assert main([*arguments, "--out", str(tmp_path / "e.jsonl")]) == 2
-    assert "e.jsonl.part: cannot be written: No space left on device" in capsys.readouterr().err
+LIMITED = """
+import resource, signal
+from gspo_gym.cli import main
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+raise SystemExit(main(["env", "collect", "GuessNumber", "--policy", "scripted:random", "--out", "e.jsonl"]))
+"""
+
+
+def test_a_file_that_cannot_grow_ends_a_collection_before_its_first_episode(tmp_path: Path) -> None:
+    """As on a full disk: a file of the process may have 64 bytes."""
+    done = subprocess.run([sys.executable, "-c", LIMITED], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "e.jsonl.part: cannot be written: File too large" in done.stderr
+    assert not (tmp_path / "e.jsonl").exists()
 
 
 def test_the_command_names_what_it_cannot_write_before_it_plays(tmp_path: Path, capsys: Any) -> None:
