@@ -9,15 +9,16 @@ then: python -m gspo_gym.train CONFIG --task-url http://127.0.0.1:8001     (or s
 
 import json
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import gymnasium
+from json_server import serve
 from openai import OpenAI
 
 GAME = {"id": "gspo_gym_envs:gspo_gym/GuessNumber-v0", "high": 64, "max_guesses": 7, "style": "verbose"}
 PLAYER = "You play a guessing game. Answer with a number and nothing else."
 ADVISER = "You advise a player of a guessing game. Find the middle of the range with your tool, then name one number."
 EDITOR = "Write a title of at most five words."
+SAMPLING = ("model", "temperature", "top_p", "max_tokens")  # what the trainer decides
 MAX_MESSAGES = 8  # of the player's conversation, before it is compacted
 RANGE = {"type": "object", "properties": {"low": {"type": "integer"}, "high": {"type": "integer"}}}
 MIDDLE = {"name": "middle", "description": "The middle of a range.", "parameters": RANGE}
@@ -28,8 +29,7 @@ class Agent:
 
     def __init__(self, client, policy):
         self.client = client
-        names = ("model", "temperature", "top_p", "max_tokens")
-        self.fixed = {name: policy[name] for name in names if policy.get(name) is not None}
+        self.fixed = {key: policy[key] for key in SAMPLING if policy.get(key) is not None}
 
     def ask(self, messages, **options):
         answer = self.client.chat.completions.create(**self.fixed, messages=messages, **options)
@@ -67,7 +67,7 @@ class Agent:
                 try:
                     asked = json.loads(call.function.arguments)
                     result = str((asked["low"] + asked["high"]) // 2)
-                except (KeyError, TypeError) as error:
+                except (KeyError, TypeError, ValueError) as error:
                     result = f"error: {error!r}"
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         return said.content or "nothing"
@@ -79,9 +79,8 @@ def user(text):
 
 def compacted(messages):
     """The same conversation in two messages: what was said, and what the game said last."""
-    said = [
-        f"{mine['content']} -> {game['content']}" for mine, game in zip(messages[2::2], messages[3::2], strict=True)
-    ]
+    turns = zip(messages[2::2], messages[3::2], strict=True)
+    said = [f"{mine['content']} -> {game['content']}" for mine, game in turns]
     return [messages[0], user(f"{messages[1]['content']} So far: {'; '.join(said)}")]
 
 
@@ -89,13 +88,11 @@ def rollout(request):
     """One episode, as the task-app contract has it: steps with rewards, and what they come to."""
     policy = request["policy"]["config"]
     url = policy["inference_url"]
-    client = OpenAI(base_url=url.split("/chat/completions")[0], api_key="none", max_retries=5, timeout=120)
-    with client:
+    with OpenAI(base_url=url.split("/chat/completions")[0], api_key="none", max_retries=5, timeout=120) as client:
         guesses, rewards, title = Agent(client, policy).play(request["env"].get("seed") or 0)
-    steps = [
-        {"obs": {}, "tool_calls": [], "reward": reward, "done": index == len(rewards) - 1, "info": {"guess": guess}}
-        for index, (guess, reward) in enumerate(zip(guesses, rewards, strict=True))
-    ]
+    played = zip(guesses, rewards, strict=True)
+    steps = [{"obs": {}, "tool_calls": [], "reward": r, "done": False, "info": {"guess": g}} for g, r in played]
+    steps[-1]["done"] = True
     trajectory = {
         "env_id": GAME["id"],
         "policy_id": "agent",
@@ -109,64 +106,25 @@ def rollout(request):
 
 
 def checked(request):
-    """The request, if all that is read of it later is there and what it should be."""
+    """Raise if something is missing that is read later, or that could not be sent on."""
     seed, policy = request["env"].get("seed"), request["policy"]["config"]
-    policy["inference_url"].encode()
-    json.dumps([request["run_id"], policy], ensure_ascii=False, allow_nan=False).encode()
-    if seed is not None and (type(seed) is not int or seed < 0):
+    used = [request["run_id"], policy, policy["inference_url"].split("/")]
+    json.dumps(used, ensure_ascii=False, allow_nan=False).encode()
+    if not (seed is None or (type(seed) is int and seed >= 0)):
         raise ValueError(f"seed: expected a whole number from 0, got {seed!r:.40}")
-    return request
 
 
-class TaskApp(BaseHTTPRequestHandler):
-    """The four routes that a trainer asks. Loopback only, so without a key."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        path, _, query = self.path.partition("?")
-        try:
-            seeds = [int(part.split("=")[1]) for part in query.split("&") if part.startswith("seed")]
-        except (IndexError, ValueError) as error:
-            return self.answer(422, {"detail": f"seed: {error}"})
-        infos = [{"task": {"id": "guessing"}, "environment": GAME["id"], "task_metadata": {"seed": s}} for s in seeds]
-        task_info = (infos[0] if len(infos) == 1 else infos) if infos else {"taskset": {"id": "guessing"}}
-        info = {"service": {"task": {"id": "guessing", "name": "Guessing"}}}
-        answers = {"/": {"status": "ok"}, "/health": {"healthy": True}, "/info": info, "/task_info": task_info}
-        return self.answer(200 if path in answers else 404, answers.get(path, {"detail": "not found"}))
-
-    def do_POST(self):
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal() or len(length) > 8:
-            self.close_connection = True  # what else is sent on it cannot be told from the body
-            return self.answer(411, {"detail": "expected a body and its length"})
-        try:
-            request = checked(json.loads(self.rfile.read(int(length))))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # as others write it, or not JSON
-            return self.answer(422, {"detail": f"{type(error).__name__}: {error}"})
-        if self.path != "/rollout":
-            return self.answer(404, {"detail": "not found"})
-        try:
-            return self.answer(200, rollout(request))
-        except Exception as error:  # the trainer tries again, or drops the episode
-            return self.answer(500, {"detail": f"{type(error).__name__}: {error}"})
-
-    def send_error(self, code, *_):
-        self.answer(405 if code == 501 else code, {"detail": "there is no such request"})
-
-    def answer(self, status, value):
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+def task_info(query):
+    """One task for each seed of the query, or what kind of tasks there are."""
+    seeds = [int(seed) for seed in query.get("seed", [])]
+    infos = [{"task": {"id": "guessing"}, "environment": GAME["id"], "task_metadata": {"seed": s}} for s in seeds]
+    return (infos[0] if len(infos) == 1 else infos) if infos else {"taskset": {"id": "guessing"}}
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(print(__doc__))
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), TaskApp).serve_forever()
+    info = {"service": {"task": {"id": "guessing", "name": "Guessing"}}}
+    answers = {"/": {"status": "ok"}, "/health": {"healthy": True}, "/info": info}
+    gets = {path: lambda query, answer=answer: answer for path, answer in answers.items()}
+    serve(int(sys.argv[1]), gets={**gets, "/task_info": task_info}, posts={"/rollout": (checked, rollout)})

@@ -37,8 +37,11 @@ EXAMPLES = {
 }
 
 
+IMPORTED = {"json_server.py"}  # by openai_agent.py
+
+
 def test_every_example_is_run_here():
-    assert set(EXAMPLES) == {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert set(EXAMPLES) | IMPORTED == {path.name for path in (ROOT / "examples").glob("*.py")}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
