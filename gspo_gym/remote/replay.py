@@ -88,7 +88,8 @@ class Exchange:
         for asked in list(self.waiting):
             if not await asked.has_gone():
                 return False
-        return True
+        # Asked again: a client that had its answer meanwhile looks like one that has gone.
+        return not self.is_delivered
 
 
 def digest_of(route: str, body: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -152,6 +153,48 @@ def test_two_that_wait_for_the_same_at_once_are_two_calls(headers: dict[str, str
             assert sorted([said(await task) for task in tasks]) == ["0", "1"]
             uses = build_trajectory_parts(await session.freeze()).uses
             assert [use.untrained for use in uses] == [None, None]
+
+    gw.run(check)
+
+
+def test_clients_that_ask_the_same_at_once_have_an_answer_each_also_from_a_fast_engine() -> None:
+    """A connection whose answer is just sent looks like one whose client is gone."""
+
+    async def check() -> None:
+        engine = ScriptedEngine([gw.ids_of("5")] * 120)
+        async with gw.served(engine) as served:
+            session = served.open()
+            for _ in range(20):
+                answers = await asyncio.gather(*(served.post(session, HELLO) for _ in range(6)))
+                assert [said(answer) for answer in answers] == ["5"] * 6
+            assert len((await session.freeze()).calls) == 120
+            assert served.app.replays_of(session).num_replayed == 0
+
+    gw.run(check)
+
+
+def test_a_client_that_is_answered_while_it_is_asked_whether_it_is_there_has_not_gone() -> None:
+    async def check() -> None:
+        replays, goes_on, first = Replays(), asyncio.Event(), asked("same", retry_count=0)
+
+        async def slow() -> Reply:
+            await goes_on.wait()
+            return Reply(200, "x", b"first")
+
+        async def work() -> Reply:
+            return Reply(200, "x", b"second")
+
+        async def answered_meanwhile() -> bool:
+            """As uvicorn says it: an answer that has been sent is the end of a connection."""
+            goes_on.set()
+            exchange, _ = await answering
+            exchange.finish(first, is_delivered=True)
+            return True
+
+        first = replace(first, has_gone=answered_meanwhile)
+        answering = asyncio.create_task(replays.answer(first, slow))
+        await asyncio.sleep(0)
+        assert (await replays.answer(asked("same", retry_count=0), work))[1].body == b"second"
 
     gw.run(check)
 
