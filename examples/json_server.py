@@ -10,14 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
 
 
-def serve(port, *, gets, posts):
-    """Answer until the process is ended.
+def json_server(port, *, gets, posts):
+    """Return a server on this port of the loopback address.
 
     `gets` are functions of the query, by path; `posts` are pairs of functions of the request's JSON, by path: one that
     raises what is wrong with it, and one that returns the answer.
     """
     handler = type("Handler", (JsonHandler,), {"gets": gets, "posts": posts})
-    ThreadingHTTPServer(("127.0.0.1", port), handler).serve_forever()
+    return ThreadingHTTPServer(("127.0.0.1", port), handler)
 
 
 class JsonHandler(BaseHTTPRequestHandler):

@@ -11,7 +11,7 @@ import json
 import sys
 
 import gymnasium
-from json_server import serve
+from json_server import json_server
 from openai import OpenAI
 
 GAME = {"id": "gspo_gym_envs:gspo_gym/GuessNumber-v0", "high": 64, "max_guesses": 7, "style": "verbose"}
@@ -121,10 +121,15 @@ def task_info(query):
     return (infos[0] if len(infos) == 1 else infos) if infos else {"taskset": {"id": "guessing"}}
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(print(__doc__))
+def task_app(port):
+    """The server of the four routes that a trainer asks."""
     info = {"service": {"task": {"id": "guessing", "name": "Guessing"}}}
     answers = {"/": {"status": "ok"}, "/health": {"healthy": True}, "/info": info}
     gets = {path: lambda query, answer=answer: answer for path, answer in answers.items()}
-    serve(int(sys.argv[1]), gets={**gets, "/task_info": task_info}, posts={"/rollout": (checked, rollout)})
+    return json_server(port, gets={**gets, "/task_info": task_info}, posts={"/rollout": (checked, rollout)})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(print(__doc__))
+    task_app(int(sys.argv[1])).serve_forever()

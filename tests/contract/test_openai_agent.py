@@ -10,7 +10,6 @@ import asyncio
 import importlib.util
 import re
 import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,7 +147,7 @@ def test_the_game_was_played_to_its_end(played: Played) -> None:
 
 def test_as_a_task_app_it_gives_the_trainer_an_episode_with_its_return() -> None:
     agent = load_agent()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), agent.TaskApp)
+    server = agent.task_app(0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     trajectories: list[Trajectory] = []
@@ -178,5 +177,11 @@ def test_as_a_task_app_it_gives_the_trainer_an_episode_with_its_return() -> None
 
 
 def test_nothing_of_ours_is_in_it() -> None:
-    source = EXAMPLE.read_text()
-    assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == ["json", "sys", "http", "gymnasium", "openai"]
+    imported = {
+        name: re.findall(r"^(?:import|from) (\w+)", (EXAMPLE.parent / name).read_text(), re.MULTILINE)
+        for name in (EXAMPLE.name, "json_server.py")
+    }
+    assert imported == {
+        EXAMPLE.name: ["json", "sys", "gymnasium", "json_server", "openai"],
+        "json_server.py": ["json", "re", "http", "urllib"],
+    }

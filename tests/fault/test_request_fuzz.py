@@ -326,6 +326,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/judge/fake_server.py": ("fake judge",),
     "gspo_gym/reference_server.py": ("reference",),
     "examples/json_server.py": ("example of a task app",),
+    "examples/openai_agent.py": ("example of a task app",),
 }
 _MAKERS = ("FastAPI", "Starlette", "joined_app", "start_server", "serve_forever")
 
