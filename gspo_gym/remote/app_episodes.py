@@ -329,6 +329,13 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
         failed = None
     if rollout is None:
         return _failure_of(played.error, failed)
+    if (
+        failed is not None
+        and failed.kind == "cancelled"
+        and not rollout.ends_in_error
+        and _had_another(failed, capture)
+    ):
+        failed = None
     if rollout.aborted:
         return _Ending(Outcome.ENV_ERROR, "the app aborted the rollout")
     if failed is not None and failed.kind in _OUR_LIMITS:
@@ -376,6 +383,11 @@ def _unanswered(capture: Capture) -> FailedCall | None:
     last_answered = max((call.index for call in capture.calls if call.is_delivered), default=-1)
     later = [failed for failed in (*capture.failed, *lost) if failed.index > last_answered]
     return max(later, key=lambda failed: failed.index, default=None)
+
+
+def _had_another(failed: FailedCall, capture: Capture) -> bool:
+    """Whether the agent had an answer to another call while that one was open: it asked twice at once, and took one."""
+    return any(call.is_delivered and failed.index < call.num_begun for call in capture.calls)
 
 
 def _one_line(text: str) -> str:

@@ -118,6 +118,7 @@ class CapturedCall:
         untrained: why it cannot be trained on whatever the others are; None if it can.
         is_trained: what the caller wanted.
         is_delivered: its answer reached the caller, as far as is known.
+        num_begun: how many calls of the session had begun when it was answered, itself included.
     """
 
     index: int
@@ -138,6 +139,7 @@ class CapturedCall:
     untrained: Untrained | None = None
     is_trained: bool | None = None
     is_delivered: bool = True
+    num_begun: int = 0
 
     def __repr__(self) -> str:
         tokens = f"{self.num_prompt_tokens} tokens read, {self.num_sampled_tokens} sampled"

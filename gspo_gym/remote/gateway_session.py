@@ -369,6 +369,7 @@ class GatewaySession:
             request_key=_request_key(call, prompt),
             untrained=_untrained(call, self.settings),
             is_trained=call.is_trained,
+            num_begun=self._num_begun,
         )
         self._calls[index] = captured
         self._conversations.add(captured, prompt.digest)

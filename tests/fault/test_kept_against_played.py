@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -138,6 +139,28 @@ async def hung_up(model: Model) -> list[Json]:
 
 
 @agent
+async def takes_the_first_of_two_equal_answers(model: Model) -> None:
+    """The other one is being sampled when the episode ends."""
+    mark = f"HEDGED {next(_MARKS)}."
+    await hedged(model, [SYSTEM, *user(mark)], [SYSTEM, *user(mark)])
+
+
+@agent
+async def takes_the_first_of_two_answers(model: Model) -> None:
+    mark = f"HEDGED {next(_MARKS)}."
+    await hedged(model, [SYSTEM, *user(mark)], [SYSTEM, *user(f"{mark} Or else?")])
+
+
+async def hedged(model: Model, *questions: list[Json]) -> None:
+    """All are asked at once, and what is not answered first is given up."""
+    asking = [asyncio.ensure_future(model.ask(messages)) for messages in questions]
+    _, open_ones = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+    for one in open_ones:
+        one.cancel()
+    await asyncio.gather(*open_ones, return_exceptions=True)
+
+
+@agent
 async def has_a_title_written(model: Model) -> None:
     await model.ask([*START, {"role": "assistant", "content": model.said[0]}, *user("and now?")])
     await model.ask([{"role": "system", "content": "You write titles."}, *user("a title, please")])
@@ -251,13 +274,33 @@ def _on_stage() -> Iterator[None]:
 
 
 class SlowIfAsked(SeededEngine):
-    """Takes a while where the prompt says SLOW, and notes that it has begun."""
+    """Takes a while where the prompt says SLOW, and notes that it has begun.
+
+    Of two prompts that say HEDGED, it answers the first when the second has come, and the second never.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._hedges: dict[str, asyncio.Event] = {}
+        self._has_ended: dict[str | None, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def generate(self, prompt_token_ids: Any, sampling: Any, **options: Any) -> Any:
-        for mark in re.findall(r"SLOW \d+\.", TOKENIZER.decode(list(prompt_token_ids))):
+        prompt = TOKENIZER.decode(list(prompt_token_ids))
+        for mark in re.findall(r"SLOW \d+\.", prompt):
             HAS_BEGUN.add(mark)
             await asyncio.sleep(0.2)
+        for mark in re.findall(r"HEDGED \d+\.", prompt):
+            if mark not in self._hedges:
+                self._hedges[mark] = asyncio.Event()
+                await self._hedges[mark].wait()
+            else:
+                self._hedges[mark].set()
+                await self._has_ended[options["session_id"]].wait()
         return await super().generate(prompt_token_ids, sampling, **options)
+
+    async def end_session(self, session_id: str) -> None:
+        self._has_ended[session_id].set()
+        await super().end_session(session_id)
 
 
 @contextlib.asynccontextmanager
