@@ -33,14 +33,18 @@ def undo_the_bugs(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def random_change(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """Reads, makes one random small change, runs the tests with one chance in two, and submits."""
-    edits = [edit for found in edits_of(env.task.source).values() for edit in found]
-    changed = edits[int(rng.integers(len(edits)))].applied_to(env.task.source)
+    """Reads, makes one random small change, runs the tests with one chance in two, and submits.
+
+    One file in two is written whole, so that every tool for editing has a player.
+    """
+    changes = [change for found in edits_of(env.task.source).values() for change in found]
+    changed = changes[int(rng.integers(len(changes)))].applied_to(env.task.source)
     old, new = smallest_change(env.task.source, changed)
-    calls: list[Call] = [("read_file", {"path": env.path}), ("replace", {"path": env.path, "old": old, "new": new})]
+    tests: list[Call] = [("run_tests", {})] if rng.random() < 0.5 else []
+    edit: Call = ("replace", {"path": env.path, "old": old, "new": new})
     if rng.random() < 0.5:
-        calls.append(("run_tests", {}))
-    return _plan([*calls, ("submit", {})])
+        edit = ("write_file", {"path": env.path, "text": changed})
+    return _plan([("read_file", {"path": env.path}), edit, *tests, ("submit", {})])
 
 
 def smallest_change(source: str, target: str) -> tuple[str, str]:
