@@ -87,7 +87,7 @@ def run_tests(
         wrapper=wrapper,
         allow_unconfined=allow_unconfined,
     )
-    answers, problem = _answers(result, nonce)
+    answers, problem = _answers(result, nonce, len(tests))
     passed, failures = [], []
     for index, test in enumerate(tests):
         answer = answers.get(index)
@@ -102,9 +102,10 @@ def run_tests(
     return Verdicts(tuple(passed), tuple(failures), _cut(result.stderr.strip(), _MAX_PRINTED) if result.ok else "")
 
 
-def _answers(result: SandboxResult, nonce: str) -> tuple[dict[int, Answer], str]:
+def _answers(result: SandboxResult, nonce: str, num_tests: int) -> tuple[dict[int, Answer], str]:
     """The answers by the number of their call, and why there are no more."""
     answers: dict[int, Answer] = {}
+    numbers = {str(number): number for number in range(num_tests)}
     problem = "no answer: the program ended"
     if result.timed_out or result.signal is not None:
         problem = "no answer: it took too long"
@@ -115,14 +116,16 @@ def _answers(result: SandboxResult, nonce: str) -> tuple[dict[int, Answer], str]
             continue
         try:
             value = literal(text)
+            repr(value)  # what reads 0xfff... need not be able to write it: such a number has too many digits
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue  # cut by the limit of the output, or not written by the runner
         if index == "import":
             problem = f"the module cannot be imported: {_cut(str(value), _MAX_LINE)}"
-        elif index.isascii() and index.isdigit() and isinstance(value, tuple) and len(value) == 2:
-            answers[int(index)] = value
+        elif index in numbers and isinstance(value, tuple) and len(value) == 2:
+            answers[numbers[index]] = value
     return answers, problem
 
 
 def _cut(text: str, length: int) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates are no text for a tokenizer
     return text if len(text) <= length else text[: length - 3] + "..."

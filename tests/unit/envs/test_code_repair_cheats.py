@@ -224,3 +224,42 @@ def test_in_the_sandbox_no_way_of_the_thief_succeeds() -> None:
     said = call(env, "run_tests")[0]
     assert "got []" in said
     assert "by_" not in said
+
+
+# What the runner writes its answers with, taken from its frame.
+OWN_LINES = """
+import os, sys
+frame = sys._getframe()
+while "nonce" not in frame.f_locals: frame = frame.f_back
+nonce, calls, output = (frame.f_locals[name] for name in ("nonce", "calls", "output"))
+def say(index, text): output.write(f"{nonce} {index} {text}\\n"); output.flush()
+"""
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "[say(i, f\"('returned', 0x{'f' * 5000})\") for i in range(len(calls))]",  # no str: 4300 digits are allowed
+        "say('9' * 5000, \"('returned', 1)\")",  # nor int
+        "say('import', '0x' + 'f' * 5000)",
+    ],
+)
+def test_a_number_of_too_many_digits_is_a_wrong_answer_and_no_error_of_the_tests(forged: str) -> None:
+    env = roman()
+    call(env, "write_file", path="roman.py", text=f"{OWN_LINES}{forged}\nos._exit(0)\n")
+    # Of the 8 shown and 24 hidden tests none passes.
+    assert call(env, "run_tests")[0].startswith("0 of 8 tests pass\n")
+    assert call(env, "submit") == ("wrong: 0 of 32 tests pass", 0.0, True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["raise Exception('\\ud800')", f"{OWN_LINES}say(0, \"('raised', '\\\\ud800')\")\nos._exit(0)\n"],
+    ids=["imported", "raised"],
+)
+def test_what_the_tests_say_is_text_that_can_be_encoded(module: str) -> None:
+    env = roman()
+    call(env, "write_file", path="roman.py", text=module)
+    said = call(env, "run_tests")[0]
+    assert "\\ud800" in said
+    said.encode("utf-8")
