@@ -36,7 +36,7 @@ from gspo_gym.config.devices import place, require_gpus
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import refuse_to_train
-from gspo_gym.errors import CheckpointError, ConfigError
+from gspo_gym.errors import ConfigError
 from gspo_gym.judging_run import Judging
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.truncation import Truncation
@@ -45,7 +45,7 @@ from gspo_gym.models import Policy, adapt_policy, load_policy
 from gspo_gym.models_adapters import is_adapter
 from gspo_gym.models_options import check_options, prepare_for_training
 from gspo_gym.models_quantization import is_quantized
-from gspo_gym.recording import RunRecorder
+from gspo_gym.recording import RunRecorder, read_run_id
 from gspo_gym.recording_resume import LEDGER_FILE
 from gspo_gym.recording_sinks import Sink, open_sinks
 from gspo_gym.report.progress import Progress
@@ -78,15 +78,10 @@ def newest_checkpoint(name: str) -> str:
     """Return the newest complete checkpoint where `name` is the folder of a run; any other name as it is.
 
     Raises:
-        CheckpointError: the run has none.
+        CheckpointError: the run has none, or it is another step's or another run's.
     """
     folder = Path(name) / "checkpoints"
-    if not folder.is_dir():
-        return name
-    steps = CheckpointStore(folder).steps()
-    if not steps:
-        raise CheckpointError(f"{folder}: there is no complete checkpoint")
-    return str(folder / f"step_{steps[-1]:06d}")
+    return str(CheckpointStore(folder, run_id=read_run_id(Path(name))).newest()) if folder.is_dir() else name
 
 
 def build_policy(config: RunConfig, base: str | None = None) -> Policy:

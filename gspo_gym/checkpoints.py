@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gspo_gym.errors import CheckpointError
 from gspo_gym.files import sync, writing
-from gspo_gym.manifest import is_complete, seal, verify
+from gspo_gym.manifest import Manifest, is_complete, read_manifest, require_own_name, seal, verify
 from gspo_gym.models import Policy, save_policy
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
@@ -133,6 +133,27 @@ class CheckpointStore:
                 found.append(int(match[1]))
         return tuple(sorted(found))
 
+    def newest(self) -> Path:
+        """Return the folder of the newest complete checkpoint, whose files are verified by what loads them.
+
+        Raises:
+            CheckpointError: there is none, or it is another step's or another run's.
+        """
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"{self._folder}: there is no complete checkpoint")
+        folder = self._folder / f"step_{steps[-1]:06d}"
+        manifest = read_manifest(folder)
+        require_own_name(folder, manifest)
+        self._require_of_this_run(folder, manifest)
+        return folder
+
+    def passed_over(self) -> tuple[Path, ...]:
+        """Return the folders of steps later than the newest complete checkpoint: they are not complete."""
+        last = max(self.steps(), default=-1)
+        later = ((_STEP_FOLDER.fullmatch(folder.name), folder) for folder in self._folder.glob("step_*"))
+        return tuple(sorted(folder for match, folder in later if match and int(match[1]) > last))
+
     def load_latest(self) -> Checkpoint:
         """The newest complete checkpoint.
 
@@ -143,7 +164,10 @@ class CheckpointStore:
             self._recover_replaced()
         steps = self.steps()
         if not steps:
-            raise CheckpointError(f"{self._folder}: there is no complete checkpoint; begin again, without --resume")
+            raise CheckpointError(
+                f"{self._folder}: there is no complete checkpoint; begin again, without --resume: with --set-aside, if "
+                "a run is there"
+            )
         return self.load(steps[-1])
 
     def load(self, step: int) -> Checkpoint:
@@ -156,22 +180,20 @@ class CheckpointStore:
         folder = self._folder / f"step_{step:06d}"
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such checkpoint; complete ones: {list(self.steps())}")
-        manifest = verify(folder, required=(_STATE, _TENSORS))
-        if manifest.step != step:
-            raise CheckpointError(
-                f"{folder}: was saved after step {manifest.step}, as its manifest says; the folder was renamed"
-            )
-        if self._run_id is not None and manifest.run != self._run_id:
-            raise CheckpointError(
-                f"{folder}: is a checkpoint of another run ({manifest.run}; this one is {self._run_id}). Remove it, or "
-                "go on from it in a run of its own, with model.base"
-            )
+        self._require_of_this_run(folder, verify(folder, required=(_STATE, _TENSORS)))
         try:
             state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
             tensors = load_file(folder / _TENSORS)
             return Checkpoint(step, folder, tensors, state["counters"], state["trainer"])
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {type(error).__name__}: {error}") from error
+
+    def _require_of_this_run(self, folder: Path, manifest: Manifest) -> None:
+        if self._run_id is not None and manifest.run != self._run_id:
+            raise CheckpointError(
+                f"{folder}: is a checkpoint of another run ({manifest.run}; this one is {self._run_id}). Remove it, or "
+                "go on from it in a run of its own, with model.base"
+            )
 
     def _publish(self, draft: Path, target: Path) -> None:
         replaced = self._folder / f".replaced_{target.name}"

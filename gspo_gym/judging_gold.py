@@ -51,7 +51,7 @@ class GoldWatch:
         self._running: asyncio.Task[None] | None = None
         self._latest: DriftCheck | None = None
         self._drift: str | None = None
-        self._defect: Exception | None = None
+        self._defect: BaseException | None = None
         self._has_begun = alarm.first is not None
 
     def go_on_from(self, first: DriftCheck) -> None:
@@ -111,20 +111,32 @@ class GoldWatch:
 
     async def _check(self, step: int, recent: Sequence[Judged]) -> None:
         try:
+            await self._compare_and_tell(step, recent)
+        except Exception as error:  # a defect of its own; raised where the run looks, for nothing awaits this task
+            self._fail(error, step)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self._fail(error, step)  # gold's own, of a task of its own
+        finally:
+            self._running = None
+
+    def _fail(self, defect: BaseException, step: int) -> None:
+        self._defect = defect
+        self._on_event("judge_gold_failed", {"reason": f"{type(defect).__name__}: {defect}", "of_step": step})
+
+    async def _compare_and_tell(self, step: int, recent: Sequence[Judged]) -> None:
+        try:
             check = await self._compare(step, recent)
         except (JudgeError, UnscoredError) as error:  # gold that is away changes no reward
             self._on_event("judge_gold_failed", {"reason": str(error), "of_step": step})
             return
-        except Exception as error:  # a defect of what compares; raised where the run looks, for nobody awaits this task
-            self._defect = error
-            self._on_event("judge_gold_failed", {"reason": f"{type(error).__name__}: {error}", "of_step": step})
-            return
-        finally:
-            self._running = None
         self._latest = check
+        reason = self._alarm.check(check)
+        self._drift = self._drift if reason is None else reason  # before it is told, which may fail
         self._on_event("judge_gold", {"of_step": step, **asdict(check)})
-        if (reason := self._alarm.check(check)) is not None:
-            self._drift = reason
+        if reason is not None:
             self._on_event("judge_drift", {"of_step": step, "reason": reason})
 
 

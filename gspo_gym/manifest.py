@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,7 @@ from gspo_gym.files import replace_file, sync_tree
 
 MANIFEST = "manifest.json"
 _SCHEMA_VERSION = 1
+_STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,16 @@ def seal(folder: Path, *, step: int, run: str | None) -> None:
 
 
 def verify(folder: Path, *, required: Collection[str] = ()) -> Manifest:
-    """Compare a checkpoint's folder with its manifest: the same files, byte for byte, no other, and no link.
+    """Compare a checkpoint's folder with its manifest: its step, the same files, byte for byte, no other, and no link.
 
     `required` are files that it must list.
 
     Raises:
         CheckpointError: the manifest is missing or unreadable, or a file is missing, not listed, cut or changed; names
-            the file.
+            the file. Or the folder's name is another step's.
     """
     manifest = read_manifest(folder)
+    require_own_name(folder, manifest)
     for name in sorted(set(required) - set(manifest.files)):
         raise CheckpointError(f"{folder / MANIFEST}: does not list {name}, which every checkpoint has")
     for path in sorted(folder.rglob("*")):
@@ -66,6 +69,19 @@ def verify(folder: Path, *, required: Collection[str] = ()) -> Manifest:
     for name, entry in manifest.files.items():
         _verify_file(folder / name, entry)
     return manifest
+
+
+def require_own_name(folder: Path, manifest: Manifest) -> None:
+    """Refuse a folder that is named after another step than its checkpoint was saved after; other names are free.
+
+    Raises:
+        CheckpointError: the folder was renamed.
+    """
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    if match is not None and int(match[1]) != manifest.step:
+        raise CheckpointError(
+            f"{folder}: was saved after step {manifest.step}, as its manifest says; the folder was renamed"
+        )
 
 
 def is_complete(folder: Path) -> bool:

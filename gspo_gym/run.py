@@ -100,10 +100,8 @@ def folder_is_taken(config: RunConfig) -> str | None:
     folder = config.run_folder
     if not folder.exists() or not any(folder.iterdir()) or _ended_without_checkpoint(config):
         return None
-    return (
-        f"{folder} already holds a run: go on with it (--resume), move it away first (--set-aside), or choose "
-        "another model.label"
-    )
+    go_on = "go on with it (--resume)" if _checkpoints(config).steps() else "it has no checkpoint to go on from"
+    return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
 
 
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
@@ -140,7 +138,10 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
 
 
 async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
-    checkpoint = _checkpoints(config).load_latest()
+    checkpoints = _checkpoints(config)
+    checkpoint = checkpoints.load_latest()
+    for folder in checkpoints.passed_over():
+        progress.note(f"{folder} is not complete, and is passed over")
     _require_same_run(config)
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))

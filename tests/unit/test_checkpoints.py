@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gspo_gym.build import newest_checkpoint
 from gspo_gym.checkpoints import CheckpointStore
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.manifest import verify
 from gspo_gym.models import Policy, add_lora, load_policy
+from gspo_gym.recording import RunRecorder, read_run_id
 
 
 @dataclass
@@ -234,6 +236,27 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_name_of_its_run(tmp_path:
     save(CheckpointStore(tmp_path / "second", write_policy=write_fake_policy), 6)
     with pytest.raises(CheckpointError, match="another run"):
         second.load(6)
+
+
+def test_what_is_evaluated_is_the_runs_own_checkpoint_of_the_step_that_its_name_says(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        RunRecorder.create(tmp_path / name, "").close()
+    first, second = (tmp_path / name / "checkpoints" for name in ("first", "second"))
+    for step, folder in ((4, first), (6, second)):
+        CheckpointStore(folder, run_id=read_run_id(folder.parent)).save(
+            step, policy=load_policy("tiny:qwen3-64"), learner=FakeLearner(), trainer_state={}
+        )
+    assert newest_checkpoint(str(first.parent)) == str(first / "step_000004")
+    shutil.copytree(second / "step_000006", first / "step_000006")
+    with pytest.raises(CheckpointError, match="step_000006: is a checkpoint of another run"):
+        newest_checkpoint(str(first.parent))
+    (second / "step_000006").rename(second / "step_000009")
+    with pytest.raises(CheckpointError, match="step_000009: was saved after step 6"):
+        newest_checkpoint(str(second.parent))
+    with pytest.raises(CheckpointError, match="step_000009: was saved after step 6"):
+        load_policy(str(second / "step_000009"))
+    shutil.copytree(second / "step_000009", tmp_path / "my_model")
+    load_policy(str(tmp_path / "my_model"))  # a name that says no step
 
 
 def test_a_model_is_not_loaded_from_a_damaged_checkpoint_of_a_run(folder: Path) -> None:

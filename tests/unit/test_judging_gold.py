@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from scripted_judge import ScriptedJudge, episode, judgement
 
+from gspo_gym.errors import StorageError
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.judge.drift import DriftAlarm, DriftCheck, JudgeDriftError
+from gspo_gym.judge.drift import DriftAlarm, DriftCheck, JudgeDriftError, compare_with_gold
 from gspo_gym.judge.labels import Label
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judging_gold import AgainstGoldJudge, AgainstLabels, GoldWatch, Judged, scores_to_compare
@@ -141,6 +142,33 @@ def test_a_defect_of_gold_is_told_and_ends_a_run_that_is_to_stop_at_drift(stops:
 
     asyncio.run(step())
     assert events == [("judge_gold_failed", {"reason": "KeyError: 'event'", "of_step": 1})]
+
+
+@pytest.mark.parametrize("where", ["gold is cancelled", "the comparison is told", "the alarm is told"])
+def test_whatever_ends_a_comparison_ends_a_run_that_is_to_stop_at_drift(where: str) -> None:
+    async def compare(step: int, recent: Sequence[Judged]) -> DriftCheck:
+        if where == "gold is cancelled":  # by gold: what it waits for was given up, and not this comparison
+            waiting = asyncio.get_running_loop().create_future()
+            waiting.cancel()
+            await waiting
+        return compare_with_gold([0.5, 0.9], [0.5 - 0.4 * (step - 1), 0.9 - 0.4 * (step - 1)])
+
+    def on_event(kind: str, _: Mapping[str, Any]) -> None:
+        if kind == {"the comparison is told": "judge_gold", "the alarm is told": "judge_drift"}.get(where):
+            raise StorageError("events.jsonl: No space left on device")
+
+    gold = GoldWatch(compare, DriftAlarm(0.1), every=1, stops=True, on_event=on_event)
+
+    async def two_steps() -> None:
+        for step in (1, 2):
+            gold.after_step(step)
+            for _ in range(5):  # turns of the event loop, in which the comparison ends and nothing waits for it
+                await asyncio.sleep(0)
+        with pytest.raises(JudgeError, match=r"judge\.gold: "):
+            gold.require_agreement()
+        await gold.close()
+
+    asyncio.run(two_steps())
 
 
 def test_one_comparison_at_a_time_and_none_is_waited_for() -> None:

@@ -25,7 +25,7 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, StorageError, UnknownNameError
 from gspo_gym.files import whole_lines
-from gspo_gym.recording import read_events, read_metrics
+from gspo_gym.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
 from gspo_gym.train import run_training
@@ -190,6 +190,28 @@ def test_a_run_that_failed_before_its_first_checkpoint_can_be_started_again(tmp_
     values["rollout"]["max_model_len"] = 256
     assert run_training(RunConfig.from_dict(values))["status"] == "completed"
     assert json.loads((tmp_path / "test.1" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_refused_with_advice_that_works(tmp_path):
+    config = make_config(tmp_path)
+    RunRecorder.create(config.run_folder, config.to_toml()).close()  # all that a SIGKILL leaves of a run's first steps
+    with pytest.raises(ConfigError, match=r"holds a run: it has no checkpoint to go on from, move .*--set-aside"):
+        run_training(config)
+    with pytest.raises(CheckpointError, match="without --resume: with --set-aside"):
+        run_training(config, resume=True)
+    assert run_training(config, set_aside=True)["status"] == "completed"
+    assert (tmp_path / "test.1" / "config.toml").exists()
+
+
+def test_a_resumed_run_says_which_checkpoint_it_passed_over(tmp_path):
+    run_training(make_config(tmp_path, iterations=4))
+    newest = tmp_path / "test" / "checkpoints" / "step_000004"
+    (newest / "model.safetensors").unlink()
+    console = Console(file=io.StringIO(), width=200)
+    run_training(make_config(tmp_path, iterations=4), resume=True, console=console)
+    told = console.file.getvalue()
+    assert f"{newest} is not complete, and is passed over" in told
+    assert "checkpoints/step_000002 after step 2" in told
 
 
 def test_a_run_in_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
