@@ -425,19 +425,28 @@ def test_whatever_an_agent_does_each_trained_completion_counts_exactly_once(step
     build = build_trajectory_parts(capture)
     calls = {call.index: call for call in capture.calls}
     assert [use.index for use in build.uses] == list(calls)
-    # Every trained call is one turn, in the order of the calls, with its tokens, logprobs and versions.
+    # Every trained call is one turn, in the order of the calls, with its tokens, logprobs and versions. Where none is
+    # trained on, the answers that the agent had are the turns: the episode was played, and keeps what it earned.
     trained = [use for use in build.uses if use.untrained is None]
-    assert [use.turn for use in trained] == list(range(len(build.turns)))
-    assert build.turn_calls == tuple(use.index for use in trained)
-    for turn, use in zip(build.turns, trained, strict=True):
+    assert [use.turn for use in trained] == list(range(len(trained)))
+    continued = {call.parent for call in capture.calls}
+    had = [
+        use
+        for use, (*_, is_delivered) in zip(build.uses, steps, strict=True)
+        if (is_delivered or use.index in continued) and use.untrained is not Untrained.AUXILIARY
+    ]
+    turns = trained or had
+    assert build.turn_calls == tuple(use.index for use in turns)
+    for turn, use in zip(build.turns, turns, strict=True):
         segment, completion = build.segments[turn.segment], calls[use.index].completion
         span = slice(*turn.action_span)
         assert segment.token_ids[span].tolist() == completion.token_ids.tolist()
-        assert segment.rollout_logprobs[span].tolist() == completion.logprobs.tolist()
-        assert set(segment.turn_index[span].tolist()) == {turn.index}
+        if trained:
+            assert segment.rollout_logprobs[span].tolist() == completion.logprobs.tolist()
+            assert set(segment.turn_index[span].tolist()) == {turn.index}
         # What stands before it is exactly what the engine read.
         assert turn.action_span[0] == calls[use.index].num_prompt_tokens
-    # Nothing else carries a mask.
+    # Nothing else carries a mask; nothing does where none is trained on.
     num_masked = sum(int(segment.action_mask.sum()) for segment in build.segments)
     assert num_masked == sum(use.num_sampled_tokens for use in trained) == build.num_trained_tokens
     assert sum(build.counts.values()) == len(steps)
@@ -447,7 +456,7 @@ def test_whatever_an_agent_does_each_trained_completion_counts_exactly_once(step
         assert not (wanted is True and use.untrained is not None)
     # Whoever reads the messages finds the turns in them.
     said = [message.content for message in build.messages if message.role == "assistant"]
-    answers = [calls[use.index].answer.content for use in trained]
+    answers = [calls[use.index].answer.content for use in turns]
     assert said[len(said) - len(answers) :] == answers
 
 
