@@ -204,7 +204,7 @@ class _Episode:
     async def _is_the_actions_doing(self, error: Exception, make_env: MakeEnv, *, is_late: bool) -> bool:
         """Whether what went wrong is to be laid to the last action, or to all of them; the rule is in `blame.py`."""
         wrapper, limits, task = self.wrapper, self._limits, self.request.task
-        if wrapper is None or not self._is_answering:
+        if wrapper is None or not wrapper.actions or not (self._is_answering or is_late):
             return False
         retrial = Retrial(
             lambda: make_env(task),

@@ -137,8 +137,11 @@ class OpenEpisode:
             self.success = result.success
 
     def end_at_limit(self, episode_return: float) -> None:
-        """End the episode at the action that exceeded a limit: its turn is scored so that the return is this."""
-        penalty = episode_return - self.earned
+        """End the episode at the action that exceeded a limit: its turn is scored so that the return is this.
+
+        The turn may have been answered: where it was the sum of all actions that took too long.
+        """
+        penalty = episode_return - (self.earned - (self.turns[-1].reward or 0.0))
         self.turns[-1] = dataclasses.replace(
             self.turns[-1], reward=penalty, reward_terms={LIMIT_TERM: penalty}, events=()
         )

@@ -17,7 +17,7 @@ from gspo_gym.errors import ActionLimitError
 
 
 class Ending(TextEnv):
-    """Does what it is told; "good" earns 0.5, "bad" costs 1, "end" ends.
+    """Does what it is told; "good" earns 0.5, "bad" costs 1, "slow" earns 0.25, "end" ends.
 
     Args:
         place: "loop": its methods are awaited; else they are plain.
@@ -53,7 +53,7 @@ class Ending(TextEnv):
         if self._hangs_always or word == "wait":
             return self._hang(None)
         if word == "slow":
-            return self._told(("", 0.0, False, False, {}), seconds=0.4)
+            return self._told(("", 0.25, False, False, {}), seconds=0.4)
         self._end(word)
         reward = {"good": 0.5, "bad": -1.0}.get(word, 0.0)
         events = ("found",) if word == "found" else ()

@@ -28,13 +28,13 @@ from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.recording_episodes import trajectory_from_json, trajectory_to_json
-from gspo_gym.rollout.actors import ScriptedActor
+from gspo_gym.rollout.actors import ActRequest, ScriptedActor
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.summary import rollout_metrics
-from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
+from gspo_gym.types import Completion, Outcome, Task, Trajectory, TrajectoryGroup
 
 FLOOR = -3.0  # of `Ending.reward_range`
 RENDERERS = RendererCache(tiny_tokenizer())
@@ -55,7 +55,7 @@ def made_in(place: str, **kwargs: Any) -> Callable[[], Any]:
 
 
 def play(
-    make: Callable[[], Any], *said: str, count: int = 2, **limits: Any
+    make: Callable[[], Any], *said: str, count: int = 2, actor: type[ScriptedActor] = ScriptedActor, **limits: Any
 ) -> tuple[TrajectoryGroup, Ledger, list[Trajectory]]:
     """A group of episodes, each saying these in turn."""
 
@@ -67,7 +67,7 @@ def play(
     pool = RolloutPool(
         play=episode_player(
             make_env=lambda _task: make(),
-            act=ScriptedActor(player),
+            act=actor(player),
             renderers=RENDERERS,
             limits=EpisodeLimits(max_turns=5, max_output_tokens=64, max_model_len=2048, **settings),
         ),
@@ -127,9 +127,38 @@ def test_a_hang_before_any_action_and_one_at_every_action_are_the_machines(place
 
 
 def test_actions_that_use_the_episodes_time_up_do_not_make_it_vanish() -> None:
-    group, _, attempts = play(made_in("loop"), "slow", count=1, step_timeout_seconds=5.0, episode_timeout_seconds=1.0)
+    group, _, attempts = play(made_in("loop"), "slow", count=1, step_timeout_seconds=5.0, episode_timeout_seconds=1.9)
     assert [(t.outcome, t.attempt) for t in attempts] == [(Outcome.ACTION_LIMIT, 0)]
     assert [t.reward for t in group.trajectories] == [FLOOR]
+
+
+def test_nor_do_they_where_the_time_ends_while_the_model_is_asked() -> None:
+    """Four answers take 0.4 s each, which is more than half of 2.4 s; the rest the engine has."""
+
+    class Slow(ScriptedActor):
+        async def __call__(self, request: ActRequest) -> Completion:
+            if request.turn_index == 4:
+                await asyncio.Event().wait()
+            return await super().__call__(request)
+
+    limits = {"step_timeout_seconds": 5.0, "episode_timeout_seconds": 2.4}
+    group, _, attempts = play(made_in("loop"), "slow", count=1, actor=Slow, **limits)
+    assert [(t.outcome, t.attempt) for t in attempts] == [(Outcome.ACTION_LIMIT, 0)]
+    assert [t.reward for t in group.trajectories] == [FLOOR]
+
+
+def test_an_engine_that_uses_the_episodes_time_up_is_infrastructure() -> None:
+    """One answer takes 0.4 s of 1.5 s."""
+
+    class Stuck(ScriptedActor):
+        async def __call__(self, request: ActRequest) -> Completion:
+            if request.turn_index == 1:
+                await asyncio.Event().wait()
+            return await super().__call__(request)
+
+    limits = {"step_timeout_seconds": 5.0, "episode_timeout_seconds": 1.5}
+    attempts = play(made_in("loop"), "slow", count=1, actor=Stuck, **limits)[2]
+    assert [t.outcome for t in attempts] == [Outcome.EPISODE_TIMEOUT] * 2
 
 
 def test_a_stated_return_stands_in_for_the_floor() -> None:
