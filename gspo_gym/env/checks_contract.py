@@ -44,7 +44,6 @@ async def constructs(subject: Subject, findings: Findings) -> None:
     _read_reward_range(subject, findings, made[0])
     subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
     subject.rubric = rubric_of(env)
-    subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
     if (confinement := getattr(env, "confinement", None)) is not None:
         findings.tell(f"code that the model wrote is {confinement}")
     subject.isolation = getattr(env, "isolation", None)
@@ -90,6 +89,7 @@ def _tools_answer(subject: Subject, findings: Findings) -> None:
             told = {message.tool_call_id: message.content for message in answer.messages if message.role == "tool"}
             for call in action.tool_calls:
                 answers.setdefault((call.name, player != PROBE), []).append(told.get(call.id, ""))
+    not_seen_to_work = []
     for (name, is_written), texts in sorted(answers.items()):
         if not all(text.startswith(CALL_FAILED) for text in texts) or (not is_written and (name, True) in answers):
             continue
@@ -97,7 +97,9 @@ def _tools_answer(subject: Subject, findings: Findings) -> None:
             callers = "hand-written players" if is_written else "arguments that fit its schema"
             findings.fail(f"tool {name}: expected an answer to {callers}, got in all {len(texts)} calls: {texts[0]}")
         else:
-            findings.notes.append(f"tool {name}: no hand-written player calls it, and no arbitrary call succeeded")
+            not_seen_to_work.append(name)  # it refuses arguments that mean nothing to it, as it should
+    if not_seen_to_work:
+        findings.tell(f"called by no hand-written player, and not seen to work: {', '.join(not_seen_to_work)}")
 
 
 async def rewards_in_range(subject: Subject, findings: Findings) -> None:

@@ -172,7 +172,7 @@ def test_an_environment_that_breaks_at_a_long_answer_is_told_with_the_trick() ->
 
     texts = [problem.text for problem in check(Fragile).problems if problem.check == "tricks"]
     assert [text.partition(" (")[0] for text in texts] == [
-        "a very long answer, seed 0: EnvError: Fragile: step() raised MemoryError: too long"
+        "a very long answer, seed 0: EnvDiedError: Fragile: step() raised MemoryError: too long"
     ]
 
 

@@ -179,10 +179,11 @@ def test_notes_say_what_could_not_be_checked() -> None:
     )
 
 
-def test_a_tool_that_refuses_what_nobody_could_guess_is_a_note() -> None:
+def test_a_tool_that_refuses_what_nobody_could_guess_is_told_of() -> None:
     report = check(PickyTool)
     assert report.passed, str(report)
-    assert "tool knock: no hand-written player calls it, and no arbitrary call succeeded" in report.notes
+    facts = [fact.text for fact in report.facts]
+    assert "called by no hand-written player, and not seen to work: knock" in facts
 
 
 # -- the mutations ---------------------------------------------------------------------------------------------------
