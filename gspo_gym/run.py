@@ -24,7 +24,7 @@ from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import ConfigError
-from gspo_gym.files import make_folder, require_writable, writing
+from gspo_gym.files import make_folder, writing
 from gspo_gym.judging_run import Judging
 from gspo_gym.learning.update import Learner
 from gspo_gym.loops import run_to_end
@@ -315,26 +315,52 @@ def _folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[
 
     Raises:
         StorageError: it cannot be made, or takes no file.
+        ConfigError: another process is beginning a run there.
     """
     missing = [path for path in folder.parents if not path.exists()]
     earlier = _set_aside(folder)
-    begun: list[bool] = []
+    claim = folder / ".starting"
+    is_ours = has_begun = False
+
+    def begin() -> None:
+        nonlocal has_begun
+        has_begun = True
+        claim.unlink(missing_ok=True)
+
     try:
         make_folder(folder)
-        require_writable(folder / "config.toml")
+        _claim(claim)
+        is_ours = True
         if earlier is not None:
             progress.note(f"the run that was in {folder} is in {earlier} now")
-        yield lambda: begun.append(True)
+        yield begin
     except BaseException:
-        if not begun:
-            _undo(folder, earlier, missing)
+        if not has_begun:
+            _undo(folder, earlier, missing, is_ours=is_ours)
         raise
 
 
-def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path]) -> None:
-    """Remove the folder of a run that did not start, bring an earlier one back, and remove folders that were made."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if earlier is not None:
+def _claim(path: Path) -> None:
+    """Make the file that says that a run begins in its folder, of which one process alone is told that it did."""
+    with writing(path):
+        try:
+            path.open("x").close()
+        except FileExistsError:
+            raise ConfigError(
+                f"{path.parent}: another process is beginning a run there; choose another model.label"
+            ) from None
+
+
+def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path], *, is_ours: bool) -> None:
+    """Remove the folder of a run that did not start, bring an earlier one back, and remove folders that were made.
+
+    What is in a folder that is not ours is another process's, and stays.
+    """
+    if is_ours:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    if earlier is not None and not folder.exists():
         earlier.rename(folder)
     for path in missing:
         with contextlib.suppress(OSError):  # it was never made, or holds another run by now

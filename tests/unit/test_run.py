@@ -214,6 +214,61 @@ def test_a_resumed_run_says_which_checkpoint_it_passed_over(tmp_path):
     assert "checkpoints/step_000002 after step 2" in told
 
 
+class Doubled(TextEnv):
+    """Is over at once; when it is first made, another process is told to begin the same run."""
+
+    begin_another = None
+
+    def __init__(self):
+        super().__init__()
+        if (begin := Doubled.begin_another) is not None:
+            Doubled.begin_another = None
+            begin()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "Say something.", {}
+
+    def step(self, action):
+        return "", float(len(action)), True, False, {}
+
+
+def test_a_run_that_is_begun_twice_at_once_is_begun_once(tmp_path):
+    config = make_config(tmp_path)
+    (tmp_path / "same.toml").write_text(config.to_toml())
+    refused = []
+
+    def begin_another():
+        assert not (config.run_folder / "config.toml").exists()
+        command = [sys.executable, "-m", "gspo_gym.train", str(tmp_path / "same.toml"), "rollout.max_model_len=20"]
+        refused.append(subprocess.run(command, capture_output=True, text=True))
+
+    Doubled.begin_another = begin_another
+    register("test_run/Doubled-v0", entry_point=Doubled)
+    try:
+        values = config.model_dump(exclude_none=True, exclude={"warmup"})
+        values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
+        assert run_training(RunConfig.from_dict(values))["status"] == "completed"
+    finally:
+        gymnasium.registry.pop("test_run/Doubled-v0")
+    assert [done.returncode for done in refused] == [2]
+    assert "already holds a run" in refused[0].stderr
+    assert not (config.run_folder / ".starting").exists()
+
+
+def test_a_folder_that_another_process_claims_meanwhile_is_left_to_it(tmp_path, monkeypatch):
+    claim = tmp_path / "test" / ".starting"
+
+    def make_folder_too_late(folder):
+        folder.mkdir()
+        claim.touch()  # the other process's, between the look whether the folder is taken and the claim
+
+    monkeypatch.setattr("gspo_gym.run.make_folder", make_folder_too_late)
+    with pytest.raises(ConfigError, match="another process is beginning a run there"):
+        run_training(make_config(tmp_path))
+    assert claim.exists()
+
+
 def test_a_run_in_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/test: cannot be written: Not a directory"):
