@@ -82,8 +82,32 @@ def holder(now: Mapping[int, float], before: Mapping[int, float], board: bytes, 
 
 
 def end(pid: int, name: str, silence: float, folder: str) -> None:
-    """Leave the marker, and end the run."""
+    """Leave the marker, say so, and end the run, whether or not the rest could be done."""
     env_id, _, call = name.partition("\n")
+    try:
+        try:
+            leave_marker(env_id, call, silence, folder)
+        except OSError as error:
+            print(f"\n{folder}: no frozen.json, so that the next start knows of nothing: {error}", file=sys.stderr)
+        print(
+            f"\n{env_id}: {call} has held the interpreter for {silence:.0f} seconds, so that no deadline and no Ctrl-C "
+            f"could end it. The run is ended; its last checkpoint stands. Go on with --resume, which runs {env_id} in "
+            'worker processes, or set rollout.isolation = "process". Its threads:',
+            file=sys.stderr,
+            flush=True,
+        )
+        os.kill(pid, signal.SIGUSR2)  # faulthandler writes where every thread is; it needs no lock
+        time.sleep(_DUMP_SECONDS)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def leave_marker(env_id: str, call: str, silence: float, folder: str) -> None:
+    """Write frozen.json, with the environments of an earlier one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     path = os.path.join(folder, "frozen.json")
     try:
         with open(path, encoding="utf-8") as file:
@@ -97,16 +121,6 @@ def end(pid: int, name: str, silence: float, folder: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + ".new", path)
-    print(
-        f"\n{env_id}: {call} has held the interpreter for {silence:.0f} seconds, so that no deadline and no Ctrl-C "
-        f"could end it. The run is ended; its last checkpoint stands. Go on with --resume, which runs {env_id} in "
-        'worker processes, or set rollout.isolation = "process". Its threads:',
-        file=sys.stderr,
-        flush=True,
-    )
-    os.kill(pid, signal.SIGUSR2)  # faulthandler writes where every thread is; it needs no lock
-    time.sleep(_DUMP_SECONDS)
-    os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -84,6 +85,26 @@ def test_a_catastrophic_pattern_is_named_and_the_run_ended(tmp_path: Path, kind:
     assert frozen.seconds >= 1.5
     assert "Patterns: step() has held the interpreter" in ended.stderr
     assert "in catastrophe" in ended.stderr  # the line of the author's code
+
+
+def test_a_run_whose_folder_takes_no_marker_is_ended_all_the_same(tmp_path: Path) -> None:
+    ended = run(tmp_path / "removed", "Plain", "catastrophe()")
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "playing\n")
+    assert "removed: no frozen.json, so that the next start knows of nothing" in ended.stderr
+    assert "Patterns: step() has held the interpreter" in ended.stderr
+
+
+def test_a_run_whose_terminal_is_gone_is_ended_all_the_same(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as of a pager that was left
+    try:
+        code = textwrap.dedent(RUN).replace("KIND", "Plain").replace("ACTION()", "catastrophe()")
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=write_end, timeout=120)
+    finally:
+        os.close(write_end)
+    assert ended.returncode == -signal.SIGKILL
+    assert read_frozen(tmp_path).env_ids == ("Patterns",)
 
 
 @pytest.mark.parametrize(
