@@ -23,7 +23,7 @@ from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, GymError, UnknownNameError
-from gspo_gym.evaluation import Evaluation, evaluate, join
+from gspo_gym.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
 from gspo_gym.judging_run import Judging
 from gspo_gym.models import Policy
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
@@ -242,16 +242,31 @@ Keep = Callable[[str, list[Trajectory]], None]  # receives an evaluation's label
 
 
 def build_evaluate(
-    config: RunConfig, player: Player, keep: Keep | None = None, judging: Judging | None = None
+    config: RunConfig,
+    player: Player,
+    keep: Keep | None = None,
+    judging: Judging | None = None,
+    *,
+    rows: KeptRows | None = None,
 ) -> Evaluate:
-    """Evaluates the player's present weights on the configured seeds; every call samples with the same seeds."""
-    return _evaluation_of(config, build_play(config, player, mode="eval"), keep, judging)
+    """Return what evaluates the player's present weights on the configured seeds.
+
+    Every call samples with the same seeds. `rows` are there already, or receive what is played: for a single call.
+    """
+    return _evaluation_of(config, build_play(config, player, mode="eval"), keep=keep, judging=judging, rows=rows)
 
 
 async def build_scripted_evaluate(
-    config: RunConfig, renderers: RendererCache, policy: str | PolicyFactory, judging: Judging | None = None
+    config: RunConfig,
+    renderers: RendererCache,
+    policy: str | PolicyFactory,
+    judging: Judging | None = None,
+    *,
+    rows: KeptRows | None = None,
 ) -> Evaluate:
-    """Evaluates, in the model's place, a policy that the environment brings along under that name, or any other.
+    """Return what evaluates, in the model's place, a policy that the environment brings under that name, or any other.
+
+    `rows` as in `build_evaluate`.
 
     Raises:
         UnknownNameError: it brings none of that name.
@@ -266,7 +281,7 @@ async def build_scripted_evaluate(
             )
         make_policy = await _scripted_policy(config, source, policy) if isinstance(policy, str) else policy
         players[name] = local_play(config, renderers, ScriptedActor(make_policy), source=source)
-    return _evaluation_of(config, play_by_environment(players), None, judging)
+    return _evaluation_of(config, play_by_environment(players), judging=judging, rows=rows)
 
 
 @contextlib.asynccontextmanager
@@ -294,19 +309,45 @@ async def _scripted_policy(config: RunConfig, source: TaskSource, name: str) -> 
         return policy_of(env, name)
 
 
-def _evaluation_of(config: RunConfig, play: PlayEpisode, keep: Keep | None, judging: Judging | None) -> Evaluate:
+def _evaluation_of(
+    config: RunConfig,
+    play: PlayEpisode,
+    *,
+    keep: Keep | None = None,
+    judging: Judging | None = None,
+    rows: KeptRows | None = None,
+) -> Evaluate:
+    kept = rows or KeptRows()
+
     async def run(label: str) -> Evaluation:
         episodes: list[Trajectory] = []
+        env_returns: dict[str, float | None] = {}
+
+        def over(trajectory: Trajectory, what: Disposition) -> None:
+            if what is not Disposition.KEPT:
+                return
+            episodes.append(trajectory)
+            env_return = None if judging is None else judging.env_return(trajectory)  # which gives it once
+            env_returns[trajectory.trajectory_id] = env_return
+            kept.add(PlayedRow.of(trajectory, env_return))
+
         pool = build_pool(
             config,
             play,
             seed_name="evaluation",
-            on_episode=lambda trajectory, what: episodes.append(trajectory) if what is Disposition.KEPT else None,
+            on_episode=over,
             scoring=None if judging is None else judging.for_evaluation,
         )
-        names, env_return_of = environment_ids(config), None if judging is None else judging.env_return
+        names = environment_ids(config)
         results = [
-            await evaluate(pool, name, config.evaluation_seeds, label=label, env_return_of=env_return_of)
+            await evaluate(
+                pool,
+                name,
+                config.evaluation_seeds,
+                label=label,
+                env_return_of=lambda episode: env_returns[episode.trajectory_id],
+                found=kept.found,
+            )
             for name in names
         ]
         if keep is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,8 +16,6 @@ from gspo_gym.seeding import FIRST_TRAINING_SEED
 if TYPE_CHECKING:
     from gspo_gym.episode_collection import CollectedEpisodes
     from gspo_gym.types import Trajectory
-
-_PROGRESS_SECONDS = 5.0  # between two lines that say how many episodes are over
 
 
 def add_command(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
@@ -55,8 +52,13 @@ def collect(arguments: argparse.Namespace) -> int:
 
     Each episode is in FILE.part as soon as it is over. Ctrl-C leaves that file for --resume, and ends with 130.
     """
+    from rich.console import Console
+
     from gspo_gym.episode_collection import CollectSettings, collect_episodes
-    from gspo_gym.episode_files import EpisodesDraft, require_writable, save_episodes
+    from gspo_gym.episode_files import require_writable, save_episodes
+    from gspo_gym.files import PartFile
+    from gspo_gym.recording_episodes import trajectory_from_json, trajectory_to_json
+    from gspo_gym.report.progress import counting
     from gspo_gym.settings import parse_seeds
 
     require_writable(arguments.out)
@@ -69,39 +71,36 @@ def collect(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
     )
     asked = {"env": arguments.name, "env_config": env_config, "policy": arguments.policy, "settings": asdict(settings)}
-    draft = EpisodesDraft(arguments.out, asked, resumes=arguments.resume)
+    part = PartFile(arguments.out, work="collection", asked=asked, resumes=arguments.resume)
+    found = part.read(trajectory_from_json)
     num_asked = len(seeds) * settings.episodes_per_seed
-    told_at = time.monotonic()
-
-    def keep(trajectory: Trajectory) -> None:
-        nonlocal told_at
-        draft.append(trajectory)
-        if time.monotonic() - told_at >= _PROGRESS_SECONDS:
-            told_at = time.monotonic()
-            print(f"{draft.num_episodes} of {num_asked} episodes are over", file=sys.stderr, flush=True)
-
-    if draft.found:
-        print(f"{len(draft.found)} episodes are there already, in {draft.path}", file=sys.stderr)
+    if found:
+        print(f"{len(found)} episodes are there already, in {part.path}", file=sys.stderr)
     try:
-        collected = collect_episodes(
-            arguments.name,
-            arguments.policy,
-            seeds=seeds,
-            env_config=env_config,
-            settings=settings,
-            already=draft.found,
-            on_episode=keep,
-        )
+        with counting(Console(stderr=True), num_asked, done=len(found)) as count:
+
+            def keep(trajectory: Trajectory) -> None:
+                part.append(trajectory_to_json(trajectory))
+                count()
+
+            collected = collect_episodes(
+                arguments.name,
+                arguments.policy,
+                seeds=seeds,
+                env_config=env_config,
+                settings=settings,
+                already=found,
+                on_episode=keep,
+            )
     except KeyboardInterrupt:
-        told = f"stopped: {draft.num_episodes} of {num_asked} episodes are in {draft.path}; go on with --resume"
+        told = f"stopped: {part.num_items} of {num_asked} episodes are in {part.path}; go on with --resume"
         print(told, file=sys.stderr)
         return 130
     finally:
-        if draft.num_episodes == 0:
-            draft.remove()
+        part.remove_if_empty()
     kept = [t for t in collected.trajectories if t.success or not arguments.only_successes]
     save_episodes(arguments.out, kept, policy_name=collected.policy_name, tools=collected.tools)
-    draft.remove()
+    part.remove()
     _tell(arguments.out, kept, collected)
     return 1 if collected.dropped else 0
 

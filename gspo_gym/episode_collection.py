@@ -28,7 +28,7 @@ from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
-from gspo_gym.rollout.pool import GroupRequest, RolloutPool
+from gspo_gym.rollout.pool import GroupRequest, RolloutPool, require_episodes
 from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory, TrajectoryGroup
 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"
@@ -128,7 +128,10 @@ def collect_episodes(
         async with _player(make_policy, settings) as player:
             pool = _pool(factory, player, settings, on_episode)
             requests = _requests(env_id, seeds, settings)
-            played = await _collect(pool, name, [each for each in requests if _id_of(each) not in known])
+            missing = [each for each in requests if _id_of(each) not in known]
+            played = await pool.play_groups(missing)
+            if not known:
+                _require_episodes(name, played)
         kept = known | {each.trajectory_id: each for group in played for each in group.trajectories}
         return CollectedEpisodes(
             env_id,
@@ -183,13 +186,11 @@ def _id_of(request: GroupRequest) -> str:
     return f"{request.group_id}/0"
 
 
-async def _collect(pool: RolloutPool, name: str, requests: Sequence[GroupRequest]) -> Sequence[TrajectoryGroup]:
-    if not requests:
-        return []
+def _require_episodes(name: str, groups: Sequence[TrajectoryGroup]) -> None:
     try:
-        return await pool.collect(requests)
+        require_episodes(groups)
     except RolloutError as error:
-        raise RolloutError(f"{name} on {requests[0].task.env_id}: {error}") from error
+        raise RolloutError(f"{name} on {groups[0].task.env_id}: {error}") from error
 
 
 def _player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractAsyncContextManager[_Player]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.errors import ConfigError, MissingExtraError, RecordError
-from gspo_gym.files import append_line, cut_torn_line, whole_lines, write_output, writing
 from gspo_gym.recording_episodes import read_episodes, trajectory_from_json, trajectory_to_json, write_episodes
 from gspo_gym.types import Message, Trajectory
 
@@ -37,67 +36,6 @@ def require_writable(path: Path) -> None:
         raise ConfigError(f"{path}: there is such a file already; remove it, or choose another name")
     if path.suffix == ".parquet":
         _pyarrow()
-
-
-class EpisodesDraft:
-    """The episodes of a collection as they end, in FILE.part beside the file that is wanted: a line each.
-
-    The first line says what was asked for, so that nothing else is gone on with.
-
-    Args:
-        out: the file that is wanted.
-        asked: what decides how an episode is played (Any: JSON).
-        resumes: go on with a draft that is there.
-
-    Attributes:
-        path: of the draft. found: the episodes that were there.
-        num_episodes: in the draft now.
-
-    Raises:
-        ConfigError: there is a draft and `resumes` is False, none and it is True, or one of another collection.
-        StorageError: it cannot be written. RecordError: it cannot be read.
-    """
-
-    def __init__(self, out: Path, asked: Mapping[str, Any], *, resumes: bool) -> None:
-        self.path = out.with_name(f"{out.name}.part")
-        self.found: tuple[Trajectory, ...] = ()
-        first_line = json.dumps({"collect": asked}, sort_keys=True)
-        if resumes:
-            self.found = self._read(first_line)
-        elif len(whole_lines(self.path)) > 1:
-            raise ConfigError(f"{self.path} holds episodes of an interrupted command: add --resume, or remove it")
-        else:
-            write_output(self.path, first_line + "\n")
-        self.num_episodes = len(self.found)
-
-    def append(self, trajectory: Trajectory) -> None:
-        """Write an episode; a killed process loses none.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        append_line(self.path, json.dumps(trajectory_to_json(trajectory), allow_nan=False))
-        self.num_episodes += 1
-
-    def remove(self) -> None:
-        """Remove the draft: all of it is elsewhere, or there is nothing in it."""
-        self.path.unlink(missing_ok=True)
-
-    def _read(self, first_line: str) -> tuple[Trajectory, ...]:
-        with writing(self.path):
-            cut_torn_line(self.path)
-        lines = whole_lines(self.path)
-        if not lines:
-            raise ConfigError(f"{self.path}: there is nothing to go on with; leave --resume out")
-        if lines[0] != first_line:
-            raise ConfigError(
-                f"{self.path} is of another collection: expected {first_line}, got {lines[0]}; repeat that command, or "
-                "remove the file"
-            )
-        try:
-            return tuple(trajectory_from_json(json.loads(line)) for line in lines[1:])
-        except ValueError as error:  # RecordError included
-            raise RecordError(f"{self.path}: {error}") from error
 
 
 def save_episodes(

@@ -13,28 +13,13 @@ from typing import Any, Literal
 from rich.table import Column, Table
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.evaluation_rows import EvaluationRow as EvaluationRow
+from gspo_gym.evaluation_rows import KeptRows as KeptRows
+from gspo_gym.evaluation_rows import PlayedRow as PlayedRow
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
-from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.rollout.pool import RolloutPool, require_episodes
 from gspo_gym.settings import parse_seeds
-from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRow:
-    """One seed's episode. `episode_return` is None if it failed, and `error` then says why.
-
-    `success` is what the environment declared last; None if it never did. `env_return` is the environment's own return
-    where `episode_return` is blended with a judge's scores; None if nobody judges, or it gave none.
-    """
-
-    seed: int
-    episode_return: float | None
-    success: bool | None
-    num_turns: int
-    outcome: Outcome
-    error: str | None = None
-    env_return: float | None = None
-
+from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
 ScoreName = Literal["success_rate", "mean_return"]
 
@@ -225,6 +210,7 @@ async def evaluate(
     label: str = "evaluation",
     options: Mapping[str, Any] | None = None,
     env_return_of: Callable[[Trajectory], float | None] | None = None,
+    found: Sequence[PlayedRow] = (),
 ) -> Evaluation:
     """Play one episode per seed.
 
@@ -236,6 +222,8 @@ async def evaluate(
             evaluates repeatedly. It changes no result.
         options: given to every `reset`.
         env_return_of: the environment's own return of an episode whose rewards are blended with a judge's scores.
+        found: rows that an earlier attempt left; their episodes are not played again. Those of other environments or
+            seeds are left out.
 
     Raises:
         ConfigError: no seeds, or one twice.
@@ -243,9 +231,28 @@ async def evaluate(
     """
     checked = parse_seeds(seeds)
     num_before = pool.num_retries
-    groups = await pool.run_tasks([Task(env_id, seed, dict(options or {})) for seed in checked], label=label)
-    rows = tuple(_row_of(group, env_return_of) for group in groups)
-    return Evaluation(env_id, rows, num_retries=pool.num_retries - num_before)
+    known = {played.row.seed: played for played in found if played.env_id == env_id and played.row.seed in checked}
+    missing = [Task(env_id, seed, dict(options or {})) for seed in checked if seed not in known]
+    groups = await pool.run_tasks(missing, label=label)
+    if not known:
+        require_episodes(groups)
+    rows = {played.row.seed: played.row for played in known.values()}
+    rows |= {group.task.seed: _row_of(group, env_return_of) for group in groups}
+    num_retries = pool.num_retries - num_before + sum(played.num_retries for played in known.values())
+    return Evaluation(env_id, tuple(rows[seed] for seed in checked), num_retries=num_retries)
+
+
+def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow]) -> Evaluation | None:
+    """Return the evaluation of which every row is there already; None if one is missing."""
+    known = {(played.env_id, played.row.seed): played for played in found}
+    if not all((env_id, seed) in known for env_id in env_ids for seed in seeds):
+        return None
+    parts = []
+    for env_id in env_ids:
+        played = [known[env_id, seed] for seed in seeds]
+        num_retries = sum(each.num_retries for each in played)
+        parts.append(Evaluation(env_id, tuple(each.row for each in played), num_retries=num_retries))
+    return join(parts)
 
 
 def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
@@ -269,11 +276,7 @@ def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float 
         lost = group.dropped[0]
         return EvaluationRow(group.task.seed, None, None, 0, lost.outcome, lost.reason)
     episode = group.trajectories[0]
-    env_return = None if env_return_of is None else env_return_of(episode)
-    num_turns = len(episode.turns)
-    return EvaluationRow(
-        group.task.seed, episode.reward, episode.success, num_turns, episode.outcome, env_return=env_return
-    )
+    return PlayedRow.of(episode, None if env_return_of is None else env_return_of(episode)).row
 
 
 @dataclass(frozen=True, slots=True)

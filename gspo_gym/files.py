@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
-from gspo_gym.errors import StorageError
+from gspo_gym.errors import ConfigError, RecordError, StorageError
+
+Item = TypeVar("Item")
 
 _IS_WINDOWS = os.name == "nt"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -157,3 +161,95 @@ def cut_torn_line(path: Path) -> bool:
     with path.open("rb+") as file:
         file.truncate(whole.rfind(b"\n") + 1)
     return True
+
+
+class PartFile:
+    """What a long command has so far, in FILE.part beside the file that is wanted: a JSON value a line.
+
+    The first line says what was asked for, so that nothing else is gone on with.
+
+    Args:
+        out: the file that is wanted.
+        work: what the command does, in one word, such as "evaluation".
+        asked: what decides its results (Any: JSON).
+        resumes: go on with a part that is there.
+
+    Attributes:
+        path: of the part. num_items: in it now.
+
+    Raises:
+        ConfigError: there is a part and `resumes` is False, none and it is True, or one of other work.
+        StorageError: it cannot be written.
+    """
+
+    def __init__(self, out: Path, *, work: str, asked: Mapping[str, Any], resumes: bool) -> None:
+        self.path = out.with_name(f"{out.name}.part")
+        first_line = json.dumps({work: asked}, sort_keys=True)
+        if resumes:
+            with writing(self.path):
+                cut_torn_line(self.path)
+        lines = whole_lines(self.path)
+        if resumes:
+            self._require_same(lines, work, json.loads(first_line)[work])
+        elif len(lines) > 1:
+            raise ConfigError(
+                f"{self.path} holds {len(lines) - 1} episodes of an interrupted command: add --resume, or remove it"
+            )
+        else:
+            write_output(self.path, first_line + "\n")
+        self.num_items = max(len(lines) - 1, 0)
+
+    def read(self, parse: Callable[[Any], Item]) -> list[Item]:
+        """Return what `parse` makes of every item (Any: JSON).
+
+        Raises:
+            RecordError: a line is no JSON, or `parse` raises ValueError, TypeError or KeyError; names file and line.
+        """
+        items = []
+        for number, line in enumerate(whole_lines(self.path)[1:], start=2):
+            try:
+                items.append(parse(json.loads(line)))
+            except (ValueError, TypeError, KeyError) as error:  # RecordError included
+                raise RecordError(f"{self.path}:{number}: {type(error).__name__}: {error}") from error
+        return items
+
+    def append(self, item: Any) -> None:
+        """Write an item (Any: JSON); a killed process loses none.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        append_line(self.path, json.dumps(item, allow_nan=False))
+        self.num_items += 1
+
+    def remove(self) -> None:
+        """Remove the file: all of it is elsewhere."""
+        self.path.unlink(missing_ok=True)
+
+    def remove_if_empty(self) -> None:
+        """Remove the file if it has no item."""
+        if self.num_items == 0:
+            self.remove()
+
+    def _require_same(self, lines: list[str], work: str, asked: Any) -> None:
+        if not lines:
+            raise ConfigError(f"{self.path}: there is nothing to go on with; leave --resume out")
+        try:
+            there = json.loads(lines[0])[work]
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"{self.path} is not of a command of this kind ({work}): it begins with {lines[0][:80]!r}; remove it"
+            ) from None
+        if differing := list(_differences(asked, there)):
+            raise ConfigError(
+                f"{self.path} is of another {work}: {'; '.join(differing)}; repeat that command, or remove the file"
+            )
+
+
+def _differences(expected: Any, got: Any, key: str = "") -> Iterator[str]:
+    """Yield a text for each value (Any: JSON) that differs, under its dotted key."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for name in sorted(expected.keys() | got.keys()):
+            yield from _differences(expected.get(name), got.get(name), f"{key}.{name}" if key else name)
+    elif expected != got:
+        yield f"{key}: expected {json.dumps(expected)}, got {json.dumps(got)}"

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 # What a column shows: the sum of these metrics, under this title and format.
@@ -192,3 +194,36 @@ def telling(console: Console | None) -> Iterator[Progress]:
         lines = QuietProgress(lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False))
         with lines.alive():
             yield lines
+
+
+@contextlib.contextmanager
+def counting(
+    console: Console,
+    total: int,
+    *,
+    done: int = 0,
+    seconds: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Callable[[], None]]:
+    """Tell a console how many of `total` episodes are over; call what is yielded at the end of each.
+
+    A terminal has a bar; elsewhere there is a line at the end of an episode, at least `seconds` after the last one.
+    `done` are over already.
+    """
+    if console.is_terminal:
+        columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Bar(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=total, completed=done)
+            yield lambda: bar.advance(task)
+        return
+    told_at = clock()
+
+    def count() -> None:
+        nonlocal done, told_at
+        done += 1
+        if clock() - told_at >= seconds:
+            told_at = clock()
+            told = f"{done} of {total} episodes are over"
+            console.print(told, soft_wrap=True, markup=False, highlight=False)
+
+    yield count

@@ -111,7 +111,7 @@ class RolloutPool:
             RolloutError: all groups were dropped; says the most frequent reasons.
             EnginePoisonedError: the engine must be rebuilt; everything still running was cancelled.
         """
-        groups = await self._play(requests)
+        groups = await self.play_groups(requests)
         if groups:
             require_episodes(groups)
         return groups
@@ -122,10 +122,16 @@ class RolloutPool:
         Raises:
             EnginePoisonedError: the engine must be rebuilt.
         """
-        (group,) = await self._play([request])
+        (group,) = await self.play_groups([request])
         return group
 
-    async def _play(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
+    async def play_groups(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
+        """Play all groups at once, as `collect`, but also "all of them were dropped" is an answer.
+
+        Raises:
+            ConfigError: two requests have the same group id.
+            EnginePoisonedError: the engine must be rebuilt.
+        """
         repeated = [name for name, count in Counter(r.group_id for r in requests).items() if count > 1]
         if repeated:
             raise ConfigError(f"collect: group ids must be unique, but {repeated[0]!r} occurs more than once")
@@ -142,16 +148,15 @@ class RolloutPool:
         return tuple(self._assemble(request, finished) for request in requests)
 
     async def run_tasks(self, tasks: Sequence[Task], *, label: str) -> tuple[TrajectoryGroup, ...]:
-        """One episode of each task, for evaluation: one group of size 1 per task, in their order.
+        """Play one episode of each task, for evaluation: one group of size 1 per task, in their order.
 
         `label` names the occasion, so that the same tasks can be played again under another one. It does not enter the
         sampling seeds: a task is sampled with the same seed on every occasion.
 
         Raises:
             ConfigError: a task occurs twice.
-            RolloutError: every episode was dropped.
         """
-        return await self.collect(
+        return await self.play_groups(
             [GroupRequest(f"{label}/{task.task_id}", task, size=1, seed_name=task.task_id) for task in tasks]
         )
 

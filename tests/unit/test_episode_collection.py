@@ -7,6 +7,7 @@ The endpoint is a real HTTP server on loopback that speaks the OpenAI chat proto
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -206,51 +207,26 @@ def test_the_command_writes_a_file_and_says_how_it_went(tmp_path: Path, capsys: 
     assert "there is such a file already" in capsys.readouterr().err
 
 
-SLOWLY = """
-import time
-from gspo_gym.env.core import TextEnv
-from gspo_gym.env.registry import register
-
-class Slowly(TextEnv):
-    isolation = "thread"
-    policies = {"random": lambda env, rng: lambda messages: "go"}
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        with open("played.txt", "a") as file:
-            file.write(f"{seed}\\n")
-        self.seed = seed
-        return f"task {seed}", {}
-
-    def step(self, action):
-        if self.seed >= 6:  # until the test has seen what was kept
-            while not __import__("pathlib").Path("go").exists():
-                time.sleep(0.01)
-        return "", float(self.seed), True, False, {}
-
-register("Slowly-v0", entry_point=Slowly)
-"""
-
-
 @pytest.mark.slow  # five processes that load torch
 def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp_path: Path) -> None:
-    (tmp_path / "slowly.py").write_text(SLOWLY)
+    support = Path(__file__).parents[1] / "support"
+    environ = os.environ | {"PYTHONPATH": str(support)}
     command = [
         sys.executable,
         "-m",
         "gspo_gym.cli",
         "env",
         "collect",
-        "slowly:Slowly-v0",
+        "held_env:Held-v0",
         "--policy",
         "scripted:random",
     ]
-    command += ["--policy", "scripted:random", "--seeds", "0:10", "--concurrent", "2", "--out", "e.jsonl"]
+    command += ["--policy", "scripted:random", "--seeds", "0:10", "--concurrent", "3", "--out", "e.jsonl"]
     part = tmp_path / "e.jsonl.part"
-    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    # Seeds 0 to 5 end, 6 and 7 wait: a line for each that is over, below that of what was asked.
-    while not part.exists() or len(part.read_text().splitlines()) < 7:
+    # Seeds 8 and 9 wait, the others end in the third slot: a line for each, below that of what was asked.
+    while not part.exists() or len(part.read_text().splitlines()) < 9:
         assert running.poll() is None, running.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -262,7 +238,7 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     assert not (tmp_path / "e.jsonl").exists()
 
     def again(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*command, *more], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
 
     refused = again()
     assert (refused.returncode, "add --resume, or remove it" in refused.stderr) == (2, True)
@@ -274,7 +250,7 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     resumed = again("--resume")
     assert resumed.returncode == 0, resumed.stderr
     replayed = {int(seed) for seed in (tmp_path / "played.txt").read_text().split()}
-    assert not replayed & set(range(6)) - {0}  # 0 is also played to see where the environment is to run
+    assert not replayed & set(range(8)) - {0}  # 0 is also played to see where the environment is to run
     episodes = load_episodes(tmp_path / "e.jsonl")
     assert [episode.task.seed for episode in episodes] == list(range(10))
     assert [episode.reward for episode in episodes] == [float(seed) for seed in range(10)]

@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from gspo_gym import files
-from gspo_gym.errors import StorageError
-from gspo_gym.files import append_line, make_folder, replace_file, require_writable, sync, sync_tree, write_output
+from gspo_gym.errors import ConfigError, RecordError, StorageError
+from gspo_gym.files import (
+    PartFile,
+    append_line,
+    make_folder,
+    replace_file,
+    require_writable,
+    sync,
+    sync_tree,
+    write_output,
+)
 
 
 def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) -> None:
@@ -73,3 +82,33 @@ def test_folders_are_not_flushed_where_the_system_has_no_handle_of_one(
     (tmp_path / "folder" / "file").write_text("")
     sync_tree(tmp_path)
     sync(tmp_path / "folder" / "file")
+
+
+def test_a_part_file_names_what_differs_and_cuts_a_torn_line(tmp_path: Path) -> None:
+    out, asked = tmp_path / "r.json", {"seeds": "0:3", "config": {"turns": 1}}
+    part = PartFile(out, work="evaluation", asked=asked, resumes=False)
+    part.append({"seed": 0})
+    with part.path.open("a") as file:
+        file.write('{"se')
+    with pytest.raises(ConfigError, match=r"r.json.part holds 1 .* add --resume, or remove it"):
+        PartFile(out, work="evaluation", asked=asked, resumes=False)
+    other = asked | {"config": {"turns": 2}}
+    with pytest.raises(
+        ConfigError, match=r"r.json.part is of another evaluation: config.turns: expected 2, got 1; repeat"
+    ):
+        PartFile(out, work="evaluation", asked=other, resumes=True)
+    with pytest.raises(ConfigError, match=r"r.json.part is not of a command of this kind .collection"):
+        PartFile(out, work="collection", asked=asked, resumes=True)
+    again = PartFile(out, work="evaluation", asked=asked, resumes=True)
+    again.append({"seed": 1})
+    assert (again.num_items, again.read(lambda values: values["seed"])) == (2, [0, 1])
+    with pytest.raises(RecordError, match=r"r.json.part:2: KeyError"):
+        again.read(lambda values: values["turns"])
+
+
+def test_a_part_file_in_which_nothing_is_goes_away(tmp_path: Path) -> None:
+    part = PartFile(tmp_path / "r.json", work="evaluation", asked={}, resumes=False)
+    part.remove_if_empty()
+    assert not part.path.exists()
+    with pytest.raises(ConfigError, match="there is nothing to go on with; leave --resume out"):
+        PartFile(tmp_path / "r.json", work="evaluation", asked={}, resumes=True)

@@ -62,6 +62,7 @@ FLOORS = {
     "models_quantization": 4,
     "models_tiny": 4,
     "evaluation": 4,
+    "evaluation_rows": 4,
     "evaluation_stats": 4,
     "report": 4,
     "episode_files": 4,

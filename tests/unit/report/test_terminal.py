@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gspo_gym.evaluation import Evaluation, EvaluationRow, evaluation_table, join
 from gspo_gym.report.curve import text_curve
-from gspo_gym.report.progress import LiveProgress, QuietProgress, telling
+from gspo_gym.report.progress import LiveProgress, QuietProgress, counting, telling
 from gspo_gym.report.terminal import (
     _what_was_not_kept,
     _why_it_stopped,
@@ -123,6 +123,25 @@ def test_lines_come_from_a_thread_while_the_run_holds_up_its_own():
     with progress.alive():
         assert written.wait(timeout=60.0)  # this thread does nothing else
     assert threading.active_count() == 1 or "gspo-gym-progress" not in [t.name for t in threading.enumerate()]
+
+
+def test_a_log_has_a_line_of_the_episodes_that_are_over_at_most_every_five_seconds():
+    now, text = [0.0], io.StringIO()
+    log = Console(file=text, force_terminal=False)
+    with counting(log, 10, done=3, clock=lambda: now[0]) as count:
+        for second in range(1, 8):
+            now[0] = 1.5 * second
+            count()
+    # They end at 1.5, 3, 4.5, 6 (the first from 5 on; 7 are over then), 7.5, 9 and 10.5, not 5 s after 6.
+    assert text.getvalue() == "7 of 10 episodes are over\n"
+
+
+def test_a_terminal_has_a_bar_of_the_episodes_that_are_over():
+    text = io.StringIO()
+    with counting(Console(file=text, force_terminal=True, width=80), 4, done=1) as count:
+        for _ in range(3):
+            count()
+    assert "4/4" in text.getvalue()
 
 
 CONFIG = """
