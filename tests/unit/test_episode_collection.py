@@ -257,6 +257,16 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     assert not part.exists()
 
 
+def test_episodes_that_are_there_count_also_where_all_that_was_missing_fails(moody: str) -> None:
+    def chatter(env: Any, rng: np.random.Generator) -> Any:
+        return lambda messages: "hi"
+
+    already = collect_episodes(moody, chatter, seeds=[0]).trajectories
+    collected = collect_episodes(moody, chatter, seeds=[0, 2], already=already)
+    assert collected.trajectories == already
+    assert len(collected.dropped) == 1  # seed 2
+
+
 LIMITED = """
 import resource, signal
 from gspo_gym.cli import main
