@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell's background job ignores Ctrl-C, and so does every process that it starts: those of tests are to take it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports torch or transformers: sums do not depend on the machine's cores, and a misspelt model name
 # fails at once instead of after a download's retries.

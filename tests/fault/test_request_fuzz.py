@@ -378,12 +378,7 @@ def flood(name: str, count: int, seed: int, caplog: pytest.LogCaptureFixture) ->
     wrong: list[str] = []
     with SERVERS[name]() as (url, goods):
         for request in spoilt_requests(goods, count=count, seed=seed):
-            try:
-                status, answer = status_of(url, request)
-            except (OSError, http.client.HTTPException) as error:
-                # Where a body has no true length, the rest of it may reset the connection before the answer is read.
-                has_length = ("content-length", str(len(request.body))) in request.headers
-                status, answer = (599 if has_length else 400), f"no answer: {error!r}".encode()
+            status, answer = answer_to(url, request)
             statuses[status] += 1
             if status >= 500:
                 wrong.append(f"{status} {answer[:300]!r}\n    {_told(request)}")
@@ -392,6 +387,25 @@ def flood(name: str, count: int, seed: int, caplog: pytest.LogCaptureFixture) ->
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:20])
     assert not logged, logged[:3]
     assert sum(n for status, n in statuses.items() if status < 300) > count / 50, "hardly a request was understood"
+
+
+def answer_to(url: str, request: Spoilt) -> tuple[int, bytes]:
+    """The status and body of the answer; 599 where there is none, and 400 where a false length explains that.
+
+    A server that refuses a request before it has read the body closes the connection with bytes unread, and the reset
+    may come before the answer is read: whether it does is a matter of timing, so such a request is sent again.
+    """
+    error: Exception | None = None
+    for _ in range(5):
+        try:
+            return status_of(url, request)
+        except ConnectionError as reset:
+            error = reset
+        except (OSError, http.client.HTTPException) as other:
+            error = other
+            break
+    has_length = ("content-length", str(len(request.body))) in request.headers
+    return (599 if has_length else 400), f"no answer: {error!r}".encode()
 
 
 def _told(request: Spoilt) -> str:

@@ -35,9 +35,13 @@ def judge_url() -> Iterator[str]:
 
 
 def said_by_policy(episode: Trajectory) -> list[str]:
-    """What the policy wrote in each turn; what it wrote as its thoughts is not shown to the judge."""
-    said = [message.content for message in episode.messages if message.role == "assistant"]
-    return [re.sub(r"<think>.*?(</think>|$)", "", text, flags=re.DOTALL) for text in said]
+    """What the environment was given of the policy in each turn."""
+    return [message.content for message in episode.messages if message.role == "assistant"]
+
+
+def is_silent(text: str) -> bool:
+    """Whether nothing is said in a turn but thoughts."""
+    return says_nothing(re.sub(r"<think>.*?(</think>|$)", "", text, flags=re.DOTALL))
 
 
 @pytest.mark.slow
@@ -64,8 +68,8 @@ def test_training_raises_the_judged_score_and_every_reward_is_the_blend(judge_ur
             record = judgements[episode.trajectory_id, episode.attempt]
             texts = said_by_policy(episode)
             # the rule of the fake: the word "4" is in what it reads, where \x04 is written out; nothing said is 0
-            events = [1.0 if "4" in visible(text) and not says_nothing(text) else 0.0 for text in texts]
-            outcome = 1.0 if any("4" in visible(text) for text in texts) else 0.0
+            events = [1.0 if "4" in visible(text) and not is_silent(text) else 0.0 for text in texts]
+            outcome = 1.0 if any("4" in visible(text) for text in texts) and not all(map(is_silent, texts)) else 0.0
             env = sum(reward or 0.0 for reward in record.env_rewards)
             assert record.judgement.event_totals == tuple(events)
             assert record.judgement.outcome_total == outcome
