@@ -225,8 +225,10 @@ def test_a_folder_that_holds_a_run_is_said_before_the_run_is_refused_for_it(
     path = file({})
     Path("runs/quickstart").mkdir(parents=True)
     Path("runs/quickstart/config.toml").write_text("")
-    assert main(["config", "check", path]) == 0, "it can be gone on with"
+    assert main(["config", "check", path]) == 0, "it can be moved away"
     said = capsys.readouterr().out.splitlines()[-1].removeprefix("note: ")
-    assert said.startswith("runs/quickstart already holds a run: go on with it (--resume)")
+    assert said.startswith(
+        "runs/quickstart already holds a run: it has no checkpoint to go on from, move it away first"
+    )
     assert main(["train", path]) == 2
     assert capsys.readouterr().err == f"ConfigError: {said}\n"
