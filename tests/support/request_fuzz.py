@@ -142,6 +142,13 @@ class _Connection(http.client.HTTPConnection):
     def _encode_request(self, request: str) -> bytes:
         return request.encode("latin-1")
 
+    def _send_output(self, message_body: bytes | None = None, encode_chunked: bool = False) -> None:
+        # at once: a server that refuses the head would close, and reset, before the body is sent
+        self._buffer: list[bytes]
+        head = b"\r\n".join([*self._buffer, b"", b""])
+        self._buffer.clear()
+        self.send(head + (message_body or b""))
+
 
 def _spoilt(good: Good, rng: random.Random) -> Spoilt:
     headers = {"content-type": "application/json", **good.headers}
