@@ -86,7 +86,8 @@ def num_calls_of(rollout: int) -> int:
     return 2 if rollout % 4 == 0 else 1
 
 
-# A client of openai 2 that times out while it connects may leave its socket to the collector; the socket is its own.
+# Seen once, on a busy machine with openai 2.25: a socket left to the collector. Whose it was, the client's or the
+# gateway's, was not found out; this hides it in this test only. See the note of the stop that added it (issue 14).
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*(_SelectorTransport|socket.socket)")
 def test_a_thousand_rollouts_whose_clients_time_out_commit_one_turn_for_each_call() -> None:
     engine, transport = slow_engine(), ImpatientTransport()
