@@ -57,7 +57,7 @@ vllm: $(VLLM)/.installed
 environments: $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
 
 benchmark: $(VENV)/.run
-	$(BIN)/python -m gspo_gym.benchmark engines
+	$(BIN)/python -m benchmarks engines
 
 clean:
 	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(OPENAI_2) build dist *.egg-info

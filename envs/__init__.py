@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.envs.registration import register
 
 BUNDLED = {
-    "gspo_gym/Dataset-v0": "gspo_gym.env.dataset:DatasetEnv",  # rows of the user's; needs the argument `rows`
+    "gspo_gym/Dataset-v0": "gspo_gym.env.data.dataset:DatasetEnv",  # rows of the user's; needs the argument `rows`
     "gspo_gym/GuessNumber-v0": "gspo_gym_envs.guess_number.env:GuessNumber",
     "gspo_gym/FrozenLake-v0": "gspo_gym_envs.frozen_lake.env:FrozenLake",
     "gspo_gym/SqlAnalyst-v0": "gspo_gym_envs.sql_analyst.env:SqlAnalyst",
@@ -20,17 +20,17 @@ BUNDLED = {
     "gspo_gym/Wordle-v0": "gspo_gym_envs.wordle.env:Wordle",
     "gspo_gym/TicTacToe-v0": "gspo_gym_envs.tic_tac_toe.env:TicTacToe",
     "gspo_gym/Homestead-v0": "gspo_gym_envs.homestead.env:Homestead",
-    "gspo_gym/OpenEnv-v0": "gspo_gym.env.adapters.openenv:OpenEnvEnv",  # needs the argument `url`
-    "gspo_gym/StepProtocol-v0": "gspo_gym.env.adapters.step_protocol:StepProtocolEnv",  # needs `url` and `name`
-    "gspo_gym/NeMoGym-v0": "gspo_gym.env.adapters.nemo_gym:NeMoGymEnv",  # needs `url` and `rows`
+    "gspo_gym/OpenEnv-v0": "gspo_gym.env.suites.openenv:OpenEnvEnv",  # needs the argument `url`
+    "gspo_gym/StepProtocol-v0": "gspo_gym.env.suites.step_protocol:StepProtocolEnv",  # needs `url` and `name`
+    "gspo_gym/NeMoGym-v0": "gspo_gym.env.suites.nemo_gym:NeMoGymEnv",  # needs `url` and `rows`
     # Other projects' suites; each needs the argument that names one of its environments.
-    "gspo_gym/ToyText-v0": "gspo_gym.env.adapters.toy_text:ToyTextEnv",
-    "gspo_gym/Discrete-v0": "gspo_gym.env.adapters.discrete:DiscreteEnv",
-    "gspo_gym/ReasoningGym-v0": "gspo_gym.env.adapters.reasoning_gym:ReasoningGymEnv",
-    "gspo_gym/Gem-v0": "gspo_gym.env.adapters.gem:GemEnv",
-    "gspo_gym/SkyRLGym-v0": "gspo_gym.env.adapters.skyrl_gym:SkyRLGymEnv",
-    "gspo_gym/TextArena-v0": "gspo_gym.env.adapters.textarena:TextArenaEnv",
-    "gspo_gym/Verifiers-v0": "gspo_gym.env.adapters.verifiers:VerifiersEnv",
+    "gspo_gym/ToyText-v0": "gspo_gym.env.suites.toy_text:ToyTextEnv",
+    "gspo_gym/Discrete-v0": "gspo_gym.env.suites.discrete:DiscreteEnv",
+    "gspo_gym/ReasoningGym-v0": "gspo_gym.env.suites.reasoning_gym:ReasoningGymEnv",
+    "gspo_gym/Gem-v0": "gspo_gym.env.suites.gem:GemEnv",
+    "gspo_gym/SkyRLGym-v0": "gspo_gym.env.suites.skyrl_gym:SkyRLGymEnv",
+    "gspo_gym/TextArena-v0": "gspo_gym.env.suites.textarena:TextArenaEnv",
+    "gspo_gym/Verifiers-v0": "gspo_gym.env.suites.verifiers:VerifiersEnv",
 }
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.config.run_config import RunConfig, load_sections
-from gspo_gym.evaluate import run_evaluation
 
 
 def rate(payload: dict[str, Any]) -> dict[str, Any]:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from gspo_gym.cli.evaluate import run_evaluation as run_evaluation
+    from gspo_gym.cli.train import run_training as run_training
     from gspo_gym.config.run_config import RunConfig as RunConfig
     from gspo_gym.config.run_config import load_config as load_config
-    from gspo_gym.engine.local import LocalEngine as LocalEngine
+    from gspo_gym.engine.local.engine import LocalEngine as LocalEngine
     from gspo_gym.engine.scripted import ScriptedEngine as ScriptedEngine
     from gspo_gym.env.achievements import Achievements as Achievements
-    from gspo_gym.env.checker import check_env as check_env
+    from gspo_gym.env.checks.checker import check_env as check_env
     from gspo_gym.env.core import TextEnv as TextEnv
     from gspo_gym.env.core import ToolEnv as ToolEnv
-    from gspo_gym.env.dataset import DatasetEnv as DatasetEnv
+    from gspo_gym.env.data.dataset import DatasetEnv as DatasetEnv
     from gspo_gym.env.plain import as_gymnasium as as_gymnasium
     from gspo_gym.env.registry import make as make
     from gspo_gym.env.registry import register as register
@@ -27,13 +29,11 @@ if TYPE_CHECKING:
     from gspo_gym.env.tasks import TaskSource as TaskSource
     from gspo_gym.env.tools import tool as tool
     from gspo_gym.env.vector import make_vec as make_vec
-    from gspo_gym.episode_collection import collect_episodes as collect_episodes
-    from gspo_gym.episode_files import load_episodes as load_episodes
-    from gspo_gym.episode_files import save_episodes as save_episodes
-    from gspo_gym.evaluate import run_evaluation as run_evaluation
-    from gspo_gym.models import load_policy as load_policy
+    from gspo_gym.policy.load import load_policy as load_policy
     from gspo_gym.rollout.adapter import TokenObservationWrapper as TokenObservationWrapper
-    from gspo_gym.train import run_training as run_training
+    from gspo_gym.rollout.episode_files import load_episodes as load_episodes
+    from gspo_gym.rollout.episode_files import save_episodes as save_episodes
+    from gspo_gym.run.episode_collection import collect_episodes as collect_episodes
     from gspo_gym.types import Message as Message
     from gspo_gym.types import ToolCall as ToolCall
 
@@ -71,7 +71,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
     if name == "__version__":
-        return importlib.import_module("gspo_gym.command_line").package_version()
+        return importlib.import_module("gspo_gym.cli.command_line").package_version()
     if name not in _HOMES:
         raise AttributeError(f"module 'gspo_gym' has no attribute {name!r}")
     return getattr(importlib.import_module(f"gspo_gym.{_HOMES[name]}"), name)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from gspo_gym.env.core import PolicyFactory, ToolEnv
+from gspo_gym.env.data.splits import is_held_out_generator
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.sandbox import require_confinement
-from gspo_gym.env.splits import is_held_out_generator
 from gspo_gym.env.tools import ToolError, tool
+from gspo_gym.env.workers.sandbox import require_confinement
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
 from .grading import Verdicts, run_tests
@@ -43,7 +43,7 @@ class CodeRepair(ToolEnv):
         style: "terse" or "verbose" (with instructions).
         wrapper: program and arguments that go before every run, such as a container, with {folder} for the folder.
         python: the interpreter inside the wrapper; None: this one.
-        allow_unconfined: run what the model wrote even where nothing confines it (`gspo_gym.env.confinement`): it can
+        allow_unconfined: run what the model wrote even where nothing confines it (`gspo_gym.env.workers.confinement`): it can
             then read the solution, and do all that this user can.
 
     Reset options: `module`, to choose the module instead of drawing it.

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_gym.env.confinement import interpreter
-from gspo_gym.env.sandbox import SandboxLimits, SandboxResult, run_sandboxed
+from gspo_gym.env.workers.confinement import interpreter
+from gspo_gym.env.workers.sandbox import SandboxLimits, SandboxResult, run_sandboxed
 
 from .runner import __file__ as _runner_file
 from .syntax import literal

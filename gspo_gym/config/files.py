@@ -1,4 +1,4 @@
-"""Command-line texts as plain values over what a file says (`gspo_gym.table_files` reads the file)."""
+"""Command-line texts as plain values over what a file says (`gspo_gym.base.tables` reads the file)."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from gspo_gym.base.settings import Settings
 from gspo_gym.config.sections import same
 from gspo_gym.config.words import checked_url
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.rollout.scoring import ScoringLimits
-from gspo_gym.settings import Settings
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from gspo_gym.base.settings import Settings, parse_seeds
 from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection
 from gspo_gym.config.toml_text import as_toml_holds_it
 from gspo_gym.config.weights import WeightSyncSection
-from gspo_gym.env.process_limits import IsolationSettings
+from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.learning.settings import (
     LoraSettings,
     OptimizerSettings,
@@ -28,7 +29,6 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.seeding import FIRST_TRAINING_SEED
-from gspo_gym.settings import Settings, parse_seeds
 
 _SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOURCE = re.compile(r"(?:(?:ft|rl|peft|fft|qft):)?(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?::(?P<step>step_\d+))?")

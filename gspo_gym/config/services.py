@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from gspo_gym.base.settings import Settings
 from gspo_gym.config.words import checked_url
 from gspo_gym.errors import ConfigError
-from gspo_gym.settings import Settings
 
 
 class ServicesSection(Settings):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gspo_gym.settings import Settings
+from gspo_gym.base.settings import Settings
 
 
 class WeightSyncSection(Settings):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.chat_api import message_from_wire, require_encodable, text_of_part
+from gspo_gym.base.messages import message_from_wire, require_encodable, text_of_part
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ContractError, RecordError, nearest_name
 from gspo_gym.types import Message, StepResult

@@ -22,7 +22,7 @@ import numpy as np
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tool_calls import CALL_FAILED
 from gspo_gym.env.tools import Tool, ToolError, require_distinct_names, text_of, tools_of
-from gspo_gym.env.workers import OwnThread
+from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.errors import GymError, UsageError, nearest_name
 from gspo_gym.types import Message, ToolCall
 

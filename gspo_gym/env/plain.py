@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import gymnasium
 
-from gspo_gym.env.isolation import isolated_factory
+from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import EnvSession, open_session
-from gspo_gym.env.splits import next_seed
+from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.types import Message, StepResult, ToolCall
 

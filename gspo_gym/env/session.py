@@ -21,9 +21,9 @@ from typing import Any
 
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from gspo_gym.env.announcements import announced, announcing
 from gspo_gym.env.answers import as_reset_result, as_step_result, described
-from gspo_gym.env.workers import OwnThread, Returned
+from gspo_gym.env.workers.announcements import announced, announcing
+from gspo_gym.env.workers.threads import OwnThread, Returned
 from gspo_gym.errors import (
     ActionLimitError,
     ContractError,

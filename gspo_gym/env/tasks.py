@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from gspo_gym.env.dataset_rows import read_rows
-from gspo_gym.env.splits import (
+from gspo_gym.env.data.rows import read_rows
+from gspo_gym.env.data.splits import (
     Entry,
     Sides,
     checked_fraction,

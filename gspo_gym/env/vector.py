@@ -17,11 +17,11 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from gspo_gym.env.core import Conversation
-from gspo_gym.env.isolation import isolated_factory
+from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import EnvSession, open_session
-from gspo_gym.env.splits import next_seed
-from gspo_gym.env.workers import OwnThread
+from gspo_gym.env.workers.isolation import isolated_factory
+from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
 

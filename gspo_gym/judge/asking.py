@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gspo_gym.circuit import CircuitBreaker
+from gspo_gym.base.circuit import CircuitBreaker
+from gspo_gym.base.endpoint import OpenAIClient
+from gspo_gym.base.retries import AttemptError, Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeCost, JudgeDeniedError, JudgeDownError, JudgeError
 from gspo_gym.judge.budget import JudgeBudget, Reservation
-from gspo_gym.openai_client import OpenAIClient
-from gspo_gym.retries import AttemptError, Retries, RetryCounters, RetrySettings, Sleep
 
 Result = TypeVar("Result")
 Clock = Callable[[], float]

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import Field
 
+from gspo_gym.base.settings import Settings
 from gspo_gym.errors import RecordError, UnscoredError
 from gspo_gym.judge.base import JudgeError, Judgement
-from gspo_gym.settings import Settings
 from gspo_gym.types import Trajectory, Turn
 
 EVENT_TERM, OUTCOME_TERM = "judge_event", "judge_outcome"

@@ -22,10 +22,10 @@ from typing import Any
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeCost, JudgeError, Judgement, JudgeRequest, Review
-from gspo_gym.judge.http_contract import Json, judgement_from_wire, request_to_wire, shown_message
-from gspo_gym.judge.model_judge import BY_RULE, review_of
-from gspo_gym.judge.suspicion import suspicions
-from gspo_gym.judge.transcript import read_transcript
+from gspo_gym.judge.model.judge import BY_RULE, review_of
+from gspo_gym.judge.model.suspicion import suspicions
+from gspo_gym.judge.model.transcript import read_transcript
+from gspo_gym.judge.service.contract import Json, judgement_from_wire, request_to_wire, shown_message
 
 # The payload -> a number, or a mapping of the contract; or an awaitable of one (Any: it is a stranger's function).
 JudgeFunction = Callable[[Json], Any]

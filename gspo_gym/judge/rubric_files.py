@@ -24,12 +24,12 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from gspo_gym.base.settings import Settings
+from gspo_gym.base.tables import read_file
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.judge.rubric import Aggregate, Aggregation, Rubric, Scale
 from gspo_gym.judge.rubric_merge import CriterionPatch, RubricPatch, RubricsPatch, merge_rubric, merge_rubrics
-from gspo_gym.settings import Settings
-from gspo_gym.table_files import read_file
 
 _PARTS = ("event", "outcome")
 _SUFFIXES = (".yaml", ".yml", ".toml", ".json")

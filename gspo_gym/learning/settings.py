@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from gspo_gym.base.settings import Settings
 from gspo_gym.learning.settings_rewards import AdvantageSettings as AdvantageSettings
 from gspo_gym.learning.settings_rewards import RewardSettings as RewardSettings
 from gspo_gym.learning.settings_rewards import StepRewardSettings as StepRewardSettings
-from gspo_gym.settings import Settings
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

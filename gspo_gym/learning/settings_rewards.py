@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from gspo_gym.settings import Settings
+from gspo_gym.base.settings import Settings
 
 
 class RewardSettings(Settings):

@@ -16,8 +16,8 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from gspo_gym.base.strict_json import refuse_strange_json
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.strict_json import refuse_strange_json
 
 # What ASGI passes: Any, as the protocol has it.
 Scope = MutableMapping[str, Any]

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_gym.base.files import append_line, cut_torn_line
 from gspo_gym.errors import RecordError
-from gspo_gym.files import append_line, cut_torn_line
 from gspo_gym.types import Outcome
 
 

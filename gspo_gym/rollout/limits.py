@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from gspo_gym.settings import Settings
+from gspo_gym.base.settings import Settings
 
 
 class EpisodeLimits(Settings):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gspo_gym.env.blame import LIMIT_TERM
 from gspo_gym.errors import RecordError
-from gspo_gym.segments import OpenSegment, SampledTokens
+from gspo_gym.rollout.segments import OpenSegment, SampledTokens
 from gspo_gym.types import (
     BoolArray,
     FinishReason,

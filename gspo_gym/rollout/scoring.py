@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from gspo_gym.base.settings import Settings
 from gspo_gym.errors import UnscoredError
-from gspo_gym.settings import Settings
 from gspo_gym.types import Trajectory
 
 # The episode with its rewards. Raises UnscoredError if it has none; whatever else it raises ends the collection.

@@ -9,10 +9,10 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from gspo_gym.env.checker import CheckReport, check_env
-from gspo_gym.env.checks import CHECKS
+from gspo_gym.env.checks.checker import CheckReport, check_env
+from gspo_gym.env.checks.report import CHECKS
+from gspo_gym.env.checks.subject import Problem
 from gspo_gym.env.registry import list_environments, make
-from gspo_gym.env.subject import Problem
 
 
 def is_bundled(env_id: str) -> bool:

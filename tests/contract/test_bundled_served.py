@@ -16,12 +16,12 @@ import pytest
 from gspo_gym_envs import BUNDLED
 from scripted_model import ScriptedModel, in_turn
 
-from gspo_gym.chat_api import message_to_wire
+from gspo_gym.base.messages import message_to_wire
 from gspo_gym.env.playing import Playthrough, play, replaying
 from gspo_gym.env.registry import make
-from gspo_gym.remote.contracts import RolloutResponse, read_response
+from gspo_gym.remote.apps.contracts import RolloutResponse, read_response
+from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.remote.task_app_server import create_task_app
 
 OURS = [name for name, home in BUNDLED.items() if home.startswith("gspo_gym_envs.")]  # not adapters and data sets
 SEEDS = (0, 1)

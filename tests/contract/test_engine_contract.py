@@ -20,13 +20,13 @@ from engine_contract import Clause, Subject, cases_of, lacking, sampling
 from faulty_server import MAX_MODEL_LEN, MODEL, FaultyServer
 
 from gspo_gym.engine.base import Engine, WeightUpdate
-from gspo_gym.engine.http import HttpEngine, HttpSettings
-from gspo_gym.engine.local import LocalEngine
-from gspo_gym.engine.rebuildable import RebuildableEngine
-from gspo_gym.engine.router import RoutedEngine
+from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.scripted import Latency, ScriptedEngine
 from gspo_gym.errors import ConfigError
-from gspo_gym.models import load_policy
+from gspo_gym.policy.load import load_policy
 
 CLAUSES = [*engine_contract_sampling.CLAUSES, *engine_contract_life.CLAUSES]
 MAX_LEN = 512

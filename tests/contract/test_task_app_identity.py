@@ -16,11 +16,11 @@ import pytest
 from app_process import serving_process
 from seeded_engine import SeededEngine, any_of
 
-from gspo_gym import build
-from gspo_gym.build_apps import AppPlayers, environment_ids
+from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build.apps import AppPlayers, environment_ids
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
-from gspo_gym.models import Policy
+from gspo_gym.policy.load import Policy
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.types import Task, Trajectory
 

@@ -15,7 +15,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gspo_gym.benchmark_faults import play_with_faults
+from benchmarks.faults import play_with_faults
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Outcome
 
@@ -76,7 +76,7 @@ def test_forty_episodes_under_every_fault() -> None:
 
 @pytest.mark.slow
 def test_five_hundred_episodes_with_seventy_percent_faults() -> None:
-    """`python -m gspo_gym.benchmark faults` plays two thousand, for minutes."""
+    """`python -m benchmarks faults` plays two thousand, for minutes."""
     # Three in ten are played again: 500 * (1 + 0.3 + 0.09) = 695 attempts; sigma is
     # sqrt(500 * (0.7 * 1 + 0.21 * 4 + 0.09 * 9 - 1.39^2)) = 14.5.
     assert 637 <= sum(expected_attempts(500).values()) <= 753

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from faulty_server import HANGING, MODEL, FaultPlan, FaultyServer, mixed
 
+from gspo_gym.base.retries import RetryCounters, RetrySettings
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.http import HttpEngine, HttpSettings
+from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.errors import EngineError
-from gspo_gym.retries import RetryCounters, RetrySettings
 from gspo_gym.types import Completion
 
 FAULT_RATE = 0.2

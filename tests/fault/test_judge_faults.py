@@ -19,6 +19,7 @@ import pytest
 from faulty_server import FaultPlan, FaultyServer, mixed
 from judged_episodes import BOTH, episode
 
+from gspo_gym.base.retries import RetrySettings
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import (
     JudgeBudgetError,
@@ -28,10 +29,9 @@ from gspo_gym.judge.base import (
     JudgeRequest,
 )
 from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
-from gspo_gym.judge.fake_server import completion, honest_verdict, read_prompt
-from gspo_gym.judge.model_judge import ModelJudge
-from gspo_gym.judge.model_settings import ModelJudgeSettings
-from gspo_gym.retries import RetrySettings
+from gspo_gym.judge.model.judge import ModelJudge
+from gspo_gym.judge.model.settings import ModelJudgeSettings
+from gspo_gym.judge.service.fake_server import completion, honest_verdict, read_prompt
 
 NUM_EPISODES = 2_000
 CONCURRENCY = 16

@@ -24,10 +24,10 @@ from served_gateway import LOOK, SETTINGS, TOKENIZER, run, served, user
 
 from gspo_gym.learning.batching import build_batch
 from gspo_gym.learning.settings import AdvantageSettings
-from gspo_gym.remote.app_episodes import AppEpisodes, AppEpisodeSettings
-from gspo_gym.remote.app_metrics import take_returns
-from gspo_gym.remote.app_selection import SelectionAlarm
-from gspo_gym.remote.client import TaskAppClient
+from gspo_gym.remote.apps.client import TaskAppClient
+from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
+from gspo_gym.remote.apps.metrics import take_returns
+from gspo_gym.remote.apps.selection import SelectionAlarm
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.limits import PoolLimits

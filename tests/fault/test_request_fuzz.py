@@ -33,21 +33,21 @@ from served_gateway import LOOK, SETTINGS, replying, user
 
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.tools import tool
-from gspo_gym.judge.fake_server import create_fake_judge_app
-from gspo_gym.judge.judge_server import create_judge_app
-from gspo_gym.judge.prompt import Question, build_messages
+from gspo_gym.judge.model.prompt import Question, build_messages
+from gspo_gym.judge.model.transcript import Piece, Transcript
 from gspo_gym.judge.rubric import Criterion
-from gspo_gym.judge.transcript import Piece, Transcript
-from gspo_gym.models_tiny import tiny_tokenizer
-from gspo_gym.reference_server import ReferenceModel, make_server
-from gspo_gym.reference_wire import TOKEN_HEADER, ScoringSettings
-from gspo_gym.remote.gateway import Gateway
-from gspo_gym.remote.gateway_app import create_gateway_app
-from gspo_gym.remote.gateway_app_urls import rollout_url
-from gspo_gym.remote.openenv_server import create_openenv_app
-from gspo_gym.remote.served_env import ServedEnv, served_app
+from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.policy.reference.server import ReferenceModel, make_server
+from gspo_gym.policy.reference.wire import TOKEN_HEADER, ScoringSettings
+from gspo_gym.policy.tiny import tiny_tokenizer
+from gspo_gym.remote.gateway.app import create_gateway_app
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.urls import rollout_url
+from gspo_gym.remote.serve.openenv_server import create_openenv_app
+from gspo_gym.remote.serve.served_env import ServedEnv, served_app
+from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.remote.task_app_server import create_task_app
 
 ROOT = Path(__file__).parents[2]
 Server = Callable[[], AbstractContextManager[tuple[str, list[Good]]]]
@@ -316,15 +316,18 @@ SLOW = ("example of a task app",)  # plays an episode with sub-agents for each r
 
 # Files in which an application is made, or which read HTTP themselves -> the servers here that are made of it.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "gspo_gym/remote/services.py": ("OpenEnv", "both protocols on one port"),
-    "gspo_gym/remote/served_env.py": ("both protocols on one port",),
-    "gspo_gym/remote/task_app_server.py": ("task app and step protocol, text", "task app and step protocol, tools"),
-    "gspo_gym/remote/openenv_server.py": ("OpenEnv",),
+    "gspo_gym/remote/serve/services.py": ("OpenEnv", "both protocols on one port"),
+    "gspo_gym/remote/serve/served_env.py": ("both protocols on one port",),
+    "gspo_gym/remote/serve/task_app_server.py": (
+        "task app and step protocol, text",
+        "task app and step protocol, tools",
+    ),
+    "gspo_gym/remote/serve/openenv_server.py": ("OpenEnv",),
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
-    "gspo_gym/remote/gateway_app.py": ("gateway",),
-    "gspo_gym/judge/judge_server.py": ("judge",),
-    "gspo_gym/judge/fake_server.py": ("fake judge",),
-    "gspo_gym/reference_server.py": ("reference",),
+    "gspo_gym/remote/gateway/app.py": ("gateway",),
+    "gspo_gym/judge/service/server.py": ("judge",),
+    "gspo_gym/judge/service/fake_server.py": ("fake judge",),
+    "gspo_gym/policy/reference/server.py": ("reference",),
     "examples/json_server.py": ("example of a task app",),
     "examples/openai_agent.py": ("example of a task app",),
 }

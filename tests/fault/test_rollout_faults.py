@@ -21,7 +21,7 @@ import pytest
 
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.errors import EngineError
-from gspo_gym.models import tiny_tokenizer
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal

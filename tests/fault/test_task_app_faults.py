@@ -17,9 +17,9 @@ import pytest
 from fake_task_app import FAULTS, HUGE, FakeTaskApp, Fault, quiz_engine, worth
 from served_gateway import SETTINGS, served
 
-from gspo_gym.remote.app_episodes import AppCounters, AppEpisodes, AppEpisodeSettings
-from gspo_gym.remote.client import TaskAppClient, TaskAppSettings
-from gspo_gym.remote.loop_server import LoopServer
+from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
+from gspo_gym.remote.apps.episodes import AppCounters, AppEpisodes, AppEpisodeSettings
+from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits

@@ -20,15 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gspo_gym.attestation import Canary
 from gspo_gym.engine.base import Capabilities, Engine, PauseMode, SamplingParams, UpdateKind, WeightUpdate
-from gspo_gym.engine.local import LocalEngine
-from gspo_gym.engine.rebuildable import RebuildableEngine
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.errors import EngineError, EnginePoisonedError
-from gspo_gym.models import Policy, load_policy
+from gspo_gym.policy.attestation import Canary
+from gspo_gym.policy.load import Policy, load_policy
+from gspo_gym.policy.staging import Staging
+from gspo_gym.policy.weight_sync import Target, WeightSync
 from gspo_gym.seeding import child_seed
-from gspo_gym.staging import Staging
-from gspo_gym.weight_sync import Target, WeightSync
 
 NUM_RUNS, NUM_CALLERS, VERSIONS = 20, 3, (1, 2, 3)
 POINTS = ("stage", "pause", "apply", "attest", "resume")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.env.checker import CheckReport, check_env
+from gspo_gym.env.checks.checker import CheckReport, check_env
 
 # Warnings of code that nobody here can change, each of one kind and one text; all others are errors, as everywhere.
 FOREIGN_WARNINGS = (

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.playing import play, replaying
 from gspo_gym.env.registry import make
 from gspo_gym.types import Message, ToolCall
@@ -138,7 +138,7 @@ def test_check_env_passes_on_the_tool_server(till_url: str, foreign_table: Any) 
 def test_the_packages_client_plays_our_text_environment(foreign_table: Any) -> None:
     from openenv.core import GenericEnvClient
 
-    from gspo_gym.remote.openenv_server import create_openenv_app
+    from gspo_gym.remote.serve.openenv_server import create_openenv_app
     from gspo_gym.remote.serving import BackgroundServer
 
     async def episode(url: str) -> None:
@@ -165,7 +165,7 @@ def test_the_packages_tool_client_plays_our_tool_environment(foreign_table: Any)
     from openenv.core import MCPToolClient
     from openenv.core.env_server.mcp_types import CallToolAction
 
-    from gspo_gym.remote.openenv_server import create_openenv_app
+    from gspo_gym.remote.serve.openenv_server import create_openenv_app
     from gspo_gym.remote.serving import BackgroundServer
 
     async def episode(url: str) -> None:
@@ -190,7 +190,7 @@ def test_the_packages_tool_client_plays_our_tool_environment(foreign_table: Any)
 def test_the_packages_client_is_told_of_a_full_server_of_ours() -> None:
     from openenv.core import GenericEnvClient
 
-    from gspo_gym.remote.openenv_server import create_openenv_app
+    from gspo_gym.remote.serve.openenv_server import create_openenv_app
     from gspo_gym.remote.serving import BackgroundServer
 
     async def two(url: str) -> str:

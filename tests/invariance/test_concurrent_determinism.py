@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_gym.env.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.playing import Playthrough, play_in
 from gspo_gym.env.session import open_session
+from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
 
 # One that awaits, one that seeds and draws from the generators of the whole process: wrong anywhere but in a process.
 SUBJECT = """

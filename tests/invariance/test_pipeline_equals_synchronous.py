@@ -23,28 +23,28 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_gym import build
 from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import EnginePoisonedError
-from gspo_gym.evaluation import Evaluation, EvaluationRow
 from gspo_gym.learning.batching import build_batch
-from gspo_gym.recording import RunRecorder, read_metrics
-from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.report.progress import QuietProgress
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.actors import ActRequest, EngineActor
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.schedule import oldest_version
 from gspo_gym.rollout.summary import rollout_metrics
-from gspo_gym.schedule import oldest_version
+from gspo_gym.run.recording import RunRecorder, read_metrics
+from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.trainer import Trainer, TrainState
 from gspo_gym.seeding import training_seed
-from gspo_gym.train import run_training
-from gspo_gym.trainer import Trainer, TrainState
 from gspo_gym.types import Completion, Outcome, Task, TrajectoryGroup
-from gspo_gym.weight_sync import WeightSync
 
 STEPS, GROUPS, SIZE = 4, 2, 4
 ENV_ID = "gspo_gym/GuessNumber-v0"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.judge.characters import says_nothing, visible
-from gspo_gym.recording import read_events, read_metrics
-from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.recording_judgements import latest_judgements, read_judgements
-from gspo_gym.train import run_training
+from gspo_gym.judge.model.characters import says_nothing, visible
+from gspo_gym.judge.records import latest_judgements, read_judgements
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.recording import read_events, read_metrics
 from gspo_gym.types import Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def judge_url() -> Iterator[str]:
-    command = [sys.executable, "-m", "gspo_gym.cli", "judge", "fake", "--port", "0"]
+    command = [sys.executable, "-m", "gspo_gym.cli.main", "judge", "fake", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split(" at ")[1].strip()

@@ -7,11 +7,11 @@ letters, and the right one is told in the prompt.
 import gymnasium
 import pytest
 
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import Reward
-from gspo_gym.train import run_training
 
 
 class Echo(TextEnv):

@@ -15,9 +15,9 @@ from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from small_quickstart import QUICKSTART, SMALLER
 
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.recording import read_metrics
-from gspo_gym.train import run_training
+from gspo_gym.run.recording import read_metrics
 
 RESCORED = [
     "rollout.engine=http",

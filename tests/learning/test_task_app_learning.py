@@ -14,10 +14,10 @@ import pytest
 from app_process import serving_process
 from small_quickstart import QUICKSTART, SMALLER
 
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.recording import read_metrics
-from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.train import run_training
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.recording import read_metrics
 
 
 def trained(folder: Path, label: str, *overrides: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.env.action_limits import killed_after
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.workers.action_limits import killed_after
 from gspo_gym.errors import ActionLimitError
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from gspo_gym.remote.serving import BackgroundServer
 
 VOCAB_SIZE = 64
-WORKERS = "gspo_gym.engine.vllm_worker.WorkerExtension"
+WORKERS = "gspo_gym.engine.vllm.worker.WorkerExtension"
 EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 Message = MutableMapping[str, Any]

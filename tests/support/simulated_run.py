@@ -13,12 +13,12 @@ from simulation import SimulatedLoop
 
 from gspo_gym.engine.base import Engine, PauseMode, SamplingParams, WeightUpdate
 from gspo_gym.engine.gate import probing
-from gspo_gym.engine.rebuildable import RebuildableEngine
-from gspo_gym.engine.replica_set import RouterSettings
-from gspo_gym.engine.router import RoutedEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.replica_set import RouterSettings
+from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import EngineError, EnginePoisonedError
+from gspo_gym.policy.weight_sync import Target, WeightSync
 from gspo_gym.types import Completion
-from gspo_gym.weight_sync import Target, WeightSync
 
 Shape = Literal["plain", "rebuildable", "routed", "routed rebuildables"]
 SHAPES: tuple[Shape, ...] = ("plain", "rebuildable", "routed", "routed rebuildables")

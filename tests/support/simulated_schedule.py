@@ -12,7 +12,7 @@ from simulation import SimulatedLoop
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.errors import EngineError, EnginePoisonedError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest
-from gspo_gym.schedule import PlayedAhead
+from gspo_gym.rollout.schedule import PlayedAhead
 from gspo_gym.types import Outcome, Segment, Task, Trajectory, TrajectoryGroup
 
 NUM_STEPS, GROUPS_PER_STEP = 4, 2

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fake_task_app import FakeTaskApp
 
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
 from gspo_gym.remote.serving import BackgroundServer
 
 Json = dict[str, Any]

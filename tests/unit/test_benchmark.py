@@ -9,16 +9,16 @@ import sys
 import numpy as np
 import pytest
 
-from gspo_gym.benchmark import ENGINES, Measurement, main, make_workload, render
-from gspo_gym.benchmark_isolation import Costs, private_bytes_of
-from gspo_gym.benchmark_isolation import measure as measure_isolation
-from gspo_gym.benchmark_isolation import render as render_isolation
-from gspo_gym.benchmark_pipeline import StepTimes, Workload
-from gspo_gym.benchmark_pipeline import measure as measure_pipeline
-from gspo_gym.benchmark_pipeline import render as render_pipeline
-from gspo_gym.benchmark_weights import Costs as WeightCosts
-from gspo_gym.benchmark_weights import render as render_weights
-from gspo_gym.models import load_policy
+from benchmarks import ENGINES, Measurement, main, make_workload, render
+from benchmarks.isolation import Costs, private_bytes_of
+from benchmarks.isolation import measure as measure_isolation
+from benchmarks.isolation import render as render_isolation
+from benchmarks.pipeline import StepTimes, Workload
+from benchmarks.pipeline import measure as measure_pipeline
+from benchmarks.pipeline import render as render_pipeline
+from benchmarks.weights import Costs as WeightCosts
+from benchmarks.weights import render as render_weights
+from gspo_gym.policy.load import load_policy
 
 
 def test_the_workload_is_ragged_within_its_bounds_and_the_same_every_time() -> None:

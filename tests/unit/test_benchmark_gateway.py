@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from gspo_gym.benchmark_gateway import ENGINE_SECONDS, Load, Measured, measure, render
+from benchmarks.gateway import ENGINE_SECONDS, Load, Measured, measure, render
 
 
 def test_agents_in_another_process_make_as_many_calls_as_the_engine_is_asked_directly() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym.benchmark import main
-from gspo_gym.benchmark_mutants import copied_checkout, find_tests, run_mutants, try_mutants
-from gspo_gym.benchmark_mutations import draw_mutants
+from benchmarks import main
+from benchmarks.mutants import copied_checkout, find_tests, run_mutants, try_mutants
+from benchmarks.mutations import draw_mutants
 from gspo_gym.errors import UsageError
 
 FILES = {

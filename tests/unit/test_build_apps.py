@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 from fake_task_app import FakeTaskApp
 
-from gspo_gym import build
-from gspo_gym.build_apps import environment_ids
-from gspo_gym.build_judge import build_rubrics
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build.apps import environment_ids
+from gspo_gym.config.build.judge import build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, UnknownNameError, UsageError
 from gspo_gym.judge.rubric_files import load_rubrics
-from gspo_gym.models import Policy
-from gspo_gym.recording import read_metrics, read_summary
-from gspo_gym.recording_episodes import read_episodes
+from gspo_gym.policy.load import Policy
 from gspo_gym.remote.guard import App
-from gspo_gym.remote.served_env import ServedEnv, served_app
+from gspo_gym.remote.serve.served_env import ServedEnv, served_app
+from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.remote.task_app_server import create_task_app
 from gspo_gym.rollout.pool import GroupRequest
-from gspo_gym.train import run_training
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.recording import read_metrics, read_summary
 from gspo_gym.types import Task, TrajectoryGroup
 
 Make = Callable[[dict[str, Any]], RunConfig]

@@ -16,12 +16,13 @@ from fake_vllm import FakeVllm, served
 from faulty_server import FaultyServer
 from transformers import AutoModelForCausalLM
 
-from gspo_gym import build, build_engines
+from gspo_gym.config.build import engines as build_engines
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine, SamplingParams
-from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError
-from gspo_gym.models import Policy, save_base
+from gspo_gym.policy.load import Policy, save_base
 
 Make = Callable[[dict[str, Any]], RunConfig]
 LORA = {"model.trainer_mode": "lora", "training.lora": {"r": 12}}

@@ -13,19 +13,19 @@ import pytest
 from rule_judge import RuleJudge
 from scripted_judge import episode
 
-from gspo_gym.build_judge import build_judging, rewards_of_turns
+from gspo_gym.config.build.judge import build_judging, rewards_of_turns
 from gspo_gym.config.judge import PanelEntry
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameError, UnscoredError
 from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.drift import DriftCheck
-from gspo_gym.judge.judge_server import create_judge_app
 from gspo_gym.judge.rubric_files import parse_rubrics
-from gspo_gym.judging_run import Judging
-from gspo_gym.recording import RunRecorder
-from gspo_gym.recording_episodes import write_episodes
+from gspo_gym.judge.service.server import create_judge_app
 from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.rollout.recording_episodes import write_episodes
+from gspo_gym.run.judging import Judging
+from gspo_gym.run.recording import RunRecorder
 from gspo_gym.types import Task, Turn
 
 ROOT = Path(__file__).parents[2]

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.build_reference import scoring_settings, serving_reference
+from gspo_gym.config.build.reference import scoring_settings, serving_reference
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.learning.truncation import Truncation
-from gspo_gym.models import Policy, load_policy
-from gspo_gym.reference_client import ReferenceClient
-from gspo_gym.reference_process import ReferenceProcess
-from gspo_gym.reference_server import ReferenceModel, make_server
-from gspo_gym.reference_wire import ScoringSettings
+from gspo_gym.policy.load import Policy, load_policy
+from gspo_gym.policy.reference.client import ReferenceClient
+from gspo_gym.policy.reference.process import ReferenceProcess
+from gspo_gym.policy.reference.server import ReferenceModel, make_server
+from gspo_gym.policy.reference.wire import ScoringSettings
 
 
 def make_config(folder: Path, *, url: str | None = None, **reference: Any) -> RunConfig:
@@ -107,7 +107,7 @@ def test_a_server_that_runs_already_is_used(policy: Policy, tmp_path: Path) -> N
 
 
 def test_a_server_of_another_vocabulary_is_refused(policy: Policy, tmp_path: Path) -> None:
-    from gspo_gym.models_tiny import build_tiny
+    from gspo_gym.policy.tiny import build_tiny
 
     other = build_tiny("qwen3-64", 0)
     other.resize_token_embeddings(other.config.vocab_size + 64)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gspo_gym.chat_api import (
+from gspo_gym.base.messages import (
     message_from_wire,
     message_to_wire,
     messages_from_wire,

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_gym.build import newest_checkpoint
-from gspo_gym.checkpoints import CheckpointStore
+from gspo_gym.config.build.trainer import newest_checkpoint
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.manifest import verify
-from gspo_gym.models import Policy, add_lora, load_policy
-from gspo_gym.recording import RunRecorder, read_run_id
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.load import Policy, add_lora, load_policy
+from gspo_gym.policy.manifest import verify
+from gspo_gym.run.recording import RunRecorder, read_run_id
 
 
 @dataclass
@@ -366,7 +366,7 @@ WRITER = textwrap.dedent("""
     import os, random, signal, sys, time
     from pathlib import Path
     import torch
-    from gspo_gym.checkpoints import CheckpointStore
+    from gspo_gym.policy.checkpoints import CheckpointStore
     from gspo_gym.errors import CheckpointError
 
     torch.set_num_threads(1)

@@ -13,9 +13,9 @@ import gymnasium
 import pytest
 from gspo_gym_envs import BUNDLED
 
-from gspo_gym import env_commands
-from gspo_gym.cli import command_parser, main
-from gspo_gym.command_line import parse_and_run
+from gspo_gym.cli import env as env_commands
+from gspo_gym.cli.command_line import parse_and_run
+from gspo_gym.cli.main import command_parser, main
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 

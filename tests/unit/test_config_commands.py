@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
 from gspo_gym.config.reference import reference
 from gspo_gym.config.run_config import load_config
 
@@ -92,7 +92,7 @@ def test_every_committed_config_is_checked_and_shown(
 
 def test_a_check_for_elsewhere_loads_no_torch(file: Path) -> None:
     code = (
-        "import sys; from gspo_gym.cli import main; "
+        "import sys; from gspo_gym.cli.main import main; "
         f"status = main(['config', 'check', '--elsewhere', {str(file)!r}]); "
         "assert not {'torch', 'transformers', 'gymnasium'} & set(sys.modules); sys.exit(status)"
     )

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_gym import build, build_reference
+from gspo_gym.config.build import reference as build_reference
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.devices import Placement, names_of, place, require_gpus
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError

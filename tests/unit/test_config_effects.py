@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym import build
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.judge import PanelEntry
 from gspo_gym.config.reference import entries_of, leaf_keys
 from gspo_gym.config.run_config import RunConfig

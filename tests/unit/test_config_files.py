@@ -11,9 +11,9 @@ import pytest
 import tomli_w
 import yaml
 
+from gspo_gym.base.tables import read_file
 from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import ConfigError
-from gspo_gym.table_files import read_file
 
 DUMPS: dict[str, Callable[[Any], str]] = {
     "run.toml": tomli_w.dumps,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.errors import ConfigError

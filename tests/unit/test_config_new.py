@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
 from gspo_gym.config.new import new_config
 from gspo_gym.config.run_config import RunConfig, load_config
 

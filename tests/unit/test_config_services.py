@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_gym import build
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery, refuse_to_run
 from gspo_gym.errors import ConfigError, MissingExtraError
-from gspo_gym.models import load_policy
-from gspo_gym.train import run_training
+from gspo_gym.policy.load import load_policy
 
 Make = Callable[[dict[str, Any]], RunConfig]
 

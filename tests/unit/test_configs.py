@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym import build
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -17,14 +17,14 @@ import pytest
 import torch
 import transformers
 
-from gspo_gym.engine import local
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.kv_store import PlainStore
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local import engine as local
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.local.kv_store import PlainStore
 from gspo_gym.learning.scoring import Scorer
-from gspo_gym.models import load_policy
+from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion
-from gspo_gym.weight_sync import WeightSync
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]  # nothing to skip where there is no GPU
 MODELS: dict[str, Callable[[], Any]] = {
@@ -98,7 +98,7 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "cpu", cpu_as_a_host_tensor)
     monkeypatch.setattr(torch.Tensor, "numpy", numpy_of_host_tensors_only)
     monkeypatch.setattr(local._Worker, "run", run_with_meta_as_the_default)
-    monkeypatch.setattr("gspo_gym.engine.kv_cache.make_store", PlainStore)
+    monkeypatch.setattr("gspo_gym.engine.local.kv_cache.make_store", PlainStore)
     with torch.device("meta"):
         yield
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli import main
+from gspo_gym.cli.doctor import diagnose, read_run, report_text
+from gspo_gym.cli.main import main
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.doctor import checks
-from gspo_gym.doctor import checks_play as play
-from gspo_gym.doctor.command import diagnose, read_run, report_text
-from gspo_gym.doctor.view import Finding, RunView
 from gspo_gym.errors import ConfigError
-from gspo_gym.recording import EVENTS, METRICS, RunRecorder
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
-from gspo_gym.train import run_training
+from gspo_gym.run.doctor import checks
+from gspo_gym.run.doctor import checks_play as play
+from gspo_gym.run.doctor.view import Finding, RunView
+from gspo_gym.run.recording import EVENTS, METRICS, RunRecorder
 from gspo_gym.types import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -536,7 +536,7 @@ def test_every_metric_and_event_that_is_looked_at_exists():
     names = texts_of(r"[a-z]+/[a-z0-9_]+")
     assert len(names) > 20
     assert names <= set(METRICS)
-    assert set(re.findall(r'events_of\("(\w+)"\)', (ROOT / "gspo_gym/doctor/checks_play.py").read_text())) <= set(
+    assert set(re.findall(r'events_of\("(\w+)"\)', (ROOT / "gspo_gym/run/doctor/checks_play.py").read_text())) <= set(
         EVENTS
     )
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from doctor_faults import BASE, FAULTS, FOLDER, GOOD, ROOT, Fault, load, play
 
-from gspo_gym.doctor import causes, checks, checks_judge, checks_play
-from gspo_gym.doctor.command import diagnose
-from gspo_gym.doctor.view import Finding, RunView
+from gspo_gym.cli.doctor import diagnose
+from gspo_gym.run.doctor import causes, checks, checks_judge, checks_play
+from gspo_gym.run.doctor.view import Finding, RunView
 
 
 def is_found(run: RunView, fault: Fault) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.doctor import checks_judge as judge
-from gspo_gym.doctor.checks import Check
-from gspo_gym.doctor.command import diagnose, report_text
-from gspo_gym.doctor.view import Finding, RunView
-from gspo_gym.recording import METRICS
+from gspo_gym.cli.doctor import diagnose, report_text
+from gspo_gym.run.doctor import checks_judge as judge
+from gspo_gym.run.doctor.checks import Check
+from gspo_gym.run.doctor.view import Finding, RunView
+from gspo_gym.run.recording import METRICS
 
 CONFIG = {"judge": {"options": {"max_concurrency": 8}}}
 

@@ -20,10 +20,9 @@ import torch
 
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import EngineMismatchError
-from gspo_gym.evaluation import Evaluation, EvaluationRow
 from gspo_gym.learning.mismatch import MismatchAlarm
 from gspo_gym.learning.settings import (
     AdvantageSettings,
@@ -33,16 +32,17 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.learning.update import Learner
-from gspo_gym.models import Policy, adapt_policy, load_policy
-from gspo_gym.recording import RunRecorder, read_events
-from gspo_gym.report.progress import QuietProgress
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
-from gspo_gym.trainer import Trainer, TrainPlan
+from gspo_gym.run.recording import RunRecorder, read_events
+from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.trainer import Trainer, TrainPlan
 from gspo_gym.types import Completion, Outcome
-from gspo_gym.weight_sync import WeightSync
 
 TINY = "tiny:qwen3-64"
 GROUPS, GROUP_SIZE = 2, 4

@@ -11,10 +11,10 @@ from typing import Any
 import gymnasium
 import pytest
 
-from gspo_gym.command_line import parse_and_run
+from gspo_gym.cli.command_line import parse_and_run
+from gspo_gym.cli.env_check import add_command
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
-from gspo_gym.env_check_command import add_command
 
 
 class Constant(TextEnv):
@@ -112,7 +112,7 @@ def test_with_a_model_tokens_are_audited_and_the_mask_is_drawn(
 
 
 def test_drift_alone_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gspo_gym.models_tiny import tiny_tokenizer
+    from gspo_gym.policy.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     # What was said long ago and at length is shortened.

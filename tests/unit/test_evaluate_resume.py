@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli import main
-from gspo_gym.evaluate import run_evaluation
-from gspo_gym.evaluation import EvaluationRow, KeptRows, PlayedRow
+from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.main import main
+from gspo_gym.rollout.evaluation import EvaluationRow, KeptRows, PlayedRow
 from gspo_gym.types import Outcome
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -51,7 +51,7 @@ def interrupted(folder: Path) -> str:
     """Send SIGINT to an evaluation of ten seeds once eight rows are there; return what it said."""
     part = folder / "r.json.part"
     running = subprocess.Popen(
-        [sys.executable, "-m", "gspo_gym.cli", *COMMAND, "--seeds", "0:10"],
+        [sys.executable, "-m", "gspo_gym.cli.main", *COMMAND, "--seeds", "0:10"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         stderr=subprocess.PIPE,
@@ -145,7 +145,7 @@ def test_rows_that_are_there_count_also_where_all_that_was_missing_fails(
 
 LIMITED = """
 import resource, signal, sys
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))

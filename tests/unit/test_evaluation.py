@@ -16,12 +16,16 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from gspo_gym.base.settings import parse_seeds
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, RolloutError
-from gspo_gym.evaluation import (
+from gspo_gym.policy.load import tiny_tokenizer
+from gspo_gym.rollout.actors import ScriptedActor, policy_of
+from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.evaluation import (
     Evaluation,
     EvaluationRow,
     ScoreUnit,
@@ -32,13 +36,9 @@ from gspo_gym.evaluation import (
     in_one_unit,
     join,
 )
-from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
-from gspo_gym.models import tiny_tokenizer
-from gspo_gym.rollout.actors import ScriptedActor, policy_of
-from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
-from gspo_gym.settings import parse_seeds
+from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, wilson_interval
 from gspo_gym.types import Outcome
 
 

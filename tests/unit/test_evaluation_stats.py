@@ -11,7 +11,7 @@ import math
 import pytest
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
+from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym import files
-from gspo_gym.errors import ConfigError, RecordError, StorageError
-from gspo_gym.files import (
+from gspo_gym.base import files
+from gspo_gym.base.files import (
     PartFile,
     append_line,
     make_folder,
@@ -22,6 +21,7 @@ from gspo_gym.files import (
     sync_tree,
     write_output,
 )
+from gspo_gym.errors import ConfigError, RecordError, StorageError
 
 
 def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) ->
         append_line(Path("/dev/full"), "line")
     (tmp_path / "whole").write_text("old")
     program = (
-        "import pathlib, signal, sys; from gspo_gym.files import replace_file\n"
+        "import pathlib, signal, sys; from gspo_gym.base.files import replace_file\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "replace_file(pathlib.Path(sys.argv[1]), 'x' * 100_000)"
     )

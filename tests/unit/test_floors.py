@@ -141,10 +141,10 @@ FORBIDDEN = {
     "rollout": ("gspo_gym.learning", *HEAVY),
     "remote": ("gspo_gym.learning", *(name for name in HEAVY if name != "fastapi")),  # it serves
     "trainer": (
-        "gspo_gym.engine.local",
+        "gspo_gym.engine.local.engine",
         "gspo_gym.engine.scripted",
-        "gspo_gym.engine.vllm",
-        "gspo_gym.engine.http",
+        "gspo_gym.engine.vllm.engine",
+        "gspo_gym.engine.endpoint.http",
         "gspo_gym.env",
         "transformers",
         "peft",
@@ -384,9 +384,9 @@ def test_nothing_is_pickled_and_nobody_touches_global_random_state(
     house: dict[str, Module], envs: dict[str, Module]
 ) -> None:
     allowed = [
-        "gspo_gym.env.adapters.own_generators: imports random",  # gives a foreign suite generators of its own
-        "gspo_gym.env.global_state: imports random",  # reads it, to see that an environment leaves it alone
-        "gspo_gym.env.process_worker: imports random.seed",  # in worker processes, which play one episode at a time
+        "gspo_gym.env.suites.own_generators: imports random",  # gives a foreign suite generators of its own
+        "gspo_gym.env.checks.global_state: imports random",  # reads it, to see that an environment leaves it alone
+        "gspo_gym.env.workers.worker: imports random.seed",  # in worker processes, which play one episode at a time
     ]
     assert [problem for module in (house | envs).values() for problem in unsafe_code(module)] == allowed
 
@@ -395,8 +395,8 @@ def test_nothing_is_pickled_and_nobody_touches_global_random_state(
 # 2-core machine needs, so that it finds a heavy import and not a busy machine.
 STARTS = {
     "import gspo_gym.config.run_config": (*HEAVY, "gymnasium", "rich"),
-    "import gspo_gym.env.core, gspo_gym.env.registry, gspo_gym.env.checker": HEAVY,
-    "import sys, runpy; sys.argv = ['gspo-gym', '--help']; runpy.run_module('gspo_gym.cli', run_name='__main__')": (
+    "import gspo_gym.env.core, gspo_gym.env.registry, gspo_gym.env.checks.checker": HEAVY,
+    "import sys, runpy; sys.argv = ['gspo-gym', '--help']; runpy.run_module('gspo_gym.cli.main', run_name='__main__')": (
         *HEAVY,
         "gymnasium",
     ),
@@ -441,7 +441,7 @@ def test_an_import_that_goes_up_is_found_also_inside_functions_and_under_type_ch
     bad = tree(
         tmp_path,
         {
-            "types.py": "def f():\n    from gspo_gym.trainer import Trainer",
+            "types.py": "def f():\n    from gspo_gym.run.trainer import Trainer",
             "seeding.py": "from gspo_gym.errors import GymError",
             "settings.py": """
                 from typing import TYPE_CHECKING
@@ -451,16 +451,16 @@ def test_an_import_that_goes_up_is_found_also_inside_functions_and_under_type_ch
             "env/core.py": "import gspo_gym.types",
             "trainer.py": "from gspo_gym import Trainer",
             "models.py": "",
-            "evaluation.py": "from gspo_gym.models import load_policy",
+            "evaluation.py": "from gspo_gym.policy.load import load_policy",
             "surprise.py": "",
         },
     )
     assert floor_violations(bad, FLOORS) == [
         "gspo_gym.seeding (floor 0): imports gspo_gym.errors (floor 0)",
-        "gspo_gym.settings: imports the public names of gspo_gym, which are above everything",
+        "gspo_gym.base.settings: imports the public names of gspo_gym, which are above everything",
         "gspo_gym.surprise: has no floor; give it one in FLOORS",
-        "gspo_gym.trainer: imports the public names of gspo_gym, which are above everything",
-        "gspo_gym.types (floor 1): imports gspo_gym.trainer (floor 5)",
+        "gspo_gym.run.trainer: imports the public names of gspo_gym, which are above everything",
+        "gspo_gym.types (floor 1): imports gspo_gym.run.trainer (floor 5)",
     ]
 
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from full_disk import SmallDisk, small_disk
 
-from gspo_gym.checkpoints import CheckpointStore
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.errors import CheckpointError, EngineError, EnginePoisonedError, StorageError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy, save_base, save_policy
-from gspo_gym.staging import Staging
-from gspo_gym.weight_sync import WeightSync
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_base, save_policy
+from gspo_gym.policy.staging import Staging
+from gspo_gym.policy.weight_sync import WeightSync
 
 ROOM = 16_000_000  # for everything that is written here
 SAMPLING = SamplingParams(max_tokens=1, stop_token_ids=(), seed=0)

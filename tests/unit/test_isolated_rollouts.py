@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from gspo_gym import build
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.env.process_env import ProcessEnv
-from gspo_gym.env.process_pool import POOL
+from gspo_gym.env.workers.env import ProcessEnv
+from gspo_gym.env.workers.pool import POOL
 from gspo_gym.errors import UnknownNameError
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.types import Task

@@ -13,11 +13,11 @@ import pytest
 import tomli_w
 from rule_judge import spoken_episode
 
-from gspo_gym.cli import main
-from gspo_gym.judge.fake_server import create_fake_judge_app
-from gspo_gym.recording_episodes import write_episodes
-from gspo_gym.recording_judgements import read_judgements
+from gspo_gym.cli.main import main
+from gspo_gym.judge.records import read_judgements
+from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.rollout.recording_episodes import write_episodes
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ def test_check_finds_ids_in_folders(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def in_a_fresh_process(words: Sequence[str], forbidden: Collection[str]) -> None:
     probe = (
-        "import sys\nfrom gspo_gym.cli import main\n"
+        "import sys\nfrom gspo_gym.cli.main import main\n"
         f"assert main(['judge', *{list(words)!r}]) == 0\n"
         f"assert not set({list(forbidden)!r}) & set(sys.modules), set(sys.modules) & set({list(forbidden)!r})\n"
     )

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.checkpoints import CheckpointStore
+from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
-from gspo_gym.evaluate import run_evaluation
 from gspo_gym.judge.base import JudgeBudgetError
-from gspo_gym.judge.fake_server import create_fake_judge_app
-from gspo_gym.recording import read_events, read_metrics, read_summary
-from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.recording_judgements import read_judgements
+from gspo_gym.judge.records import read_judgements
+from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.train import run_training
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.recording import read_events, read_metrics, read_summary
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.drift import JudgeDriftError
 from gspo_gym.judge.pausing import PausingJudge
-from gspo_gym.judging import METRICS, EpisodeScorer
-from gspo_gym.recording_judgements import JudgedEpisode
+from gspo_gym.judge.records import JudgedEpisode
+from gspo_gym.judge.scorer import METRICS, EpisodeScorer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.ledger import Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gspo_gym.base.keys import read_key
 from gspo_gym.errors import ConfigError
-from gspo_gym.keys import read_key
 
 
 def test_a_key_is_what_its_variable_holds(monkeypatch: pytest.MonkeyPatch) -> None:

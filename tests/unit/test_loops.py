@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from gspo_gym import RunConfig, check_env, collect_episodes, make_vec, run_evaluation, run_training
-from gspo_gym.authoring.card import make_card
-from gspo_gym.episode_collection import CollectSettings
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.cli.authoring.card import make_card
 from gspo_gym.errors import ConfigError, UnknownNameError
-from gspo_gym.loops import run_to_end
-from gspo_gym.recording import read_metrics
+from gspo_gym.run.episode_collection import CollectSettings
+from gspo_gym.run.recording import read_metrics
 
 
 def in_a_notebook(cell: Callable[[], Any]) -> Any:
@@ -103,7 +103,7 @@ def test_errors_come_out_as_they_are_and_context_variables_go_in() -> None:
 
 SCRIPT = """
     import asyncio, sys
-    from gspo_gym.loops import run_to_end
+    from gspo_gym.base.loops import run_to_end
 
     async def work():
         try:

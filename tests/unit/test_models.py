@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, add_lora, list_tiny, load_policy, load_tokenizer, save_policy, tiny_tokenizer
+from gspo_gym.policy.load import Policy, add_lora, list_tiny, load_policy, load_tokenizer, save_policy, tiny_tokenizer
 
 TINY = "tiny:qwen3-64"
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy, save_policy
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
 
 TINY, MOE = "tiny:qwen3-64", "tiny:qwen3-moe-64"
 DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

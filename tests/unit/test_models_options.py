@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
-from gspo_gym.engine.shared_model import SharedModel
+from gspo_gym.engine.local.shared_model import SharedModel
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import adapt_policy, load_policy
-from gspo_gym.models_options import apply_liger, check_options, prepare_for_training
+from gspo_gym.policy.load import adapt_policy, load_policy
+from gspo_gym.policy.options import apply_liger, check_options, prepare_for_training
 
 TINY, MOE = "tiny:qwen3-64", "tiny:qwen3-moe-64"
 

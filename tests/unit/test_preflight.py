@@ -14,14 +14,14 @@ import pytest
 import tomli_w
 from fake_task_app import FakeTaskApp
 
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.build.preflight import find_obstacles, rehearse
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import GymError
-from gspo_gym.preflight import find_obstacles, rehearse
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.train import run_training
 from gspo_gym.types import Outcome
 
 Make = Callable[[dict[str, Any]], RunConfig]

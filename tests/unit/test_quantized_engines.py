@@ -18,17 +18,17 @@ from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from safetensors.torch import load_file
 
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import ModelSection, RolloutSection
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy
-from gspo_gym.train import run_training
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 
 TINY = "tiny:qwen3-64"
 KINDS = ("nf4", "int8")

@@ -18,7 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.recording import (
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
+from gspo_gym.rollout.recording_episodes import (
+    read_episodes,
+    trajectory_from_json,
+    trajectory_to_json,
+    write_episodes,
+)
+from gspo_gym.run.recording import (
     EVENTS,
     METRICS,
     SUMMARY,
@@ -28,13 +35,6 @@ from gspo_gym.recording import (
     read_run_id,
     read_summary,
 )
-from gspo_gym.recording_episodes import (
-    read_episodes,
-    trajectory_from_json,
-    trajectory_to_json,
-    write_episodes,
-)
-from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Timing, Trajectory, Turn
 
 
@@ -414,7 +414,7 @@ def test_what_was_recorded_before_a_kill_is_there_afterwards(tmp_path: Path) -> 
     program = f"""
 import os, signal
 from pathlib import Path
-from gspo_gym.recording import RunRecorder
+from gspo_gym.run.recording import RunRecorder
 recorder = RunRecorder.create(Path({str(tmp_path / "run")!r}), "")
 for step in range(1, 8):
     recorder.metrics(step, {{"loss/total": step / 7}})
@@ -427,5 +427,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_record_of_episodes_is_read_without_torch() -> None:
-    program = "import sys, gspo_gym.recording_episodes; assert 'torch' not in sys.modules"
+    program = "import sys, gspo_gym.rollout.recording_episodes; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

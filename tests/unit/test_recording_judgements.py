@@ -11,7 +11,7 @@ import pytest
 from gspo_gym.errors import RecordError
 from gspo_gym.judge.base import CriterionScore, JudgeCost, Judgement, Review
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.recording_judgements import (
+from gspo_gym.judge.records import (
     JudgedEpisode,
     JudgementRecorder,
     judged_from_json,

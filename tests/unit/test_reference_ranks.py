@@ -39,11 +39,11 @@ from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.learning.truncation import Truncation
-from gspo_gym.models import adapt_policy, load_policy, save_policy
-from gspo_gym.models_parallel import parallel_options, require_even_parts
-from gspo_gym.reference_client import ReferenceClient
-from gspo_gym.reference_process import ReferenceProcess
-from gspo_gym.reference_wire import ScoringSettings
+from gspo_gym.policy.load import adapt_policy, load_policy, save_policy
+from gspo_gym.policy.parallel import parallel_options, require_even_parts
+from gspo_gym.policy.reference.client import ReferenceClient
+from gspo_gym.policy.reference.process import ReferenceProcess
+from gspo_gym.policy.reference.wire import ScoringSettings
 
 ROUNDING = 1e-5
 PLAIN = ScoringSettings(1.0, 1024, Truncation())
@@ -290,7 +290,7 @@ def test_no_rank_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, time; from pathlib import Path; from gspo_gym.reference_process import ReferenceProcess\n"
+            "import sys, time; from pathlib import Path; from gspo_gym.policy.reference.process import ReferenceProcess\n"
             f"_ = ReferenceProcess(['--model', 'tiny:qwen3-128', '--tp', '2', '--port', '{port}'], "
             "log=Path(sys.argv[1])); time.sleep(600)",
             str(log.path),

@@ -17,10 +17,10 @@ from gspo_gym.errors import CheckpointError, ConfigError, RecordError, ServiceEr
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.truncation import Truncation
-from gspo_gym.models import load_policy
-from gspo_gym.reference_client import ReferenceClient, ServedReference
-from gspo_gym.reference_server import ReferenceModel, make_server
-from gspo_gym.reference_wire import MAX_BODY_BYTES, TOKEN_HEADER, ScoringSettings
+from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.reference.client import ReferenceClient, ServedReference
+from gspo_gym.policy.reference.server import ReferenceModel, make_server
+from gspo_gym.policy.reference.wire import MAX_BODY_BYTES, TOKEN_HEADER, ScoringSettings
 
 BASE = "tiny:qwen3-64@5"
 TOKEN = "of this test"

@@ -21,15 +21,15 @@ from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from safetensors.torch import load_file
 
-from gspo_gym import build
+from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
-from gspo_gym.evaluate import run_evaluation
 from gspo_gym.learning.settings import CorrectionSettings, LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.update import Learner
-from gspo_gym.recording import read_events, read_metrics, read_summary
-from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.train import run_training
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.recording import read_events, read_metrics, read_summary
 from gspo_gym.types import Trajectory
 
 Values = dict[str, Any]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from gspo_gym.base.endpoint import retry_after_seconds
+from gspo_gym.base.retries import AttemptError, Retries, RetrySettings
 from gspo_gym.errors import ConfigError, ServiceError
-from gspo_gym.openai_client import retry_after_seconds
-from gspo_gym.retries import AttemptError, Retries, RetrySettings
 
 
 class Clock:

@@ -19,16 +19,16 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from gspo_gym.base.files import whole_lines
+from gspo_gym.cli.doctor import diagnose, read_run
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.doctor.command import diagnose, read_run
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, StorageError, UnknownNameError
-from gspo_gym.files import whole_lines
-from gspo_gym.recording import RunRecorder, read_events, read_metrics
-from gspo_gym.recording_episodes import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
-from gspo_gym.train import run_training
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.types import Outcome
 
 
@@ -263,7 +263,7 @@ def test_a_folder_that_another_process_claims_meanwhile_is_left_to_it(tmp_path, 
         folder.mkdir()
         claim.touch()  # the other process's, between the look whether the folder is taken and the claim
 
-    monkeypatch.setattr("gspo_gym.run.make_folder", make_folder_too_late)
+    monkeypatch.setattr("gspo_gym.cli.run.make_folder", make_folder_too_late)
     with pytest.raises(ConfigError, match="another process is beginning a run there"):
         run_training(make_config(tmp_path))
     assert claim.exists()

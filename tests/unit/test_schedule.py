@@ -24,7 +24,7 @@ import pytest
 
 from gspo_gym.errors import EnginePoisonedError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest
-from gspo_gym.schedule import PlayedAhead, is_played_again, oldest_version, staleness_metrics
+from gspo_gym.rollout.schedule import PlayedAhead, is_played_again, oldest_version, staleness_metrics
 from gspo_gym.seeding import generator
 from gspo_gym.types import DroppedEpisode, Outcome, Segment, Task, Trajectory, TrajectoryGroup
 

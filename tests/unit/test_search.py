@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.cli.search import study as search_study
+from gspo_gym.cli.search.command import main, run_search
+from gspo_gym.cli.search.settings import SearchSettings, load_search
+from gspo_gym.cli.search.study import SearchStudy
+from gspo_gym.cli.search.trial import TrialResult, read_evaluations, run_trial
 from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import ConfigError, MissingExtraError
-from gspo_gym.search import study as search_study
-from gspo_gym.search.command import main, run_search
-from gspo_gym.search.settings import SearchSettings, load_search
-from gspo_gym.search.study import SearchStudy
-from gspo_gym.search.trial import TrialResult, read_evaluations, run_trial
 
 BASE = """
 [model]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.cli.search.settings import FOREIGN, ParameterRange, load_search
 from gspo_gym.errors import ConfigError
-from gspo_gym.search.settings import FOREIGN, ParameterRange, load_search
 
 ROOT = Path(__file__).parents[2]
 GOOD = """

@@ -16,10 +16,10 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
+from gspo_gym.cli.serve_env import add_arguments, main, served_of
 from gspo_gym.env.registry import make
-from gspo_gym.remote.served_env import ServedEnv, rubrics_of, served_app
+from gspo_gym.remote.serve.served_env import ServedEnv, rubrics_of, served_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.serve_command import add_arguments, main, served_of
 
 
 def asked(*arguments: str) -> ServedEnv:
@@ -143,7 +143,7 @@ def test_pages_that_describe_the_server_are_not_served() -> None:
 
 
 def test_the_command_serves_a_task_app_until_sigterm() -> None:
-    command = [sys.executable, "-m", "gspo_gym.serve_command", "GuessNumber", "--port", "0", "--isolation", "thread"]
+    command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "GuessNumber", "--port", "0", "--isolation", "thread"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

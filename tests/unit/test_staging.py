@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from gspo_gym.engine.base import TensorMeta, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, UsageError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy
-from gspo_gym.staging import Handover, Staging, num_weight_bytes, staging_root, tensor_digests, verify_staged
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy
+from gspo_gym.policy.staging import Handover, Staging, num_weight_bytes, staging_root, tensor_digests, verify_staged
 
 DENSE, MOE = "tiny:qwen3-64", "tiny:qwen3-moe-64"
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from gspo_gym.base.strict_json import read_json, refuse_strange_json
 from gspo_gym.errors import RecordError
-from gspo_gym.strict_json import read_json, refuse_strange_json
 
 REFUSED = [
     b'{"a": NaN}', b"[Infinity]", b"-Infinity", b"1e999", b"[-1E+4000]", b"1" + b"0" * 400, b'"\\ud800"',

@@ -26,20 +26,20 @@ import pytest
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError
-from gspo_gym.evaluation import Evaluation, EvaluationRow
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
-from gspo_gym.models import tiny_tokenizer
-from gspo_gym.recording import RunRecorder, read_events, read_metrics
-from gspo_gym.recording_episodes import read_episodes
-from gspo_gym.report.progress import QuietProgress
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
+from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.trainer import Trainer, TrainPlan, TrainState
 from gspo_gym.seeding import generator, training_seed
-from gspo_gym.trainer import Trainer, TrainPlan, TrainState
 from gspo_gym.types import Completion, FinishReason, Outcome, Task
 
 END = 258  # <|im_end|>

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 GUESS = "GuessNumber"

@@ -21,14 +21,14 @@ import pytest
 from gspo_gym_envs.code_repair.env import CodeRepair
 from gspo_gym_envs.sql_analyst.env import SqlAnalyst
 
-from gspo_gym import build
+from gspo_gym.cli.run import execute
+from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.env.announcements import SLOT_BYTES, Board
-from gspo_gym.env.process_env import ProcessEnv
+from gspo_gym.env.workers.announcements import SLOT_BYTES, Board
+from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.errors import RecordError
-from gspo_gym.run import execute
-from gspo_gym.watchdog import Frozen, read_frozen, seconds_until_frozen
-from gspo_gym.watchdog_process import holder
+from gspo_gym.rollout.watchdog import Frozen, read_frozen, seconds_until_frozen
+from gspo_gym.rollout.watchdog_process import holder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
@@ -37,7 +37,7 @@ import asyncio, hashlib, re, sys, time
 from pathlib import Path
 from gspo_gym.env.session import EnvSession
 from gspo_gym.types import Message
-from gspo_gym.watchdog import watching
+from gspo_gym.rollout.watchdog import watching
 
 def catastrophe():
     re.match(r"(a+)+b", "a" * 64)

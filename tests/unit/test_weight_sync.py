@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_gym.attestation import Canary, ChecksumLog, canary_prompts
 from gspo_gym.engine.base import Capabilities, SamplingParams, WeightUpdate
 from gspo_gym.engine.gate import probing
-from gspo_gym.engine.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy
-from gspo_gym.staging import Handover, Staging
+from gspo_gym.policy.attestation import Canary, ChecksumLog, canary_prompts
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy
+from gspo_gym.policy.staging import Handover, Staging
+from gspo_gym.policy.weight_sync import Target, WeightSync, choose_kind, require_committed
 from gspo_gym.types import Completion, DroppedEpisode, Outcome, Segment, Task, Trajectory, TrajectoryGroup
-from gspo_gym.weight_sync import Target, WeightSync, choose_kind, require_committed
 
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
 

@@ -18,18 +18,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gspo_gym.attestation import TOLERANCES
-from gspo_gym.build import build_policy
-from gspo_gym.build_weights import build_alarm, build_canary, build_weight_sync, learner_score
+from gspo_gym.config.build.trainer import build_policy
+from gspo_gym.config.build.weights import build_alarm, build_canary, build_weight_sync, learner_score
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Capabilities, Engine, PauseMode, WeightUpdate
-from gspo_gym.engine.local import LocalEngine
-from gspo_gym.engine.rebuildable import RebuildableEngine
-from gspo_gym.engine.router import RoutedEngine
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import ConfigError, EnginePoisonedError
-from gspo_gym.models import Policy
-from gspo_gym.recording import RunRecorder, read_events
-from gspo_gym.weight_sync import WeightSync
+from gspo_gym.policy.attestation import TOLERANCES
+from gspo_gym.policy.load import Policy
+from gspo_gym.policy.weight_sync import WeightSync
+from gspo_gym.run.recording import RunRecorder, read_events
 
 Values = dict[str, Any]
 STALE = {"training.max_staleness": 2, "correction.level": "trajectory"}

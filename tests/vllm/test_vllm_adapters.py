@@ -13,10 +13,10 @@ import pytest
 from agreement import Turn, nudge, plain_logprobs, play_many, publish, worst_gap
 
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
-from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy, save_policy
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
 from gspo_gym.types import Completion
 
 TOLERANCE = 1e-4  # nats, in float32

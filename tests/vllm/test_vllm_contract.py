@@ -19,11 +19,11 @@ from agreement import nudge
 from engine_contract import Clause, Subject, cases_of, lacking
 
 from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate
-from gspo_gym.engine.vllm import VllmEngine
-from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy
-from gspo_gym.staging import Staging
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy
+from gspo_gym.policy.staging import Staging
 
 CLAUSES = [*engine_contract_sampling.CLAUSES, *engine_contract_life.CLAUSES]
 # The longest context of each engine.

@@ -15,13 +15,13 @@ import torch
 from agreement import Turn, nudge, plain_logprobs, play, play_many, publish, worst_gap
 
 from gspo_gym.engine.base import SamplingParams, UpdateKind, WeightUpdate
-from gspo_gym.engine.vllm import VllmEngine
-from gspo_gym.engine.vllm_worker import RELOAD_METHOD
+from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.engine.vllm.worker import RELOAD_METHOD
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
-from gspo_gym.models import Policy
-from gspo_gym.staging import Staging
+from gspo_gym.policy.load import Policy
+from gspo_gym.policy.staging import Staging
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion
-from gspo_gym.weight_sync import WeightSync
 
 TOLERANCE = 1e-4  # nats, in float32
 

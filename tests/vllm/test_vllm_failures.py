@@ -16,13 +16,13 @@ import pytest
 from agreement import Turn, worst_gap
 
 from gspo_gym.engine.base import Engine, SamplingParams
-from gspo_gym.engine.rebuildable import RebuildableEngine
-from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.errors import EngineError, EnginePoisonedError
-from gspo_gym.models import Policy
-from gspo_gym.staging import Staging
+from gspo_gym.policy.load import Policy
+from gspo_gym.policy.staging import Staging
+from gspo_gym.policy.weight_sync import Target, WeightSync
 from gspo_gym.types import Completion
-from gspo_gym.weight_sync import Target, WeightSync
 
 SHORT = SamplingParams(max_tokens=10, stop_token_ids=(), seed=0)
 LONG = SamplingParams(max_tokens=400, stop_token_ids=(), seed=0)

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from judged_episodes import BOTH, episode
 
-from gspo_gym.engine.vllm_server import VllmServer
+from gspo_gym.base.retries import RetrySettings
+from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.cache import JudgementCache
-from gspo_gym.judge.model_judge import ModelJudge
-from gspo_gym.judge.model_settings import ModelJudgeSettings
+from gspo_gym.judge.model.judge import ModelJudge
+from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.retries import RetrySettings
 
 MAX_OUTPUT_TOKENS = 2048  # a prompt takes a token for each character, about 1,900 of the 4,096 that the model has
 OUTCOME = Rubric(

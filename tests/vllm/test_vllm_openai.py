@@ -12,10 +12,10 @@ import pytest
 from agreement import play_many, worst_gap
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.http import HttpEngine, HttpSettings
-from gspo_gym.engine.vllm_server import VllmServer
+from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
+from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.errors import EngineError, EngineTimeoutError
-from gspo_gym.models import Policy
+from gspo_gym.policy.load import Policy
 
 TOLERANCE = 1e-4  # nats, in float32
 

@@ -17,19 +17,19 @@ import pytest
 from agreement import nudge, play_many, publish, worst_gap
 from tiny_vllm import SETTINGS, START_SECONDS
 
-from gspo_gym.attestation import Canary, canary_prompts
-from gspo_gym.build_weights import learner_score
+from gspo_gym.config.build.weights import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
-from gspo_gym.engine.vllm import VllmEngine
-from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
-from gspo_gym.engine.vllm_ranks import BINDING
-from gspo_gym.engine.vllm_server import VllmServer
-from gspo_gym.engine.vllm_settings import VllmSettings
-from gspo_gym.engine.vllm_worker import RELOAD_METHOD
+from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm.ranks import BINDING
+from gspo_gym.engine.vllm.server import VllmServer
+from gspo_gym.engine.vllm.settings import VllmSettings
+from gspo_gym.engine.vllm.worker import RELOAD_METHOD
 from gspo_gym.errors import EngineError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, save_policy
-from gspo_gym.staging import Handover
+from gspo_gym.policy.attestation import Canary, canary_prompts
+from gspo_gym.policy.load import Policy, adapt_policy, save_policy
+from gspo_gym.policy.staging import Handover
 
 TOLERANCE = 1e-4  # nats, in float32
 SIZES = {"two share a layer": {"tensor_parallel_size": 2}, "two copies": {"data_parallel_size": 2}}

@@ -11,9 +11,9 @@ import torch
 from agreement import plain_logprobs
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.vllm import VllmEngine
+from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
-from gspo_gym.models import Policy
+from gspo_gym.policy.load import Policy
 from gspo_gym.types import Completion, FinishReason
 
 TOLERANCE = 1e-4  # nats, in float32

@@ -11,7 +11,7 @@ import pytest
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.errors import ConfigError
-from gspo_gym.models import Policy
+from gspo_gym.policy.load import Policy
 from gspo_gym.types import Completion, FinishReason
 
 COLOURS = ["red", "green", "blue"]

@@ -26,12 +26,12 @@ import pytest
 from agreement import Turn, nudge, plain_logprobs, play_many, publish, worst_gap
 
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
-from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
-from gspo_gym.engine.vllm_server import VllmServer
-from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm.server import VllmServer
+from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, EngineTimeoutError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, load_policy, save_policy
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
 from gspo_gym.types import Completion, FinishReason
 
 TOLERANCE = 1e-4  # nats, in float32
@@ -69,7 +69,7 @@ def adapter_engine(connect: Connect, tmp_path_factory: pytest.TempPathFactory) -
     """Takes adapters of `ADAPTED`; its server was started by the command, and ends as that is told to."""
     model_folder = tmp_path_factory.mktemp("adapted") / "model"
     save_policy(load_policy(ADAPTED, seed=1), model_folder)
-    command = [sys.executable, "-m", "gspo_gym.serve_engine_command", str(model_folder), "--engine", "vllm"]
+    command = [sys.executable, "-m", "gspo_gym.cli.serve_engine", str(model_folder), "--engine", "vllm"]
     options = "--port 0 --dtype float32 --max-model-len 2048 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
     with subprocess.Popen(
         [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"],

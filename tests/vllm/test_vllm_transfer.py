@@ -21,20 +21,20 @@ from agreement import Turn, nudge, play, play_many, publish, worst_gap
 from tiny_vllm import SETTINGS
 from transformers import Qwen3ForCausalLM
 
-from gspo_gym.attestation import Canary, canary_prompts
-from gspo_gym.benchmark_weights import measure
-from gspo_gym.build_weights import learner_score
-from gspo_gym.engine import vllm_transfer
+from benchmarks.weights import measure
+from gspo_gym.config.build.weights import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
-from gspo_gym.engine.rebuildable import RebuildableEngine
-from gspo_gym.engine.vllm import VllmEngine
-from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.vllm import transfer as vllm_transfer
+from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import EngineError, EnginePoisonedError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import Policy, adapt_policy, save_policy
-from gspo_gym.staging import Handover
+from gspo_gym.policy.attestation import Canary, canary_prompts
+from gspo_gym.policy.load import Policy, adapt_policy, save_policy
+from gspo_gym.policy.staging import Handover
+from gspo_gym.policy.weight_sync import Target, WeightSync
 from gspo_gym.types import Completion
-from gspo_gym.weight_sync import Target, WeightSync
 
 TOLERANCE = 1e-4  # nats, in float32
 NUM_GPUS = torch.cuda.device_count()

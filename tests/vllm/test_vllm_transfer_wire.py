@@ -24,15 +24,16 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from gspo_gym.engine import vllm_transfer, vllm_transfer_worker
 from gspo_gym.engine.base import TensorMeta
-from gspo_gym.engine.vllm_ipc import PlainIpcEngine, handle_of, plain_of, plain_update
-from gspo_gym.engine.vllm_settings import VllmSettings
-from gspo_gym.engine.vllm_shared_memory import Chunk, SharedMemoryEngine, SharedMemoryTrainer, plan_chunks
-from gspo_gym.engine.vllm_transfer import WeightTransfer, trainer_info
+from gspo_gym.engine.vllm import transfer as vllm_transfer
+from gspo_gym.engine.vllm import transfer_worker as vllm_transfer_worker
+from gspo_gym.engine.vllm.ipc import PlainIpcEngine, handle_of, plain_of, plain_update
+from gspo_gym.engine.vllm.settings import VllmSettings
+from gspo_gym.engine.vllm.shared_memory import Chunk, SharedMemoryEngine, SharedMemoryTrainer, plan_chunks
+from gspo_gym.engine.vllm.transfer import WeightTransfer, trainer_info
 from gspo_gym.errors import EngineError
-from gspo_gym.models import Policy
-from gspo_gym.staging import PolicyTensors
+from gspo_gym.policy.load import Policy
+from gspo_gym.policy.staging import PolicyTensors
 
 HANDLE = (
     torch.Tensor, torch.Size([256]), (1,), 0, torch.TypedStorage, torch.uint8, 0, b"handle", 512, 64, False,

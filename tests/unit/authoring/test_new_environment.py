@@ -14,12 +14,12 @@ from typing import Any
 import gymnasium
 import pytest
 
-from gspo_gym.authoring.card import make_card
-from gspo_gym.authoring.card_text import card_as_markdown
-from gspo_gym.authoring.new import KINDS, NewEnvironment, new_environment
-from gspo_gym.cli import main
+from gspo_gym.cli.authoring.card import make_card
+from gspo_gym.cli.authoring.card_text import card_as_markdown
+from gspo_gym.cli.authoring.new import KINDS, NewEnvironment, new_environment
+from gspo_gym.cli.main import main
 from gspo_gym.config.run_config import load_config
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
 from gspo_gym.errors import ConfigError, UnknownNameError
 

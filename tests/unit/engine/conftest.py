@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_gym.models import load_policy
+from gspo_gym.policy.load import load_policy
 from gspo_gym.types import Float32Array
 
 PlainLogprobs = Callable[[Any, Sequence[int], Sequence[int]], Float32Array]

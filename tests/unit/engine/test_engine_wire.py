@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gspo_gym.base.retries import AttemptError
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.wire import (
+from gspo_gym.engine.endpoint.wire import (
     AnswerError,
     completions_request,
     generate_request,
@@ -21,7 +22,6 @@ from gspo_gym.engine.wire import (
     sglang_request,
     to_completion,
 )
-from gspo_gym.retries import AttemptError
 from gspo_gym.types import Completion, FinishReason
 
 PROMPT = [5, 6, 7]

@@ -11,7 +11,7 @@ from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.gate import Gate
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
-from gspo_gym.weight_sync import WeightSync
+from gspo_gym.policy.weight_sync import WeightSync
 
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
 

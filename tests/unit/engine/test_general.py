@@ -13,16 +13,16 @@ import pytest
 import torch
 import transformers
 
-from gspo_gym.engine import plain_model
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.caching import Caching
-from gspo_gym.engine.local import LocalEngine
-from gspo_gym.engine.plain_model import PlainModel
+from gspo_gym.engine.local import plain_model
+from gspo_gym.engine.local.caching import Caching
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.local.plain_model import PlainModel
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import add_lora, load_policy
+from gspo_gym.policy.load import add_lora, load_policy
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion
-from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 512
 TOLERANCE = 1e-5  # float32 rounding, five times over
@@ -201,8 +201,8 @@ def test_caches_of_older_weights_cannot_be_used(
 def test_the_check_for_stale_caches_is_needed(
     falcon: Any, plain_logprobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_gym.engine.shared_model.SharedModel.weights_changed", lambda self: False)
-    monkeypatch.setattr("gspo_gym.engine.shared_model.SharedModel.contents_changed", lambda self: False)
+    monkeypatch.setattr("gspo_gym.engine.local.shared_model.SharedModel.weights_changed", lambda self: False)
+    monkeypatch.setattr("gspo_gym.engine.local.shared_model.SharedModel.contents_changed", lambda self: False)
 
     async def use(engine: LocalEngine) -> float:
         prompt = _prompt(20)

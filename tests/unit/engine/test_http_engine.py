@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from faulty_server import MAX_MODEL_LEN, MODEL, FaultPlan, FaultyServer
 
+from gspo_gym.base.retries import RetrySettings
 from gspo_gym.engine.base import Capabilities, SamplingParams, WeightUpdate
-from gspo_gym.engine.http import HttpEngine, HttpSettings
+from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.errors import (
     ConfigError,
     ContextOverflowError,
@@ -22,7 +23,6 @@ from gspo_gym.errors import (
     EnginePoisonedError,
     EngineTimeoutError,
 )
-from gspo_gym.retries import RetrySettings
 from gspo_gym.types import Completion, FinishReason
 
 Json = dict[str, Any]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_gym.engine.kv_store import BLOCK, AttentionOptions, BlockStore, KeyValueStore, PlainStore, SingleRows
-from gspo_gym.engine.segments import SegmentSpan, attend_group, group_spans
+from gspo_gym.engine.local.kv_store import BLOCK, AttentionOptions, BlockStore, KeyValueStore, PlainStore, SingleRows
+from gspo_gym.engine.local.spans import SegmentSpan, attend_group, group_spans
 
 NUM_SLOTS, NUM_HEADS, NUM_TOKENS, SIZE = 9, 2, 3 * BLOCK, 8
 # float32 sums of up to 192 products of numbers near 1, in another order than float64's: measured 1e-6.

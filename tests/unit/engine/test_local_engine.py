@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.kv_store import PlainStore
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.local.kv_store import PlainStore
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.models import add_lora, load_policy
+from gspo_gym.policy.load import add_lora, load_policy
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion, FinishReason
-from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 256
 # float32 carries 24 bits; the shape of a batch changes the order of sums, which moved these logprobs by at most 2e-6
@@ -80,7 +80,7 @@ def test_logprobs_agree_with_a_plain_forward_over_turns_with_kept_caches_and_cop
 def test_the_layout_for_accelerators_gives_the_same_logprobs(
     model: Any, plain_logprobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_gym.engine.kv_cache.make_store", PlainStore)
+    monkeypatch.setattr("gspo_gym.engine.local.kv_cache.make_store", PlainStore)
 
     async def use(engine: LocalEngine) -> list[Any]:
         return await asyncio.gather(*(_play(engine, index) for index in range(16)))
@@ -210,7 +210,7 @@ def test_sampling_ends_where_the_context_does_and_a_prompt_without_room_is_an_ov
 def test_prompts_longer_than_one_step_may_read_are_read_in_parts(
     model: Any, plain_logprobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_gym.engine.batcher._MAX_READ_TOKENS", 13)
+    monkeypatch.setattr("gspo_gym.engine.local.batcher._MAX_READ_TOKENS", 13)
 
     async def use(engine: LocalEngine) -> list[tuple[list[int], Completion]]:
         prompts = [_prompt(seed, length) for seed, length in ((1, 60), (2, 14), (3, 1), (4, 26))]
@@ -301,8 +301,8 @@ def test_keys_of_older_weights_cannot_be_used(
 
 def test_the_check_for_stale_keys_is_needed(model: Any, plain_logprobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the engine would go on from old keys: the logprobs would be those of no policy at all."""
-    monkeypatch.setattr("gspo_gym.engine.shared_model.SharedModel.weights_changed", lambda self: False)
-    monkeypatch.setattr("gspo_gym.engine.shared_model.SharedModel.contents_changed", lambda self: False)
+    monkeypatch.setattr("gspo_gym.engine.local.shared_model.SharedModel.weights_changed", lambda self: False)
+    monkeypatch.setattr("gspo_gym.engine.local.shared_model.SharedModel.contents_changed", lambda self: False)
     prompt = _prompt(0, 30)
 
     async def use(engine: LocalEngine) -> float:

@@ -16,10 +16,10 @@ import torch
 import transformers as hf
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import ConfigError
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion
-from gspo_gym.weight_sync import WeightSync
 
 MAX_LEN = 64
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

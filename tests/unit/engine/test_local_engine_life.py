@@ -14,11 +14,11 @@ import torch
 from engine_contract import until_in_flight
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.batch import Request
-from gspo_gym.engine.batcher import Batcher
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.batch import Request
+from gspo_gym.engine.local.batcher import Batcher
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import EngineError, EngineTimeoutError
-from gspo_gym.weight_sync import WeightSync
+from gspo_gym.policy.weight_sync import WeightSync
 
 MAX_LEN = 1024
 

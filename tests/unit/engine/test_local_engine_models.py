@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import ConfigError
 from gspo_gym.types import Completion
 

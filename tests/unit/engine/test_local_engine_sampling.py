@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local import LocalEngine
-from gspo_gym.models import load_policy
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.policy.load import load_policy
 from gspo_gym.types import Completion, FinishReason
 
 STOPS = tuple(range(0, 64, 2))  # half of the vocabulary, so that a completion would soon end

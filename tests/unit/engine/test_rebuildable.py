@@ -9,7 +9,7 @@ import pytest
 from tracked_engine import TrackedEngine, Workshop
 
 from gspo_gym.engine.base import Engine, SamplingParams, WeightUpdate
-from gspo_gym.engine.rebuildable import BringUp, RebuildableEngine
+from gspo_gym.engine.replicas.rebuildable import BringUp, RebuildableEngine
 from gspo_gym.errors import EngineError, EnginePoisonedError
 
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)

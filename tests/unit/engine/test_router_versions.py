@@ -9,7 +9,7 @@ import pytest
 from tracked_engine import TrackedEngine
 
 from gspo_gym.engine.base import WeightUpdate
-from gspo_gym.engine.router import RoutedEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import ConfigError, EngineError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.rows import RowTable, uniform_numbers
+from gspo_gym.engine.local.rows import RowTable, uniform_numbers
 
 
 def test_the_numbers_are_splitmix64s() -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling, sample, sampling_logprobs
+from gspo_gym.engine.local.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling, sample, sampling_logprobs
 from gspo_gym.errors import ConfigError
 
 LOGITS = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
@@ -201,5 +201,5 @@ def test_a_large_vocabulary_is_drawn_from_in_groups_of_rows_with_the_same_result
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=(10, 7)))
     rows = RowSampling(uniforms=torch.from_numpy(np.random.default_rng(4).random(10)))
     whole = sample(logits, rows).token_ids
-    monkeypatch.setattr("gspo_gym.engine.sampling._MAX_CDF_ELEMENTS", 21)  # three rows of seven at once
+    monkeypatch.setattr("gspo_gym.engine.local.sampling._MAX_CDF_ELEMENTS", 21)  # three rows of seven at once
     assert torch.equal(sample(logits, rows).token_ids, whole)

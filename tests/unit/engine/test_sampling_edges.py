@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gspo_gym.engine.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling, sample, sampling_logprobs
+from gspo_gym.engine.local.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling, sample, sampling_logprobs
 
 HALF = math.log(0.5)
 OUT = -math.inf

@@ -9,8 +9,8 @@ import pytest
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion, FinishReason
-from gspo_gym.weight_sync import WeightSync
 
 STOP = 2
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(STOP,), seed=0)

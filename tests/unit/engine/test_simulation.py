@@ -19,8 +19,8 @@ from simulated_schedule import NUM_STEPS, SimulatedTraining, train_ahead
 from simulation import SimulatedLoop, StuckError, simulate
 
 from gspo_gym.engine.gate import Gate
-from gspo_gym.engine.rebuildable import BringUp, RebuildableEngine
-from gspo_gym.engine.router import RoutedEngine
+from gspo_gym.engine.replicas.rebuildable import BringUp, RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
 
 # About 5 seconds each; a router's schedules are longer.
 NUM_SCHEDULES: dict[Shape, int] = {"plain": 500, "rebuildable": 500, "routed": 250, "routed rebuildables": 250}
@@ -125,7 +125,7 @@ def test_the_simulation_finds_a_router_that_goes_on_with_a_replica_which_missed_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RoutedEngine, "_require_committed", lambda *_: None)
-    monkeypatch.setattr("gspo_gym.engine.replica_set.ReplicaSet.leave_out", lambda *_: None)
+    monkeypatch.setattr("gspo_gym.engine.replicas.replica_set.ReplicaSet.leave_out", lambda *_: None)
     wrong = wrong_schedules(partial(calls, shape="routed", samples=[]), range(200))
     assert any("was published" in one for one in wrong)
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from sleepy_engine import SleepyEngine, Step
 
-from gspo_gym.build_engines import build_while_learning
+from gspo_gym.config.build.engines import build_while_learning
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine, SamplingParams, WeightUpdate, require_sleeping
-from gspo_gym.engine.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.errors import ConfigError, EnginePoisonedError, NonFiniteError
-from gspo_gym.weight_sync import Target, WeightSync
+from gspo_gym.policy.weight_sync import Target, WeightSync
 
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
 Make = Callable[[dict[str, Any]], RunConfig]

@@ -13,11 +13,11 @@ import pytest
 from fake_vllm import VOCAB_SIZE, FakeVllm, Stage, logits_of, served
 from safetensors.numpy import save_file
 
+from gspo_gym.base.retries import RetrySettings
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.gate import probing
-from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError, EnginePoisonedError, EngineTimeoutError
-from gspo_gym.retries import RetrySettings
 from gspo_gym.types import Completion
 
 T = TypeVar("T")

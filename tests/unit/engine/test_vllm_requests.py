@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.vllm import VllmEngine
-from gspo_gym.engine.vllm_requests import completion_of, finish_reason_of, sampling_fields, versions_of
-from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.engine.vllm.requests import completion_of, finish_reason_of, sampling_fields, versions_of
+from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
 from gspo_gym.types import FinishReason
 

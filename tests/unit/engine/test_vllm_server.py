@@ -19,10 +19,10 @@ import httpx
 import pytest
 import torch
 
-from gspo_gym.engine.vllm_server import VllmServer
-from gspo_gym.engine.vllm_settings import VllmSettings
+from gspo_gym.cli.serve_engine import add_arguments, main, settings_of
+from gspo_gym.engine.vllm.server import VllmServer
+from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
-from gspo_gym.serve_engine_command import add_arguments, main, settings_of
 
 SETTINGS = VllmSettings(model="policy", max_model_len=512)
 SUPPORT = Path(__file__).parents[2] / "support"

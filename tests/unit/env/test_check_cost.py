@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gspo_gym.env.checker import CheckReport, check_env
+from gspo_gym.env.checks.checker import CheckReport, check_env
+from gspo_gym.env.checks.leaks import can_count_files, find_leaks
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.leaks import can_count_files, find_leaks
 
 
 class Greeter(TextEnv):

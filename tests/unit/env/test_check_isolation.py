@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_gym.env.checker import CheckReport, check_env
-from gspo_gym.env.global_state import watching
+from gspo_gym.env.checks.checker import CheckReport, check_env
+from gspo_gym.env.checks.global_state import watching
 from gspo_gym.env.registry import make
 
 # A module of its own, because a worker process has to import it.

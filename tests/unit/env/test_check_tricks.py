@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from gspo_gym.env.checker import CheckReport, check_env
+from gspo_gym.env.checks.checker import CheckReport, check_env
+from gspo_gym.env.checks.probes import CANDIDATES, LONG_ANSWER, probes, rubric_of
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.playing import arguments_for, schemas_of, tool_calling_policy
-from gspo_gym.env.probes import CANDIDATES, LONG_ANSWER, probes, rubric_of
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import tool
 from gspo_gym.types import Message, ToolCall

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.dataset import DatasetEnv
+from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.registry import make, register
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.env import dataset_rows
-from gspo_gym.env.dataset_rows import named_object, read_rows
+from gspo_gym.env.data import rows as dataset_rows
+from gspo_gym.env.data.rows import named_object, read_rows
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError
 
 TWO = [{"question": "2+2?", "answer": "4"}, {"question": "Capital of France?", "answer": "Paris"}]
@@ -132,4 +132,4 @@ def test_what_is_no_source_is_refused_with_what_there_is(tmp_path: Path) -> None
 
 
 def test_a_nested_name_is_found() -> None:
-    assert named_object("gspo_gym.env.dataset_rows:Row.__name__", "a name") == "Row"
+    assert named_object("gspo_gym.env.data.rows:Row.__name__", "a name") == "Row"

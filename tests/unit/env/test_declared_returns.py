@@ -13,11 +13,11 @@ import pytest
 
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.scripted import ScriptedEngine
-from gspo_gym.env.process_env import ProcessEnv
 from gspo_gym.env.session import EnvSession
 from gspo_gym.env.vector import TextVectorEnv
+from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.errors import ContractError
-from gspo_gym.models_tiny import tiny_tokenizer
+from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode

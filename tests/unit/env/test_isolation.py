@@ -12,11 +12,11 @@ import gymnasium
 import pytest
 
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.isolation import Decision, isolated_factory
-from gspo_gym.env.process_env import ProcessEnv
-from gspo_gym.env.process_limits import WorkerLimits
 from gspo_gym.env.registry import register
 from gspo_gym.env.session import open_session
+from gspo_gym.env.workers.env import ProcessEnv
+from gspo_gym.env.workers.isolation import Decision, isolated_factory
+from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.errors import ConfigError, UnknownNameError
 from gspo_gym.types import Message
 
@@ -102,7 +102,7 @@ def test_an_environment_that_says_where_it_runs_is_believed(subject: Any) -> Non
 def test_one_that_touches_the_generators_of_the_process_is_found_out_and_told_of_once(
     subject: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="gspo_gym.env.isolation")
+    caplog.set_level(logging.INFO, logger="gspo_gym.env.workers.isolation")
     draws, seeds = isolated_factory(subject.Draws), isolated_factory(subject.Seeds)
     assert draws.decision.isolation == seeds.decision.isolation == "process"
     assert draws.decision.reason == "it uses the generator of numpy.random, random, which a process shares"

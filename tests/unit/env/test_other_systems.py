@@ -24,7 +24,7 @@ def test_code_repair_says_at_import_which_systems_it_runs_on() -> None:
     assert done.returncode == 1
     assert "MissingExtraError: running what a model wrote" in done.stderr
     assert "use Linux or macOS, on Windows the Windows Subsystem for Linux" in done.stderr
-    done = run("from gspo_gym.cli import main; raise SystemExit(main(['env', 'card', 'CodeRepair']))")
+    done = run("from gspo_gym.cli.main import main; raise SystemExit(main(['env', 'card', 'CodeRepair']))")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
 
 
@@ -36,9 +36,9 @@ def test_other_environments_are_made_and_played_without_what_windows_lacks() -> 
         "    env.reset(seed=0)\n"
         "    env.step('1')\n"
         "    env.close()\n"
-        "import gspo_gym.rollout.pool, gspo_gym.judge.http_judge, gspo_gym.config.run_config\n"
+        "import gspo_gym.rollout.pool, gspo_gym.judge.service.client, gspo_gym.config.run_config\n"
         "import pathlib, tempfile\n"
-        "from gspo_gym.files import replace_file\n"
+        "from gspo_gym.base.files import replace_file\n"
         "replace_file(pathlib.Path(tempfile.mkdtemp()) / 'file', 'text')\n"
         "print('played')"
     )

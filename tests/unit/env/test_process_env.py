@@ -30,11 +30,11 @@ import pytest
 
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.playing import play
-from gspo_gym.env.process_env import ProcessEnv
-from gspo_gym.env.process_limits import WorkerLimits
-from gspo_gym.env.process_pool import ProcessPool
 from gspo_gym.env.registry import make
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.workers.env import ProcessEnv
+from gspo_gym.env.workers.limits import WorkerLimits
+from gspo_gym.env.workers.pool import ProcessPool
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, UsageError
 from gspo_gym.types import Message
 
@@ -528,7 +528,7 @@ def test_a_hundred_play_at_once(pool: ProcessPool) -> None:
 PROGRAM = """
 import asyncio, os, sys
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.process_env import ProcessEnv
+from gspo_gym.env.workers.env import ProcessEnv
 
 class Mine(TextEnv):
     def reset(self, *, seed=None, options=None):

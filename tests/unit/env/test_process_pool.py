@@ -10,9 +10,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from gspo_gym.env.process_channel import frame_of
-from gspo_gym.env.process_limits import WorkerLimits
-from gspo_gym.env.process_pool import ProcessPool, WorkerProcess
+from gspo_gym.env.workers.channel import frame_of
+from gspo_gym.env.workers.limits import WorkerLimits
+from gspo_gym.env.workers.pool import ProcessPool, WorkerProcess
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo_gym.env.workers import OwnThread, WorkerPool
+from gspo_gym.env.workers.threads import OwnThread, WorkerPool
 
 
 @pytest.fixture

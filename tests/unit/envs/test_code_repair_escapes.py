@@ -15,11 +15,11 @@ import pytest
 from gspo_gym_envs.code_repair import grading
 from gspo_gym_envs.code_repair.env import CodeRepair
 
-from gspo_gym.env import confinement as confinement_module
-from gspo_gym.env import sandbox
-from gspo_gym.env.checker import check_env
-from gspo_gym.env.confinement import Confinement, confinement
-from gspo_gym.env.sandbox import SandboxLimits, run_python
+from gspo_gym.env.checks.checker import check_env
+from gspo_gym.env.workers import confinement as confinement_module
+from gspo_gym.env.workers import sandbox
+from gspo_gym.env.workers.confinement import Confinement, confinement
+from gspo_gym.env.workers.sandbox import SandboxLimits, run_python
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.types import Message, ToolCall
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gspo_gym_envs.score import main
 
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
 
 

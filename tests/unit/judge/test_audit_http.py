@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 from rule_judge import spoken_episode
 
-from gspo_gym.judge.audit import AuditSettings, JudgeAudit
+from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit
+from gspo_gym.judge.audit.labels import Label
 from gspo_gym.judge.base import JudgeRequest, Rubrics
-from gspo_gym.judge.fake_server import create_fake_judge_app, read_prompt
-from gspo_gym.judge.labels import Label
-from gspo_gym.judge.model_judge import ModelJudge
-from gspo_gym.judge.model_settings import ModelJudgeSettings
+from gspo_gym.judge.model.judge import ModelJudge
+from gspo_gym.judge.model.settings import ModelJudgeSettings
+from gspo_gym.judge.model.verdict import verdict_key
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.verdict import verdict_key
+from gspo_gym.judge.service.fake_server import create_fake_judge_app, read_prompt
 from gspo_gym.remote.serving import BackgroundServer
 
 BIAS = 0.2

@@ -16,6 +16,7 @@ import pytest
 from fastapi.responses import JSONResponse, RedirectResponse
 from judged_episodes import BOTH, EVENT, episode, request
 
+from gspo_gym.base.retries import RetrySettings
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import (
@@ -30,10 +31,9 @@ from gspo_gym.judge.base import (
 )
 from gspo_gym.judge.budget import BudgetLimits, JudgeBudget
 from gspo_gym.judge.cache import JudgementCache
-from gspo_gym.judge.http_contract import score_url
-from gspo_gym.judge.http_judge import HttpJudge, HttpJudgeSettings
+from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
+from gspo_gym.judge.service.contract import score_url
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.retries import RetrySettings
 from gspo_gym.types import Message, ToolCall
 
 Json = dict[str, Any]
@@ -238,7 +238,7 @@ def test_an_answer_that_is_not_complete_is_an_error_and_no_number(
 
 
 def test_numbers_that_json_has_no_name_for_are_no_scores() -> None:
-    from gspo_gym.judge.http_contract import judgement_from_wire
+    from gspo_gym.judge.service.contract import judgement_from_wire
 
     for wrong in (math.nan, math.inf):
         for answer in (changed(event_totals=[wrong, 0.0]), changed(outcome_review={"total": wrong})):

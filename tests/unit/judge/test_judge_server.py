@@ -19,7 +19,8 @@ import httpx
 import pytest
 from judged_episodes import BOTH, OUTCOME, episode, request
 
-from gspo_gym.cli import main
+from gspo_gym.base.retries import RetrySettings
+from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, UnknownNameError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import (
@@ -33,15 +34,14 @@ from gspo_gym.judge.base import (
     Review,
     Rubrics,
 )
-from gspo_gym.judge.fake_server import create_fake_judge_app
-from gspo_gym.judge.http_judge import HttpJudge, HttpJudgeSettings
-from gspo_gym.judge.judge_server import create_judge_app
-from gspo_gym.judge.model_judge import BY_RULE, ModelJudge
-from gspo_gym.judge.model_settings import ModelJudgeSettings
+from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
+from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.python_judge import PythonJudge, load_function
 from gspo_gym.judge.rubric_files import parse_rubrics
+from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
+from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.judge.service.server import create_judge_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.retries import RetrySettings
 from gspo_gym.types import Message, ToolCall
 
 Json = dict[str, Any]
@@ -448,7 +448,7 @@ def test_functions_that_are_not_there_are_errors_at_once(name: str) -> None:
 def running(*arguments: str, cwd: Path) -> Iterator[str]:
     """The command as a process, and the URL that it prints; it must end well when it is told to."""
     environment = {**os.environ, "PYTHONPATH": f"{cwd}:{Path(__file__).parents[3]}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gspo_gym.cli", "judge", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "gspo_gym.cli.main", "judge", *arguments, "--port", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment
     ) as process:

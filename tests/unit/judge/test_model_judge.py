@@ -20,17 +20,17 @@ from fastapi.responses import JSONResponse
 from judged_episodes import BOTH, EVENT, OUTCOME, episode, request
 from provider_refusals import gemini_unknown, openai_parameter, openai_value
 
+from gspo_gym.base.retries import RetrySettings
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.budget import JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
-from gspo_gym.judge.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt
-from gspo_gym.judge.model_judge import BY_RULE, ModelJudge
-from gspo_gym.judge.model_settings import ModelJudgeSettings
+from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
+from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric import Criterion, Rubric
+from gspo_gym.judge.service.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.retries import RetrySettings
 
 Json = dict[str, Any]
 

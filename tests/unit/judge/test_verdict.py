@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from gspo_gym.judge.model.verdict import VerdictError, parse_verdict, verdict_schema
 from gspo_gym.judge.rubric import Criterion
-from gspo_gym.judge.verdict import VerdictError, parse_verdict, verdict_schema
 
 NONCE = "aa" * 10
 PARTS = {

@@ -15,8 +15,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gspo_gym.judge.model.verdict import VerdictError, parse_verdict, verdict_key
 from gspo_gym.judge.rubric import Criterion
-from gspo_gym.judge.verdict import VerdictError, parse_verdict, verdict_key
 
 NONCE = "0123456789abcdef0123"
 KEY = verdict_key(NONCE)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import LoraSettings, LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.update import Learner
-from gspo_gym.models import adapt_policy, load_policy
-from gspo_gym.models_options import prepare_for_training
-from gspo_gym.weight_sync import WeightSync
+from gspo_gym.policy.load import adapt_policy, load_policy
+from gspo_gym.policy.options import prepare_for_training
+from gspo_gym.policy.weight_sync import WeightSync
 
 DENSE, MOE = "tiny:qwen3-64", "tiny:qwen3-moe-64"
 LORA = LoraSettings(r=4, alpha=8)

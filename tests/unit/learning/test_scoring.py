@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.scoring import Scorer, score_logprobs
-from gspo_gym.models import load_policy
+from gspo_gym.policy.load import load_policy
 
 # Logits and logprobs here are of order 10; float32 rounds them to 1e-6, and a sum over 32 hidden units in another order
 # moves a few of those.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gspo_gym.engine.sampling import RowSampling, sampling_logprobs
+from gspo_gym.engine.local.sampling import RowSampling, sampling_logprobs
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.truncation import Truncation

@@ -16,8 +16,8 @@ from served_gateway import SETTINGS, Served, replying, run, served
 
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError, EnginePoisonedError
-from gspo_gym.remote.app_episodes import AppEpisodes, AppEpisodeSettings
-from gspo_gym.remote.client import TaskAppClient
+from gspo_gym.remote.apps.client import TaskAppClient
+from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Outcome, Task, Trajectory
@@ -347,7 +347,7 @@ def test_what_does_not_fit_together_is_said_once_and_counted(caplog: pytest.LogC
                 assert trajectory.turns[-1].reward_terms["rest_of_return"] == 2.0
             assert stage.episodes.counters.warnings == {"returns differ": 3}
 
-    with caplog.at_level(logging.WARNING, logger="gspo_gym.remote.app_episodes"):
+    with caplog.at_level(logging.WARNING, logger="gspo_gym.remote.apps.episodes"):
         run(test)
     assert len([record for record in caplog.records if "returns differ" in record.message]) == 1
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gspo_gym.recording import METRICS
-from gspo_gym.remote.app_episodes import AppCounters
-from gspo_gym.remote.app_metrics import AppMetrics
+from gspo_gym.remote.apps.episodes import AppCounters
+from gspo_gym.remote.apps.metrics import AppMetrics
+from gspo_gym.run.recording import METRICS
 
 
 def test_a_step_has_what_was_counted_since_the_one_before() -> None:

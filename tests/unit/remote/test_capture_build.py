@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from seeded_engine import SeededEngine, any_of
 
 from gspo_gym.engine.scripted import ScriptedEngine
-from gspo_gym.models import tiny_tokenizer
-from gspo_gym.remote.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
-from gspo_gym.remote.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway import Gateway
-from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
+from gspo_gym.policy.load import tiny_tokenizer
+from gspo_gym.remote.gateway.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
+from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
 from gspo_gym.types import Message
 
 TOKENIZER = tiny_tokenizer()

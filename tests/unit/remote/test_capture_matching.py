@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.chat_api import message_from_wire, message_to_wire
+from gspo_gym.base.messages import message_from_wire, message_to_wire
 from gspo_gym.engine.scripted import ScriptedEngine
-from gspo_gym.models import tiny_tokenizer
-from gspo_gym.remote.capture import CapturedCall, ChatCall
-from gspo_gym.remote.gateway import Gateway
-from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
+from gspo_gym.policy.load import tiny_tokenizer
+from gspo_gym.remote.gateway.capture import CapturedCall, ChatCall
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
 from gspo_gym.types import Message, ToolCall
 
 TOKENIZER = tiny_tokenizer()

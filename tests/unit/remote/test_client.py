@@ -13,8 +13,10 @@ import pytest
 from fake_task_app import Asked, FakeTaskApp
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.remote.app_auth import AppKeys
-from gspo_gym.remote.app_errors import (
+from gspo_gym.remote.apps.auth import AppKeys
+from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
+from gspo_gym.remote.apps.contracts import RolloutRequest
+from gspo_gym.remote.apps.errors import (
     AppAnswerError,
     AppAttemptError,
     AppError,
@@ -22,8 +24,6 @@ from gspo_gym.remote.app_errors import (
     AppTimeoutError,
     AppUnauthorisedError,
 )
-from gspo_gym.remote.client import TaskAppClient, TaskAppSettings
-from gspo_gym.remote.contracts import RolloutRequest
 from gspo_gym.remote.serving import BackgroundServer
 
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gspo_gym.remote.contracts import (
+from gspo_gym.remote.apps.contracts import (
     OutcomeResponse,
     RolloutRequest,
     RolloutResponse,

@@ -12,7 +12,7 @@ import pytest
 import served_gateway as gw
 
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
-from gspo_gym.remote.capture_build import build_trajectory_parts
+from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
 from gspo_gym.types import Message, ToolCall
 
 LOOK_AT_DOOR = ToolCall("call_0", "look", {"at": "door"})

@@ -12,10 +12,10 @@ import pytest
 import served_gateway as gw
 
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
-from gspo_gym.remote.capture import Untrained
-from gspo_gym.remote.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway_session import GatewaySession
-from gspo_gym.remote.replay import MAX_REMEMBERED, Asked, KeyReuseError, Replays, Reply, digest_of
+from gspo_gym.remote.gateway.capture import Untrained
+from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
+from gspo_gym.remote.gateway.replay import MAX_REMEMBERED, Asked, KeyReuseError, Replays, Reply, digest_of
+from gspo_gym.remote.gateway.session import GatewaySession
 
 HELLO = {"messages": gw.user("Hello.")}
 RETRY = {"x-stainless-retry-count": "1"}

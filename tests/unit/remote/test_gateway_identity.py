@@ -18,15 +18,15 @@ from seeded_engine import Pick, SeededEngine, any_of
 
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.base import Engine
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.registry import make
 from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ContextOverflowError
-from gspo_gym.models import load_policy, tiny_tokenizer
-from gspo_gym.remote.capture import CapturedCall, ChatCall
-from gspo_gym.remote.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway import Gateway
-from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
+from gspo_gym.policy.load import load_policy, tiny_tokenizer
+from gspo_gym.remote.gateway.capture import CapturedCall, ChatCall
+from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits

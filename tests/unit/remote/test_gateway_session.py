@@ -23,8 +23,8 @@ from gspo_gym.errors import (
     TemplateError,
     UnknownNameError,
 )
-from gspo_gym.models import tiny_tokenizer
-from gspo_gym.remote.capture import (
+from gspo_gym.policy.load import tiny_tokenizer
+from gspo_gym.remote.gateway.capture import (
     Capture,
     CapturedCall,
     ChatCall,
@@ -33,9 +33,9 @@ from gspo_gym.remote.capture import (
     SessionClosedError,
     SessionLimitError,
 )
-from gspo_gym.remote.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway import Gateway
-from gspo_gym.remote.gateway_session import GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, Message, ParseStatus, ToolCall
 

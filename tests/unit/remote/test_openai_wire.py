@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from served_gateway import LOOK, user
 
-from gspo_gym.remote.capture import REQUIRED, ChatCall, CompletionCall
-from gspo_gym.remote.openai_wire import (
+from gspo_gym.remote.gateway.capture import REQUIRED, ChatCall, CompletionCall
+from gspo_gym.remote.gateway.openai_wire import (
     AnswerOptions,
     RequestError,
     read_body,
     read_chat_request,
     read_completion_request,
 )
-from gspo_gym.remote.openai_wire_responses import read_responses_request
+from gspo_gym.remote.gateway.openai_wire_responses import read_responses_request
 from gspo_gym.types import Message, ToolCall
 
 HELLO = {"messages": user("Hello.")}

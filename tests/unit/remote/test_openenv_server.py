@@ -28,12 +28,12 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from gspo_gym.cli.serve_env import main
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.tools import tool
 from gspo_gym.errors import ConfigError, UsageError
-from gspo_gym.remote.openenv_server import create_openenv_app
+from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serving import BackgroundServer, bind
-from gspo_gym.serve_command import main
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +419,7 @@ register("Notes-v0", Notes)
 def test_the_command_serves_until_sigterm_and_closes_its_sessions(tmp_path: Path) -> None:
     (tmp_path / "notes_env.py").write_text(LEAVES_A_NOTE)
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "gspo_gym.serve_command", "notes_env:Notes-v0", "--port", "0"]
+    command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "notes_env:Notes-v0", "--port", "0"]
     command += ["--option", f"folder={tmp_path}", "--protocol", "openenv"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
 

@@ -31,12 +31,12 @@ from fastapi import FastAPI
 from scripted_model import ScriptedModel, in_turn, text
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.remote.apps.urls import UrlPolicy
 from gspo_gym.remote.guard import Guard, Keys, json_depth_exceeds
-from gspo_gym.remote.inference import InferenceClient
-from gspo_gym.remote.served_env import ServedEnv, served_app
+from gspo_gym.remote.serve.inference import InferenceClient
+from gspo_gym.remote.serve.served_env import ServedEnv, served_app
+from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer, bind
-from gspo_gym.remote.task_app_server import create_task_app
-from gspo_gym.remote.urls import UrlPolicy
 from gspo_gym.types import Message
 
 KEY, OTHER_KEY = "k3y-0f-the-0perator", "an0ther-k3y"
@@ -271,7 +271,7 @@ ATTACKS: dict[str, tuple[bytes, Callable[[], Iterator[bytes]], Sequence[int]]] =
 @pytest.fixture(scope="module")
 def process() -> Iterator[tuple[str, int]]:
     """A server of its own: URL and process id."""
-    command = [sys.executable, "-m", "gspo_gym.serve_command", "GuessNumber", "--port", "0", "--isolation", "thread"]
+    command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "GuessNumber", "--port", "0", "--isolation", "thread"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as served:
         assert served.stdout is not None

@@ -19,15 +19,15 @@ from app_process import serving_process
 from ending_env import Ending
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.adapters.step_protocol import StepProtocolEnv
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import make
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.session import EnvSession
+from gspo_gym.env.suites.step_protocol import StepProtocolEnv
 from gspo_gym.errors import ActionLimitError, ConfigError, EnvDiedError, EnvError, EnvTimeoutError
+from gspo_gym.remote.serve.task_app_server import TaskAppLimits, create_task_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.remote.task_app_server import TaskAppLimits, create_task_app
 from gspo_gym.types import Message, StepResult
 
 Json = dict[str, Any]

@@ -22,18 +22,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gspo_gym.engine.base import Engine
-from gspo_gym.engine.http import HttpEngine, HttpSettings
-from gspo_gym.engine.local import LocalEngine
+from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.scripted import ScriptedEngine
-from gspo_gym.engine.vllm_http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.learning.batching import build_batch
 from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
-from gspo_gym.models import load_policy
-from gspo_gym.remote.capture import CapturedCall, ChatCall
-from gspo_gym.remote.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway import Gateway
-from gspo_gym.remote.gateway_session import GatewaySessionSettings
+from gspo_gym.policy.load import load_policy
+from gspo_gym.remote.gateway.capture import CapturedCall, ChatCall
+from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.session import GatewaySessionSettings
 from gspo_gym.rollout.summary import rollout_metrics
 from gspo_gym.types import FinishReason, Message, Outcome, ParseStatus, Task, Trajectory, TrajectoryGroup
 

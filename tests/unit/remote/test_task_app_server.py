@@ -31,12 +31,12 @@ from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import tool
 from gspo_gym.errors import ConfigError
-from gspo_gym.remote.app_rewards import read_rollout
-from gspo_gym.remote.contracts import RolloutRequest, RolloutResponse, read_response
-from gspo_gym.remote.served_env import rubrics_of
+from gspo_gym.remote.apps.contracts import RolloutRequest, RolloutResponse, read_response
+from gspo_gym.remote.apps.rewards import read_rollout
+from gspo_gym.remote.serve.served_env import rubrics_of
+from gspo_gym.remote.serve.task_app_rollout import seed_of
+from gspo_gym.remote.serve.task_app_server import TaskAppLimits, create_task_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.remote.task_app_rollout import seed_of
-from gspo_gym.remote.task_app_server import TaskAppLimits, create_task_app
 from gspo_gym.types import Outcome
 
 
@@ -604,7 +604,7 @@ def test_a_client_that_leaves_stops_its_rollout(stage: Make) -> None:
 
 
 def test_rollouts_wait_for_a_place_and_too_many_are_turned_away(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo_gym.remote.task_app_server._MAX_WAITING", 1)
+    monkeypatch.setattr("gspo_gym.remote.serve.task_app_server._MAX_WAITING", 1)
     app = stage(ScriptedModel(nothing, hangs=True), limits=TaskAppLimits(max_concurrent_rollouts=1))
     requests = [app.request(run_id=run_id) for run_id in ("playing", "waiting")]
     threads = [threading.Thread(target=app.post, args=("/rollout", request)) for request in requests]

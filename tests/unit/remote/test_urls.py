@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.remote.apps.urls import PinnedUrl, UrlError, UrlPolicy, operator_url
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.remote.urls import PinnedUrl, UrlError, UrlPolicy, operator_url
 
 PUBLIC, PRIVATE = "93.184.216.34", "10.0.0.5"
 LOCAL_SPELLINGS = [

@@ -18,7 +18,7 @@ from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.env.core import TextEnv
 from gspo_gym.errors import ConfigError, UnknownNameError
-from gspo_gym.models import tiny_tokenizer
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits

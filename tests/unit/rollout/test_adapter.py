@@ -32,7 +32,7 @@ from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import tool
 from gspo_gym.errors import ConfigError, ContextOverflowError, EnvError, RecordError, UsageError
-from gspo_gym.models import tiny_tokenizer
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.types import FinishReason, Outcome, ParseStatus
 

@@ -24,7 +24,7 @@ import pytest
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import EnginePoisonedError
-from gspo_gym.models import tiny_tokenizer
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits

@@ -25,7 +25,7 @@ import pytest
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError
-from gspo_gym.models import tiny_tokenizer
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal

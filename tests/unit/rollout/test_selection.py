@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gspo_gym.chat.renderer_cache import RendererCache
-from gspo_gym.models import tiny_tokenizer
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition

@@ -3,7 +3,7 @@
 import pytest
 
 from gspo_gym.env.core import TextEnv
-from gspo_gym.models_tiny import tiny_tokenizer
+from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.types import Message
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
-from gspo_gym.env.adapters.verifiers_loading import forget_loaded
 from gspo_gym.env.registry import make
+from gspo_gym.env.suites.verifiers_loading import forget_loaded
 from gspo_gym.errors import MissingExtraError
-from gspo_gym.models import tiny_tokenizer
+from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.verifiers_client import verifiers_client
 

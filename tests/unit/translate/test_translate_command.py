@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gspo_gym.cli import main
+from gspo_gym.cli.main import main
 from gspo_gym.config.run_config import load_config
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from gspo_gym.cli.config_from import Wanted, translate
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
-from gspo_gym.translate.command import Wanted, translate
 
 # Unsloth's page, as printed there.
 UNSLOTH = {

@@ -8,10 +8,10 @@ import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
-from gspo_gym.env.adapters.discrete import DiscreteEnv, in_numbers
-from gspo_gym.env.adapters.discrete_actions import Actions
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
+from gspo_gym.env.suites.discrete import DiscreteEnv, in_numbers
+from gspo_gym.env.suites.discrete_actions import Actions
 from gspo_gym.errors import ConfigError, UnknownNameError
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.adapters.skyrl_gym import SkyRLGymEnv
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
+from gspo_gym.env.suites.skyrl_gym import SkyRLGymEnv
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError
 
 pytestmark = pytest.mark.usefixtures("fake_suites")

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.adapters import textarena_match
-from gspo_gym.env.adapters.textarena import TextArenaEnv
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
+from gspo_gym.env.suites import textarena_match
+from gspo_gym.env.suites.textarena import TextArenaEnv
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError
 from gspo_gym.types import Message
 

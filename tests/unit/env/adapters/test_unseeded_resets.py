@@ -25,29 +25,29 @@ from envs.code_repair.tasks import HELD_OUT
 from envs.frozen_lake.env import FrozenLake
 from envs.support_desk.env import SupportDesk
 from envs.wordle.env import Wordle
-from gspo_gym.env.adapters import textarena_match, verifiers_loading
-from gspo_gym.env.adapters.discrete import DiscreteEnv
-from gspo_gym.env.adapters.gem import GemEnv
-from gspo_gym.env.adapters.nemo_gym import NeMoGymEnv
-from gspo_gym.env.adapters.openenv import OpenEnvEnv
-from gspo_gym.env.adapters.reasoning_gym import ReasoningGymEnv
-from gspo_gym.env.adapters.skyrl_gym import SkyRLGymEnv
-from gspo_gym.env.adapters.step_protocol import StepProtocolEnv
-from gspo_gym.env.adapters.textarena import TextArenaEnv
-from gspo_gym.env.adapters.verifiers import VerifiersEnv
+from gspo_gym.base.settings import parse_seeds
+from gspo_gym.cli.env import make_parser
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.dataset import DatasetEnv
+from gspo_gym.env.data.dataset import DatasetEnv
+from gspo_gym.env.data.splits import content_hash, is_held_out_content
 from gspo_gym.env.plain import as_gymnasium
-from gspo_gym.env.splits import content_hash, is_held_out_content
+from gspo_gym.env.suites import textarena_match, verifiers_loading
+from gspo_gym.env.suites.discrete import DiscreteEnv
+from gspo_gym.env.suites.gem import GemEnv
+from gspo_gym.env.suites.nemo_gym import NeMoGymEnv
+from gspo_gym.env.suites.openenv import OpenEnvEnv
+from gspo_gym.env.suites.reasoning_gym import ReasoningGymEnv
+from gspo_gym.env.suites.skyrl_gym import SkyRLGymEnv
+from gspo_gym.env.suites.step_protocol import StepProtocolEnv
+from gspo_gym.env.suites.textarena import TextArenaEnv
+from gspo_gym.env.suites.verifiers import VerifiersEnv
 from gspo_gym.env.tasks import TaskSource
 from gspo_gym.env.vector import TextVectorEnv
-from gspo_gym.env_commands import make_parser
-from gspo_gym.models import load_tokenizer
-from gspo_gym.remote.openenv_server import create_openenv_app
+from gspo_gym.policy.load import load_tokenizer
+from gspo_gym.remote.serve.openenv_server import create_openenv_app
+from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.remote.task_app_server import create_task_app
 from gspo_gym.rollout.adapter import TokenObservationWrapper
-from gspo_gym.settings import parse_seeds
 
 FIRST = 2**31  # the first training seed
 COUNT = 8  # unseeded episodes: that all fall on one side by chance happens once in 2**8
@@ -381,27 +381,27 @@ INTERFACES: Mapping[str, str] = {
     "gspo_gym/env/vector.py TextVectorEnv._seeds_from": "make_vec",
     "gspo_gym/env/vector.py TextVectorEnv._begin": "make_vec",
     "gspo_gym/env/tasks.py TaskSource.task": "TaskSource",
-    "gspo_gym/env/dataset.py DatasetEnv.reset": "Dataset",
+    "gspo_gym/env/data/dataset.py DatasetEnv.reset": "Dataset",
     "gspo_gym/env/core.py ToolEnv.reset": "CodeRepair",
     "gspo_gym/env/core.py ToolEnv.reset_seed": "CodeRepair",
     "gspo_gym/env/chat_model.py ChatModel.reply": "of sampling, not of a task",
-    "gspo_gym/env/adapters/discrete.py DiscreteEnv.reset": "Discrete",
-    "gspo_gym/env/adapters/gem.py GemEnv.reset": "Gem",
-    "gspo_gym/env/adapters/nemo_gym.py NeMoGymEnv.reset": "NeMoGym",
-    "gspo_gym/env/adapters/openenv.py OpenEnvEnv.reset": "OpenEnv client",
-    "gspo_gym/env/adapters/reasoning_gym.py ReasoningGymEnv.reset": "ReasoningGym",
-    "gspo_gym/env/adapters/skyrl_gym.py SkyRLGymEnv.reset": "SkyRLGym",
-    "gspo_gym/env/adapters/step_protocol.py StepProtocolEnv.reset": "StepProtocol client",
-    "gspo_gym/env/adapters/textarena.py TextArenaEnv.reset": "TextArena",
-    "gspo_gym/env/adapters/verifiers.py VerifiersEnv.reset": "Verifiers",
+    "gspo_gym/env/suites/discrete.py DiscreteEnv.reset": "Discrete",
+    "gspo_gym/env/suites/gem.py GemEnv.reset": "Gem",
+    "gspo_gym/env/suites/nemo_gym.py NeMoGymEnv.reset": "NeMoGym",
+    "gspo_gym/env/suites/openenv.py OpenEnvEnv.reset": "OpenEnv client",
+    "gspo_gym/env/suites/reasoning_gym.py ReasoningGymEnv.reset": "ReasoningGym",
+    "gspo_gym/env/suites/skyrl_gym.py SkyRLGymEnv.reset": "SkyRLGym",
+    "gspo_gym/env/suites/step_protocol.py StepProtocolEnv.reset": "StepProtocol client",
+    "gspo_gym/env/suites/textarena.py TextArenaEnv.reset": "TextArena",
+    "gspo_gym/env/suites/verifiers.py VerifiersEnv.reset": "Verifiers",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset": "TokenObservationWrapper",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset_async": "TokenObservationWrapper",
     "gspo_gym/rollout/verifiers_client.py verifiers_client": "of sampling, not of a task",
-    "gspo_gym/remote/contracts.py RolloutEnv.seed": "task app rollout",
-    "gspo_gym/remote/env_source.py EnvSource.seed_of": "task app rollout",
-    "gspo_gym/remote/openenv_sessions.py Session.reset": "OpenEnv server",
-    "gspo_gym/remote/openenv_wire.py ResetRequest.seed": "OpenEnv server",
-    "gspo_gym/remote/step_sessions.py InitializeRequest.seed": "step protocol server",
+    "gspo_gym/remote/apps/contracts.py RolloutEnv.seed": "task app rollout",
+    "gspo_gym/remote/serve/env_source.py EnvSource.seed_of": "task app rollout",
+    "gspo_gym/remote/serve/openenv_sessions.py Session.reset": "OpenEnv server",
+    "gspo_gym/remote/serve/openenv_wire.py ResetRequest.seed": "OpenEnv server",
+    "gspo_gym/remote/serve/step_sessions.py InitializeRequest.seed": "step protocol server",
     "envs/countdown/env.py Countdown.reset": "TaskSource",
     "envs/frozen_lake/env.py FrozenLake.reset": "FrozenLake",
     "envs/guess_number/env.py GuessNumber.reset": _NO_SIDES,

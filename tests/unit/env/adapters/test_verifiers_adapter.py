@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.adapters import verifiers_loading
-from gspo_gym.env.adapters.verifiers import VerifiersEnv
-from gspo_gym.env.checker import check_env
+from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.session import open_session
+from gspo_gym.env.suites import verifiers_loading
+from gspo_gym.env.suites.verifiers import VerifiersEnv
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError
 from gspo_gym.types import Message, StepResult, ToolCall
 

@@ -1,0 +1,244 @@
+"""How many small faults the tests notice: `python -m benchmarks mutants FILE...`, in the root of a checkout.
+
+Every mutant is one small change of a file (see `benchmark_mutations`), written into a temporary copy of the checkout,
+where the tests of that file run until the first failure. A mutant dies if a test fails, if nothing can be imported, or
+if the tests take longer than `TIMEOUT_FACTOR` times what they take without it. One process at a time.
+
+The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; `tests/**/test_name.py` and
+`test_name_*.py`; the test files that import the module, those that import the fewest other modules first, and at most
+`MAX_TEST_FILES` in all. Tests marked `slow` do not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.mutations import Mutant, draw_mutants
+from gspo_gym.errors import UsageError
+
+MAX_TEST_FILES = 6
+TIMEOUT_FACTOR = 5.0
+_TIMEOUT_FLOOR_SECONDS = 20.0
+_BASELINE_SECONDS = 600.0
+_NO_TESTS = 5  # pytest's exit status where it collected none
+_LEFT_OUT = (".*", "__pycache__", "node_modules", "runs", "build", "*.egg-info")
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What became of one file's mutants.
+
+    Attributes:
+        path: the file, relative to the checkout.
+        tests: the test files that ran, relative to the checkout.
+        num_mutants: mutants that were tried.
+        survivors: those that no test noticed.
+    """
+
+    path: Path
+    tests: tuple[Path, ...]
+    num_mutants: int
+    survivors: tuple[Mutant, ...]
+
+    @property
+    def died_fraction(self) -> float:
+        """The share of the mutants that died; 1 where the file has none."""
+        return 1 - len(self.survivors) / self.num_mutants if self.num_mutants else 1.0
+
+
+def find_tests(path: Path, root: Path) -> tuple[Path, ...]:
+    """Return the tests of the module at `path` by the rule above; both paths and results are relative to `root`."""
+    module = module_name(path)
+    mirrors, importers = [], []
+    for test in sorted((root / "tests").rglob("test_*.py")):
+        imported = _imports(test.read_text(encoding="utf-8"))
+        if test.stem == f"test_{path.stem}" or test.stem.startswith(f"test_{path.stem}_"):
+            mirrors.append((path.parent.name not in test.parent.parts, len(imported), test))
+        elif any(f"{name}.".startswith(f"{module}.") for name in imported):
+            importers.append((len(imported), test))
+    # A file of that name in another room's folder mirrors another module, unless it imports this one.
+    strangers = [m for m in mirrors if m[0] and module not in _imports(m[2].read_text(encoding="utf-8"))]
+    ordered = [test for *_, test in sorted(m for m in mirrors if m not in strangers)]
+    ordered += [test for _, test in sorted(importers)]
+    doctests = [path] if ">>> " in (root / path).read_text(encoding="utf-8") else []
+    return tuple([*doctests, *(test.relative_to(root) for test in ordered)][:MAX_TEST_FILES])
+
+
+def module_name(path: Path) -> str:
+    """Return the import name of the file at `path`; `envs/` is the folder of `gspo_gym_envs`.
+
+    >>> module_name(Path("envs/wordle/env.py"))
+    'gspo_gym_envs.wordle.env'
+    """
+    parts = path.with_suffix("").parts
+    parts = ("gspo_gym_envs", *parts[1:]) if parts[0] == "envs" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(text: str) -> set[str]:
+    """Our modules that a test imports, and for `from a import b` both `a` and `a.b`."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names if alias.name.islower())}
+    return {name for name in found if name.startswith("gspo_gym")}
+
+
+class CheckoutCopy:
+    """A copy of a checkout and the process which runs tests in it; see `copied_checkout`."""
+
+    def __init__(self, server: subprocess.Popen[str], copy: Path, output: Path) -> None:
+        self._server = server
+        self._output = output
+        self._num_written = 0
+        self._started = int(time.time())
+        self.copy = copy
+
+    def write(self, path: Path, text: str) -> None:
+        """Replace a file of the copy. Its time is new every time, for by time and size Python finds old bytecode."""
+        self._num_written += 1
+        (self.copy / path).write_text(text, encoding="utf-8")
+        os.utime(self.copy / path, (self._started + self._num_written,) * 2)
+
+    def run(self, tests: Sequence[Path], *, seconds: float) -> int:
+        """Run tests until the first failure; return pytest's exit status, or 124 where they took too long."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        options = [
+            "-q",
+            "-x",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+            f"--basetemp={self._output.parent / 'tmp'}",
+        ]
+        request = {"arguments": [*options, *map(str, tests)], "seconds": seconds, "output": str(self._output)}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise UsageError(f"the process that runs the tests ended, with status {self._server.wait()}")
+        return int(answer)
+
+    def output_tail(self) -> str:
+        """Return the last 30 lines that the last run printed."""
+        return "\n".join(self._output.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+
+
+@contextmanager
+def copied_checkout(root: Path) -> Iterator[CheckoutCopy]:
+    """Copy a checkout to a temporary folder, start the process that tests it, and remove both."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder) / "checkout"
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+        if (copy / "envs").is_dir():
+            (copy / "gspo_gym_envs").symlink_to("envs")  # before the checkout's own, which an installation points to
+        server = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("benchmark_mutants_server.py"))],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield CheckoutCopy(server, copy, Path(folder) / "output.txt")
+        finally:
+            server.terminate()
+            server.communicate()
+
+
+def try_mutants(copied: CheckoutCopy, path: Path, *, tests: Sequence[Path], count: int, seed: int) -> FileReport:
+    """Try `count` mutants of one file of the copy, and put the file back.
+
+    Raises:
+        UsageError: there are no tests, or they fail without a mutant.
+    """
+    text = (copied.copy / path).read_text(encoding="utf-8")
+    started = time.monotonic()
+    status = copied.run(tests, seconds=_BASELINE_SECONDS) if tests else _NO_TESTS
+    seconds = time.monotonic() - started
+    if status == _NO_TESTS:
+        raise UsageError(f"{path}: no test imports {module_name(path)} or is named after it; name some with --tests")
+    if status:
+        raise UsageError(f"{path}: its tests end with status {status} without a mutant\n{copied.output_tail()}")
+    mutants = draw_mutants(text, path.as_posix(), count=count, seed=seed)
+    survivors = []
+    for mutant in mutants:
+        copied.write(path, mutant.text)
+        status = copied.run(tests, seconds=max(_TIMEOUT_FLOOR_SECONDS, TIMEOUT_FACTOR * seconds))
+        if status == 0:
+            survivors.append(mutant)
+    copied.write(path, text)
+    return FileReport(path, tuple(tests), len(mutants), tuple(survivors))
+
+
+def render(reports: Sequence[FileReport]) -> Table:
+    """Return the table of shares."""
+    table = Table("file")
+    for heading in ("test files", "mutants", "died", "share"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for report in reports:
+        died = report.num_mutants - len(report.survivors)
+        table.add_row(
+            str(report.path), f"{len(report.tests)}", f"{report.num_mutants}", f"{died}", f"{report.died_fraction:.2f}"
+        )
+    return table
+
+
+def run_mutants(files: Sequence[str], *, count: int, seed: int, tests: Sequence[str], root: Path | None = None) -> int:
+    """Try mutants of every file, print survivors as they are found and the shares at the end."""
+    root = (root or Path.cwd()).resolve()
+    paths = [_inside(file, root) for file in files]
+    if not paths:
+        raise UsageError("mutants: name the files to mutate, such as gspo_gym/learning/credit.py")
+    named = [_inside(test, root) for test in tests]
+    console = Console(soft_wrap=True)
+    reports: list[FileReport] = []
+    problems: list[str] = []
+    with copied_checkout(root) as copied:
+        for path in paths:
+            started = time.monotonic()
+            chosen = named or find_tests(path, root)
+            try:
+                report = try_mutants(copied, path, tests=chosen, count=count, seed=seed)
+            except UsageError as error:  # the other files can be tried all the same
+                problems.append(str(error))
+                console.print(escape(str(error)), highlight=False)
+                continue
+            reports.append(report)
+            share = f"{report.num_mutants - len(report.survivors)} of {report.num_mutants}"
+            console.print(f"{path}: {share} died, {time.monotonic() - started:.0f} s; {' '.join(map(str, chosen))}")
+            for mutant in report.survivors:
+                console.print(escape(f"  {path}:{mutant.line} {mutant.kind}\n{mutant.diff}"), highlight=False)
+    console.print(render(reports))
+    if problems:
+        raise UsageError(f"{len(problems)} of {len(paths)} files were not tried: " + "; ".join(problems))
+    return 0
+
+
+def _inside(file: str, root: Path) -> Path:
+    path = (root / file).resolve()
+    if not path.is_file() or root not in path.parents or path.suffix != ".py":
+        raise UsageError(f"{file}: expected a Python file below {root}, the checkout that the command runs in")
+    return path.relative_to(root)

@@ -1,0 +1,154 @@
+"""`gspo-gym config new | check | show | reference | from-...`: configurations from the command line.
+
+`from-...` translates another trainer's settings; see `translate/command.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspo_gym.config.run_config import RunConfig
+
+_FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `config`."""
+    commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
+    new = commands.add_parser("new", help="write a commented configuration to begin with")
+    new.add_argument("file", nargs="?", type=Path, help="a .toml file that is not there yet; without it, print it")
+    new.add_argument("--env", default="GuessNumber", metavar="NAME", help="the environment (default: GuessNumber)")
+    new.add_argument("--model", default="tiny:qwen3-64", metavar="BASE", help="model.base (default: tiny:qwen3-64)")
+    new.add_argument("--label", metavar="LABEL", help="the run's name; without it, the file's")
+    new.set_defaults(run=new_file)
+    check = commands.add_parser("check", help="say everything that is wrong with a file, or what it will do")
+    _add_file(check)
+    depth = check.add_mutually_exclusive_group()
+    depth.add_argument("--deep", action="store_true", help="build everything, too, and play one scripted episode")
+    depth.add_argument(
+        "--elsewhere", action="store_true", help="the file alone, which is for another machine: not what this one has"
+    )
+    check.set_defaults(run=check_config)
+    show = commands.add_parser("show", help="print a file with all keys, marking those that it leaves to defaults")
+    _add_file(show)
+    show.set_defaults(run=show_config)
+    reference = commands.add_parser("reference", help="print the table of all keys (configs/README.md)")
+    reference.set_defaults(run=print_reference)
+    _add_translations(commands)
+
+
+def new_file(arguments: argparse.Namespace) -> int:
+    """Write, or print, a configuration that loads as it stands."""
+    import re
+
+    from gspo_gym.base.files import write_output
+    from gspo_gym.config.new import new_config
+    from gspo_gym.config.run_config import RunConfig
+    from gspo_gym.errors import ConfigError
+
+    path: Path | None = arguments.file
+    if path is not None and (path.suffix != ".toml" or path.exists()):
+        reason = "there is such a file already" if path.exists() else "expected a file that ends in .toml"
+        raise ConfigError(f"{path}: {reason}; choose another name")
+    label = arguments.label or re.sub(r"[^\w.-]+", "-", path.stem if path is not None else "my-run")
+    text = new_config(arguments.env, model=arguments.model, label=label)
+    RunConfig.from_dict(tomllib.loads(text), source="config new")
+    if path is None:
+        print(text, end="")
+        return 0
+    write_output(path, text)
+    print(f"written: {path}; `gspo-gym config check {path}` says what it does, `gspo-gym train {path}` does it")
+    return 0
+
+
+def check_config(arguments: argparse.Namespace) -> int:
+    """Print what the run would be, and everything that stands in its way; an invalid file is an error that lists all.
+
+    Return 0 if a run would start, and 1 if not.
+    """
+    from gspo_gym.config.run_config import load_config
+    from gspo_gym.config.services import missing_machinery
+
+    config = load_config(arguments.file, arguments.overrides)
+    if arguments.elsewhere:
+        obstacles = missing_machinery(config.sections)
+    else:
+        from gspo_gym.base.loops import run_to_end
+        from gspo_gym.config.build.preflight import find_obstacles
+
+        obstacles = [str(obstacle) for obstacle in run_to_end(find_obstacles(config))]
+    print(f"{'VALID' if not obstacles else 'VALID, BUT IT CANNOT RUN'}: {arguments.file}")
+    _print_plan(config)
+    for obstacle in obstacles:
+        print(f"cannot run: {obstacle}")
+    if not arguments.elsewhere:
+        from gspo_gym.cli.run import folder_is_taken
+
+        if taken := folder_is_taken(config):
+            print(f"note: {taken}")
+    if arguments.deep and not obstacles:
+        _rehearse(config)
+    return 1 if obstacles else 0
+
+
+def _print_plan(config: RunConfig) -> None:
+    plan = config.plan
+    print(
+        f"{plan.num_iterations} iterations of {plan.episodes_per_iteration} episodes (groups of "
+        f"{config.training.group_size}), {plan.steps_per_iteration} optimizer steps each, "
+        f"{plan.num_optimizer_steps} in all; written to {config.run_folder}"
+    )
+    if plan.steps_per_iteration == 1:
+        print("note: with one optimizer step per iteration the ratio is 1 everywhere, and no clip acts")
+    for notice in config.notices:
+        print(f"note: {notice.key}: {notice.text}")
+
+
+def _rehearse(config: RunConfig) -> None:
+    """Build everything and play a scripted episode of each environment; print a line about each."""
+    from gspo_gym.base.loops import run_to_end
+    from gspo_gym.config.build.preflight import rehearse
+
+    seen = run_to_end(rehearse(config))
+    for line in seen.notes:
+        print(f"built: {line}")
+    for played in seen.episodes:
+        print(
+            f"played: {played.task.env_id}, a scripted episode of {len(played.turns)} turns, {played.outcome.value}, "
+            f"return {sum(turn.reward or 0.0 for turn in played.turns):g}"
+        )
+
+
+def show_config(arguments: argparse.Namespace) -> int:
+    """Print the resolved configuration as TOML that reads back to an equal one."""
+    from gspo_gym.config.reference import resolved
+    from gspo_gym.config.run_config import load_config, load_sections
+
+    config = load_config(arguments.file, arguments.overrides)
+    print(resolved(config, load_sections(arguments.file, arguments.overrides)), end="")
+    return 0
+
+
+def print_reference(arguments: argparse.Namespace) -> int:
+    """Print the text of configs/README.md."""
+    del arguments
+    from gspo_gym.config.reference import reference
+
+    print(reference(), end="")
+    return 0
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help=_FILE_HELP)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
+
+
+def _add_translations(commands: Any) -> None:
+    """The commands of `translate` (Any: argparse's subparsers have no public type)."""
+    from gspo_gym.cli.config_from import add_arguments as add_translations
+
+    add_translations(commands)

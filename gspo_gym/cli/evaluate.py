@@ -1,0 +1,241 @@
+"""`python -m gspo_gym.evaluate CONFIG.toml --model PATH --seeds 0:100`: how good is a model over seeded episodes?
+
+The config says which environment and limits; `--model` which weights (any [model] base: a checkpoint's folder, a hub
+id, tiny:NAME, `scripted:NAME` for a policy that the environment brings along, or `openai:MODEL@URL` for one behind an
+OpenAI-compatible chat route). `--against` plays a second model on the same seeds and compares pair by pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.base.files import PartFile, require_writable, write_output
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.cli.train import add_task_url
+
+if TYPE_CHECKING:
+    from gspo_gym.config.run_config import RunConfig
+    from gspo_gym.env.core import PolicyFactory
+    from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow
+
+_SCRIPTED, _ENDPOINT = "scripted:", "openai:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `evaluate`."""
+    parser.add_argument("config", help="the TOML file that names the environment and its limits")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
+    who = "the folder of a run or a checkpoint, a hub id, scripted:NAME of the environment, or openai:MODEL[@URL]"
+    parser.add_argument("--model", metavar="BASE", help=f"{who}; without it, model.base of the config")
+    parser.add_argument("--against", metavar="BASE", help="a second model on the same seeds, compared pair by pair")
+    parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
+    add_task_url(parser)
+    parser.add_argument("--json", metavar="FILE", dest="json_file", help='write all results there; "-" prints them')
+    resume = "go on with what an interrupted evaluation left in FILE.part: only the seeds that are missing are played"
+    parser.add_argument("--resume", action="store_true", help=resume)
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the `evaluate` command; 0 when every model was evaluated.
+
+    Every row is in FILE.part of `--json FILE` as soon as its episode is over. Ctrl-C leaves that file for `--resume`,
+    and ends with 130.
+    """
+    from rich.console import Console
+
+    from gspo_gym.base.settings import parse_seeds
+    from gspo_gym.config.apps import with_task_url
+    from gspo_gym.config.build import trainer as build
+    from gspo_gym.config.run_config import load_config
+    from gspo_gym.rollout.evaluation import compare, comparison_table, evaluation_table, in_one_unit
+
+    if arguments.json_file not in (None, "-"):
+        require_writable(Path(arguments.json_file))
+    overrides = list(arguments.overrides)
+    if arguments.seeds is not None:
+        overrides += [f"evaluation.seeds={json.dumps(arguments.seeds)}"]
+        overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
+    config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
+    names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
+    names = list(dict.fromkeys(names))
+    part = _part_file(arguments, config, names)
+    try:
+        results = in_one_unit(_evaluate_all(config, names, part))
+    except KeyboardInterrupt:
+        if part is None or part.num_items == 0:
+            raise
+        told = f"stopped: {part.num_items} of {_num_asked(config, names)} episodes are in {part.path}"
+        print(f"{told}; go on with --resume", file=sys.stderr)
+        return 130
+    finally:
+        if part is not None:
+            part.remove_if_empty()
+    answer: dict[str, Any] = {"evaluations": {name: result.to_dict() for name, result in results.items()}}
+    comparison = None
+    if arguments.against:
+        comparison = compare(results[arguments.against], results[names[0]])
+        answer["comparison"] = comparison.to_dict()
+    if arguments.json_file == "-":
+        print(json.dumps(answer, indent=2))
+        return 0
+    console = Console()
+    console.print(evaluation_table(results))
+    if comparison is not None:
+        console.print(comparison_table(comparison, first=arguments.against, second=names[0]))
+    if arguments.json_file is not None:
+        write_output(Path(arguments.json_file), json.dumps(answer, indent=2) + "\n")
+    if part is not None:
+        part.remove()
+    return 0
+
+
+def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> PartFile | None:
+    """Begin, or go on with, the file of the rows so far; None where there is no file to keep it beside.
+
+    Raises:
+        UsageError: `--resume` without such a file.
+    """
+    from gspo_gym.errors import UsageError
+
+    out = None if arguments.json_file in (None, "-") else Path(arguments.json_file)
+    if out is None or (out.exists() and not out.is_file()):  # a device or a pipe keeps nothing
+        if arguments.resume:
+            raise UsageError(f"--resume: expected --json FILE, the file that was wanted, got {arguments.json_file}")
+        return None
+    asked = {"models": {name: _weights_of(name) for name in names}, "config": config.model_dump(mode="json")}
+    return PartFile(out, work="evaluation", asked=asked, resumes=arguments.resume)
+
+
+def _weights_of(name: str) -> str:
+    """Return what tells the weights of a run's newest checkpoint from those of a later one: folder and digest."""
+    from gspo_gym.config.build import trainer as build
+    from gspo_gym.policy.manifest import MANIFEST
+
+    checkpoint = build.newest_checkpoint(name)
+    manifest = Path(checkpoint) / MANIFEST
+    return f"{checkpoint} ({sha256(manifest.read_bytes()).hexdigest()})" if manifest.is_file() else checkpoint
+
+
+def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
+    return len(names) * len(config.sources) * len(config.evaluation_seeds)
+
+
+def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None) -> dict[str, Evaluation]:
+    """Evaluate each model; the rows go into the part as they come, and those that are there are not played again."""
+    from rich.console import Console
+
+    from gspo_gym.rollout.evaluation import KeptRows, PlayedRow
+    from gspo_gym.run.report.progress import counting
+
+    found: dict[str, list[PlayedRow]] = {name: [] for name in names}
+    for name, row in [] if part is None else part.read(lambda line: (line.pop("model"), PlayedRow.from_json(line))):
+        found[name].append(row)
+    num_found = sum(len(rows) for rows in found.values())
+    if part is not None and num_found:
+        print(f"{num_found} episodes are there already, in {part.path}", file=sys.stderr)
+    results = {}
+    with counting(Console(stderr=True), _num_asked(config, names), done=num_found) as count:
+
+        def add(name: str, row: PlayedRow) -> None:
+            if part is not None:
+                part.append({"model": name, **row.to_json()})
+            count()
+
+        for name in names:
+            rows = KeptRows(tuple(found[name]), functools.partial(add, name))
+            results[name] = run_evaluation(config, name, rows=rows)
+    return results
+
+
+def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRows | None = None) -> Evaluation:
+    """Evaluate one model, `scripted:NAME` or `openai:MODEL[@URL]` over the config's seeds; None: the config's model.
+
+    `rows` are there already, or receive what is played, so that an interrupted evaluation can go on.
+
+    Raises:
+        UnknownNameError: no such model or scripted policy.
+        RolloutError: no episode could be scored.
+    """
+    from gspo_gym.config.build import trainer as build
+    from gspo_gym.config.build.apps import environment_ids
+    from gspo_gym.rollout.evaluation import KeptRows, evaluation_of_rows
+
+    rows = rows or KeptRows()
+    if rows.found and (whole := evaluation_of_rows(environment_ids(config), config.evaluation_seeds, rows.found)):
+        return whole
+    name = build.newest_checkpoint(model or build.model_name(config))
+    if name.startswith((_SCRIPTED, _ENDPOINT)):
+        return run_to_end(_play_without_engine(config, name, rows))
+    return run_to_end(_play_with_engine(config, name, rows))
+
+
+async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
+    from gspo_gym.config.build import trainer as build
+    from gspo_gym.config.build.judge import build_judging
+    from gspo_gym.policy.load import load_policy
+    from gspo_gym.seeding import child_seed
+
+    is_untrained_qlora = config.model.trainer_mode == "qlora" and name == build.model_name(config)
+    policy = load_policy(
+        name,
+        dtype=config.model.dtype,
+        device=build.device_of(config),
+        seed=child_seed(config.run.seed, "model"),
+        quantization=config.model.quantization if is_untrained_qlora else "as_saved",
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        player = await build.build_player(config, policy)
+        stack.push_async_callback(player.close)
+        judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
+        if judging is not None:
+            stack.push_async_callback(judging.close)
+        await player.start()
+        return await build.build_evaluate(config, player, judging=judging, rows=rows)(name)
+
+
+async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
+    """By players that speak in messages: hand-written ones, and models behind an endpoint's chat route."""
+    from gspo_gym.config.build import trainer as build
+    from gspo_gym.config.build.judge import build_judging
+    from gspo_gym.config.services import refuse_to_run
+    from gspo_gym.env.chat_model import ChatModel
+    from gspo_gym.policy.load import load_tokenizer
+    from gspo_gym.run.episode_collection import chat_policy, endpoint_settings
+
+    refuse_to_run(config.sections)
+    renderers = build.build_renderers(config, load_tokenizer(build.model_name(config)))  # counts tokens for the limits
+    async with contextlib.AsyncExitStack() as stack:
+        judging = build_judging(config)
+        if judging is not None:
+            stack.push_async_callback(judging.close)
+        who: str | PolicyFactory = name.removeprefix(_SCRIPTED)
+        if not name.startswith(_SCRIPTED):
+            limit, temperature = config.rollout.max_output_tokens, config.evaluation.temperature
+            model = ChatModel(endpoint_settings(name, temperature=temperature, max_tokens=limit))
+            stack.push_async_callback(model.close)
+            who = chat_policy(model)
+        evaluate = await build.build_scripted_evaluate(config, renderers, who, judging, rows=rows)
+        return await evaluate(name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m gspo_gym.evaluate`."""
+    from gspo_gym.cli.command_line import Parser, parse_and_run
+
+    parser = Parser(prog="python -m gspo_gym.evaluate", description="Evaluate a model over seeded episodes.")
+    add_arguments(parser)
+    return parse_and_run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""A whole run, from a config to a summary, inside its folder: fresh or resumed.
+
+Called by `train.run_training`. Knows the order of things (build, warm up, train, sum up); each is done elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gspo_gym.base.files import make_folder, writing
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build.judge import build_judging
+from gspo_gym.config.build.preflight import require_ready
+from gspo_gym.config.build.reference import serving_reference
+from gspo_gym.config.build.weights import build_weight_sync
+from gspo_gym.config.reference import leaf_keys
+from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.words import look_up
+from gspo_gym.errors import ConfigError
+from gspo_gym.learning.update import Learner
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.weight_sync import WeightSync
+from gspo_gym.rollout.schedule import is_played_again
+from gspo_gym.rollout.watchdog import read_frozen, seconds_until_frozen, watching
+from gspo_gym.run.judging import Judging
+from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
+from gspo_gym.run.report.progress import Progress, telling
+from gspo_gym.run.trainer import TrainState
+from gspo_gym.run.warmup import warm_up
+
+_FREE_ON_RESUME = frozenset(
+    {
+        "run.folder",
+        "run.tags",
+        "run.log_episodes_every_n_iters",
+        "model.label",
+        "model.device",
+        "judge.max_unscored",
+        "judge.timeout_s",
+        "judge.options.api_key_env",
+        "judge.options.base_url",
+        "judge.options.cache",
+        "judge.options.max_attempts",
+        "judge.options.max_calls",
+        "judge.options.max_concurrency",
+        "judge.options.max_cost_usd",
+        "judge.gold.on_drift",
+        "reference.placement",
+        "reference.port",
+        "reference.tp",
+        "reference.health_max_wait_s",
+        "reference.health_interval_ms",
+        "rollout.policy_name",
+        "services.judge_url",
+        "services.task_url",
+        "rollout.max_concurrent_rollouts",
+        "training.num_epochs",
+        "training.iterations_per_epoch",
+        "training.log_interval",
+        "training.checkpoint_every_n_iters",
+        "training.stop_at_success_rate",
+        "evaluation.every_n_iters",
+        "vllm.tensor_parallel_size",
+        "vllm.data_parallel_size",
+        "vllm.gpu_memory_utilization",
+        "vllm.sleep_while_learning",
+    }
+)
+
+
+_NO_GRADIENT = (
+    "NOTHING WAS LEARNED: in {} steps the optimizer took no step with a gradient, so that the weights are those of the "
+    "beginning. `gspo-gym doctor` says why: most often all episodes of every group earn the same"
+)
+_FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
+
+
+def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
+    """See `train.run_training`."""
+    if resume:
+        with telling(console) as progress:
+            return run_to_end(_resume(config, progress))
+    if not set_aside and (taken := folder_is_taken(config)):
+        raise ConfigError(taken)
+    with telling(console) as progress:
+        return run_to_end(_start(config, progress))
+
+
+def folder_is_taken(config: RunConfig) -> str | None:
+    """Return what to do about a run that is in the folder already; None: a new one may begin there."""
+    folder = config.run_folder
+    if not folder.exists() or not any(folder.iterdir()) or _ended_without_checkpoint(config):
+        return None
+    go_on = "go on with it (--resume)" if _checkpoints(config).steps() else "it has no checkpoint to go on from"
+    return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
+
+
+async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    """Run from the beginning. What fails before the first evaluation begins leaves everything as it was."""
+    async with contextlib.AsyncExitStack() as stack:
+        begin = stack.enter_context(_folder_of_a_new_run(config.run_folder, progress))
+        for notice in await require_ready(config):
+            progress.note(notice)
+        policy = build.build_policy(config)
+        player = await build.build_training_player(config, policy)
+        stack.push_async_callback(player.close)
+        judging = await _enter_judging(config, player, stack)
+        warmup = await build.build_warmup(config, player)
+        notes = (*await player.start(), *await player.probe_apps(), *await build.environment_notes(config))
+        sinks = build.build_sinks(config)
+        name = config.rollout.policy_name
+        recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
+        stack.callback(recorder.close)
+        weight_sync = build_weight_sync(config, policy, player.engine, recorder)
+        stack.callback(weight_sync.close)
+        for line in notes:
+            progress.note(line)
+        _tell_who_samples(config, player, recorder, progress, step=0)
+        await weight_sync.attest()
+        if warmup is not None:
+            pool, plan = warmup
+            report = await warm_up(policy.model, pool, plan, progress)
+            await weight_sync.publish(0)
+            recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
+        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+        learner = build.build_learner(config, policy, reference)
+        begin()
+        return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync, judging)
+
+
+async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    checkpoints = _checkpoints(config)
+    checkpoint = checkpoints.load_latest()
+    for folder in checkpoints.passed_over():
+        progress.note(f"{folder} is not complete, and is passed over")
+    _require_same_run(config)
+    state = TrainState.from_dict(checkpoint.trainer_state)
+    await require_ready(config, base=str(checkpoint.model_folder))
+    policy = build.build_policy(config, str(checkpoint.model_folder))
+    async with contextlib.AsyncExitStack() as stack:
+        player = await build.build_training_player(config, policy)
+        stack.push_async_callback(player.close)
+        judging = await _enter_judging(config, player, stack)
+        for line in (*await player.start(), *await build.environment_notes(config)):
+            progress.note(line)
+        sinks = build.build_sinks(config, resume_step=state.step)
+        name = config.rollout.policy_name
+        recorder = RunRecorder.resume(
+            config.run_folder,
+            state.step,
+            is_played_again=partial(
+                is_played_again, step=state.step, num_tasks=state.num_tasks, pending_tasks=state.pending_tasks
+            ),
+            policy_name=name,
+            sinks=sinks,
+        )
+        stack.callback(recorder.close)
+        weight_sync = build_weight_sync(config, policy, player.engine, recorder)
+        stack.callback(weight_sync.close)
+        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+        learner = build.build_learner(config, policy, reference)
+        learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
+        await weight_sync.publish(state.step)
+        _tell_who_samples(config, player, recorder, progress, step=state.step)
+        progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
+        _tell_what_froze(config, recorder, progress, step=state.step)
+        return await _train(config, player, learner, recorder, progress, state, weight_sync, judging)
+
+
+async def _train(
+    config: RunConfig,
+    player: build.Player,
+    learner: Learner,
+    recorder: RunRecorder,
+    progress: Progress,
+    state: TrainState,
+    weight_sync: WeightSync,
+    judging: Judging | None,
+) -> dict[str, Any]:
+    """Train and write summary.json, also when the run fails: then its status says how."""
+    trainer = build.build_trainer(
+        config,
+        player,
+        learner=learner,
+        recorder=recorder,
+        checkpoints=_checkpoints(config),
+        progress=progress,
+        state=state,
+        weight_sync=weight_sync,
+        judging=judging,
+    )
+    status, reason = "completed", None
+    try:
+        with watching(config.run_folder, seconds_until_frozen(config.limits.step_timeout_seconds)):
+            state = await trainer.run()
+        if state.step and not state.gradient_steps:
+            progress.note(_NO_GRADIENT.format(state.step))
+        if judging is not None:
+            await judging.finish()
+    except BaseException as error:
+        is_stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        status, reason = ("interrupted", None) if is_stopped else ("failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        recorder.event(
+            "finished", trainer.state.step, {"status": status, **({} if reason is None else {"error": reason})}
+        )
+        summary = {"error": reason, **_summary(status, trainer.state, config)}
+        recorder.summary(summary)
+    return summary
+
+
+def _tell_who_samples(
+    config: RunConfig, player: build.Player, recorder: RunRecorder, progress: Progress, *, step: int
+) -> None:
+    """Write it down if the episodes that are learned from are not the policy's."""
+    if player.endpoint is None or config.services is None:
+        return
+    urls, mode = config.services.engine_urls, player.endpoint.capabilities.logprob_mode
+    recorder.event("rescored", step, {"urls": list(urls), "logprob_mode": mode})
+    progress.note(f"{', '.join(urls)} plays what is learned from, uncorrected; evaluations play the policy itself")
+
+
+def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progress, *, step: int) -> None:
+    """Write it down if an earlier start ended because an environment held the interpreter."""
+    frozen = read_frozen(config.run_folder)
+    if frozen.env_ids:
+        recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})
+        names = ", ".join(frozen.env_ids)
+        progress.note(f"{names}: held the interpreter for {frozen.seconds:g} seconds; runs in worker processes now")
+
+
+async def _enter_judging(config: RunConfig, player: build.Player, stack: contextlib.AsyncExitStack) -> Judging | None:
+    """The run's judge, closed with the stack; None if there is none."""
+    judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
+    if judging is not None:
+        stack.push_async_callback(judging.close)
+    return judging
+
+
+def _checkpoints(config: RunConfig) -> CheckpointStore:
+    return CheckpointStore(config.run_folder / "checkpoints", run_id=read_run_id(config.run_folder))
+
+
+def _require_same_run(config: RunConfig) -> None:
+    """Refuse to go on under other settings than the run began with, but for those that only say how long or how often.
+
+    Raises:
+        ConfigError: names the keys that differ.
+    """
+    path = config.run_folder / "config.toml"
+    began, now = _flat(load_config(path)), _flat(config)
+    differing = [key for key in sorted(began.keys() | now.keys()) if began.get(key) != now.get(key)]
+    if refused := [key for key in differing if key not in _FREE_ON_RESUME and not key.startswith(_FREE_SECTIONS)]:
+        changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
+        raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    sections = config.model_dump(exclude_none=True)
+    return {key: look_up(sections, key) for key in leaf_keys()}
+
+
+def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any]:
+    return {
+        "status": status,
+        "policy_name": config.rollout.policy_name,
+        "rescored": config.rollout.rescore,
+        "steps": state.step,
+        "episodes": state.num_episodes,
+        "wall_seconds": state.wall_seconds,
+        "score": None if state.score_unit is None else state.score_unit.name,
+        "initial_eval": state.initial_eval,
+        "final_eval": state.final_eval,
+        "best_eval": state.best_eval,
+        "sampled_tokens": state.sampled_tokens,
+        "trained_tokens": state.trained_tokens,
+        "gradient_steps": state.gradient_steps,
+        "curve": [list(point) for point in state.curve],
+    }
+
+
+def _ended_without_checkpoint(config: RunConfig) -> bool:
+    """Whether the folder's run has ended, and left nothing to go on from; then another may take its place."""
+    folder = config.run_folder
+    if not (folder / "summary.json").exists() or _checkpoints(config).steps():
+        return False
+    return read_summary(folder)["status"] in ("failed", "interrupted")
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Move an earlier run to the first free FOLDER.1, FOLDER.2, ..., and return that; nothing is deleted."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    with writing(target):
+        folder.rename(target)
+    return target
+
+
+@contextlib.contextmanager
+def _folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[[], None]]:
+    """Make the folder; an earlier run is moved aside. If the block fails before it calls what it is given, undo both.
+
+    Raises:
+        StorageError: it cannot be made, or takes no file.
+        ConfigError: another process is beginning a run there.
+    """
+    missing = [path for path in folder.parents if not path.exists()]
+    earlier = _set_aside(folder)
+    claim = folder / ".starting"
+    is_ours = has_begun = False
+
+    def begin() -> None:
+        nonlocal has_begun
+        has_begun = True
+        claim.unlink(missing_ok=True)
+
+    try:
+        make_folder(folder)
+        _claim(claim)
+        is_ours = True
+        if earlier is not None:
+            progress.note(f"the run that was in {folder} is in {earlier} now")
+        yield begin
+    except BaseException:
+        if not has_begun:
+            _undo(folder, earlier, missing, is_ours=is_ours)
+        raise
+
+
+def _claim(path: Path) -> None:
+    """Make the file that says that a run begins in its folder, of which one process alone is told that it did."""
+    with writing(path):
+        try:
+            path.open("x").close()
+        except FileExistsError:
+            raise ConfigError(
+                f"{path.parent}: another process is beginning a run there; choose another model.label"
+            ) from None
+
+
+def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path], *, is_ours: bool) -> None:
+    """Remove the folder of a run that did not start, bring an earlier one back, and remove folders that were made.
+
+    What is in a folder that is not ours is another process's, and stays.
+    """
+    if is_ours:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    if earlier is not None and not folder.exists():
+        earlier.rename(folder)
+    for path in missing:
+        with contextlib.suppress(OSError):  # it was never made, or holds another run by now
+            path.rmdir()

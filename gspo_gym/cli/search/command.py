@@ -1,0 +1,299 @@
+"""`gspo-gym search SEARCH.toml`: run a configuration with many values of some of its keys, and keep the best.
+
+    runs/<label>/
+        search.toml         the resolved settings
+        base.toml           a copy of the base, which all trials use
+        journal.log         Optuna's: all trials
+        trials/trial_0003/  an ordinary run's folder; its log is trials/trial_0003.log
+        leaderboard.json    all trials, best first; written after each
+        best.toml           the best trial's configuration, to be trained again or longer
+
+Who proposes values is `study.py`, what a trial does `trial.py`. A trial's weights are not handed on to
+later trials: each starts from the base, as a run that is to be repeated must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.errors import ConfigError
+
+if TYPE_CHECKING:
+    import optuna
+    from rich.console import Console
+
+    from gspo_gym.cli.search.settings import SearchSettings
+    from gspo_gym.cli.search.study import SearchStudy
+    from gspo_gym.cli.search.trial import TrialResult
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `search`."""
+    parser.add_argument("search", help="a TOML file; examples/search.toml is one")
+    parser.add_argument("--resume", action="store_true", help="go on with the search in the same folder")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the `search` command; 1 if no trial came to its end."""
+    from rich.console import Console
+
+    from gspo_gym.cli.search.settings import load_search
+
+    settings = load_search(arguments.search)
+    console = Console()
+    leaderboard = run_search(settings, resume=arguments.resume, console=console)
+    console.print(_table(leaderboard))
+    if leaderboard["best"] is None:
+        console.print(f"no trial came to its end; the logs are in {settings.search_folder / 'trials'}")
+        return 1
+    console.print(
+        f"{settings.search_folder / 'best.toml'} is trial {leaderboard['best']}. The best of many trials is partly the "
+        "luckiest: evaluate it on other seeds, or train it again with another run.seed, before you believe its number."
+    )
+    return 0
+
+
+def run_search(
+    settings: SearchSettings,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    command: Sequence[str] | None = None,
+    poll_seconds: float = 1.0,
+) -> dict[str, Any]:
+    """Run all trials, and return what is also in leaderboard.json.
+
+    Args:
+        settings: what to search; see `load_search`.
+        resume: go on with the search in the folder; trials that were interrupted start again.
+        console: where each trial's end is told; None: nowhere.
+        command: what trains, in place of `python -m gspo_gym.train`.
+        poll_seconds: between looks at a run's evaluations.
+
+    Raises:
+        ConfigError: the folder is taken, or (resume) holds no search or another one.
+        MissingExtraError: Optuna is not installed.
+    """
+    from gspo_gym.cli.search.study import SearchStudy, require_optuna
+    from gspo_gym.cli.search.trial import TRAIN
+
+    require_optuna()
+    base = _open_folder(settings, resume=resume)
+    study = SearchStudy(settings, settings.search_folder / "journal.log")
+    search = _Search(settings, study, base, console, tuple(command or TRAIN), poll_seconds)
+    if (restarted := study.restart_interrupted()) and console is not None:
+        console.print(f"{restarted} interrupted trials start again")
+    run_to_end(search.run())
+    return search.write_leaderboard()
+
+
+class _Search:
+    """Gives trials to as many workers as may run at a time, and writes down how they end."""
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        study: SearchStudy,
+        base: Path,
+        console: Console | None,
+        command: tuple[str, ...],
+        poll_seconds: float,
+    ) -> None:
+        self._settings, self._study, self._base, self._console = settings, study, base, console
+        self._command, self._poll_seconds = command, poll_seconds
+        self._folder = settings.search_folder
+        self._reported: set[tuple[int, int]] = set()  # (trial, iteration)
+
+    async def run(self) -> None:
+        """Until there are no more trials; a mistake of ours in one worker stops the others and their runs."""
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(self._settings.search.max_parallel):
+                workers.create_task(self._work())
+
+    async def _work(self) -> None:
+        while (trial := self._study.ask()) is not None:
+            await self._play(trial)
+            self.write_leaderboard()
+
+    async def _play(self, trial: optuna.Trial) -> None:
+        from gspo_gym.cli.search.settings import as_override
+        from gspo_gym.cli.search.trial import run_trial
+        from gspo_gym.config.run_config import load_config
+
+        if (twin := self._study.twin_of(trial)) is not None:  # a run with the same values and seed would end alike
+            self._copy(trial, twin)
+            return
+        search, label = self._settings.search, f"trial_{trial.number:04d}"
+        values = [as_override(key, value) for key, value in self._study.values_of(trial).items()]
+        own = [as_override("run.folder", str(self._folder / "trials")), as_override("model.label", label)]
+        overrides = [*search.overrides, *values, *own]
+        try:
+            load_config(self._base, overrides)
+        except ConfigError as error:
+            self._fail(trial, f"not a valid configuration: {error}")
+            return
+        try:
+            result = await run_trial(
+                [str(self._base), *overrides],
+                run_folder=self._folder / "trials" / label,
+                log=self._folder / "trials" / f"{label}.log",
+                metric=search.metric,
+                timeout_seconds=search.trial_timeout_seconds,
+                should_stop=lambda evaluations: self._is_behind(trial, evaluations),
+                num_parallel=search.max_parallel,
+                poll_seconds=self._poll_seconds,
+                command=self._command,
+            )
+        except ConfigError as error:
+            self._fail(trial, str(error))
+            return
+        self._finish(trial, result)
+
+    def _copy(self, trial: optuna.Trial, twin: optuna.trial.FrozenTrial) -> None:
+        """Count the twin's result again: a parent that is its own child survives, and costs nothing."""
+        trial.set_user_attr("same_as", twin.number)
+        for name, value in twin.user_attrs.items():
+            trial.set_user_attr(name, 0.0 if name == "seconds" else value)
+        self._is_behind(trial, twin.user_attrs["evaluations"])
+        self._study.study.tell(trial, twin.value if twin.state.name == "COMPLETE" else None, state=twin.state)
+        self._say(trial, f"has the values of trial {twin.number}, whose result it takes")
+
+    def _is_behind(self, trial: optuna.Trial, evaluations: Sequence[tuple[int, float]]) -> bool:
+        """Whether the pruner stops it at what is new; it counts what it is asked about, so it is asked of every run.
+
+        The evaluation before the first iteration says nothing about a trial's values.
+        """
+        is_behind = False
+        for iteration, value in evaluations:
+            if iteration > 0 and (trial.number, iteration) not in self._reported:
+                self._reported.add((trial.number, iteration))
+                trial.report(value, iteration)
+                is_behind |= trial.should_prune()
+        return is_behind
+
+    def _finish(self, trial: optuna.Trial, result: TrialResult) -> None:
+        from gspo_gym.cli.search.study import require_optuna
+
+        trial.set_user_attr("seconds", round(result.seconds, 1))
+        trial.set_user_attr("evaluations", [list(evaluation) for evaluation in result.evaluations])
+        if result.error is not None:
+            self._fail(trial, result.error)
+        elif result.is_pruned:
+            self._study.study.tell(trial, state=require_optuna().trial.TrialState.PRUNED)
+            self._say(trial, f"stopped after iteration {result.evaluations[-1][0]}")
+        else:
+            self._is_behind(trial, result.evaluations)  # for the others' sake: it came to its end
+            score = result.score(self._settings.search.metric)
+            self._study.study.tell(trial, score)
+            self._say(trial, f"{self._settings.search.metric} {score:.3f}")
+
+    def _fail(self, trial: optuna.Trial, error: str) -> None:
+        from gspo_gym.cli.search.study import require_optuna
+
+        trial.set_user_attr("error", error)
+        self._study.study.tell(trial, state=require_optuna().trial.TrialState.FAIL)
+        self._say(trial, f"failed: {error}")
+
+    def _say(self, trial: optuna.Trial, what: str) -> None:
+        if self._console is not None:
+            values = ", ".join(f"{key} = {_short(value)}" for key, value in self._study.values_of(trial).items())
+            self._console.print(f"trial {trial.number}: {what}; {values}", highlight=False, markup=False)
+
+    def write_leaderboard(self) -> dict[str, Any]:
+        """Write leaderboard.json and best.toml; returns the former. Any: JSON values."""
+        from gspo_gym.base.files import replace_file
+
+        rows = [self._row(trial) for trial in self._study.trials()]
+        rows.sort(key=lambda row: (row["state"] != "complete", -(row["score"] or 0.0), row["trial"]))
+        best = rows[0]["trial"] if rows and rows[0]["state"] == "complete" else None
+        board = {"schema": 1, "metric": self._settings.search.metric, "best": best, "trials": rows}
+        replace_file(self._folder / "leaderboard.json", json.dumps(board, indent=2) + "\n")
+        if best is not None:
+            replace_file(self._folder / "best.toml", self._best_config(rows[0]))
+        return board
+
+    def _row(self, trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+        state = trial.state.name.lower()
+        return {
+            "trial": trial.number,
+            "state": "failed" if state == "fail" else state,
+            "score": trial.value,
+            "parameters": self._study.values_of(trial),
+            "evaluations": trial.user_attrs.get("evaluations", []),
+            "seconds": trial.user_attrs.get("seconds"),
+            "error": trial.user_attrs.get("error"),
+            "folder": str(self._folder / "trials" / f"trial_{trial.user_attrs.get('same_as', trial.number):04d}"),
+        }
+
+    def _best_config(self, row: dict[str, Any]) -> str:
+        from gspo_gym.cli.search.settings import as_override
+        from gspo_gym.config.run_config import load_config
+
+        search = self._settings.search
+        values = [as_override(key, value) for key, value in row["parameters"].items()]
+        own = [as_override("run.folder", search.folder), as_override("model.label", f"{search.label[:59]}-best")]
+        config = load_config(self._base, [*search.overrides, *values, *own])
+        return f"# Trial {row['trial']} of {self._folder}: {search.metric} {row['score']}.\n\n{config.to_toml()}"
+
+
+def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
+    """Make or check the search's folder; returns its copy of the base."""
+    from gspo_gym.base.files import make_folder, replace_file, writing
+    from gspo_gym.cli.search.settings import load_search, require_same_search
+
+    folder = settings.search_folder
+    base = folder / f"base{Path(settings.search.base).suffix}"
+    is_begun = (folder / "search.toml").exists()
+    if resume:
+        if not is_begun:
+            raise ConfigError(f"{folder}: there is no search to resume (no search.toml)")
+        require_same_search(load_search(folder / "search.toml"), settings)
+        return base
+    if is_begun or (folder.exists() and any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: go on with its search (--resume) or choose another search.label")
+    make_folder(folder / "trials")
+    with writing(base):
+        shutil.copyfile(settings.search.base, base)
+    replace_file(folder / "search.toml", settings.to_toml())  # last: with it, the search has begun
+    return base
+
+
+def _table(leaderboard: dict[str, Any]) -> Any:
+    """The leaderboard for people (Any: a rich table)."""
+    from rich.table import Table
+
+    keys = list(leaderboard["trials"][0]["parameters"]) if leaderboard["trials"] else []
+    names = [key.rpartition(".")[2] for key in keys]
+    headers = names if len(set(names)) == len(names) else keys  # short ones fit a terminal
+    table = Table("trial", leaderboard["metric"], "state", "seconds", *headers)
+    for row in leaderboard["trials"]:
+        score = "-" if row["score"] is None else f"{row['score']:.3f}"
+        values = [_short(row["parameters"].get(key)) for key in keys]
+        table.add_row(str(row["trial"]), score, row["state"], str(row["seconds"] or "-"), *values)
+    return table
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m gspo_gym.cli.search.command`."""
+    from gspo_gym.cli.command_line import Parser, parse_and_run
+
+    parser = Parser(prog="python -m gspo_gym.cli.search.command", description="Search over runs.")
+    add_arguments(parser)
+    return parse_and_run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

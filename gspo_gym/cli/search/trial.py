@@ -1,0 +1,142 @@
+"""One trial of a search: an ordinary run in a process of its own, watched through its folder.
+
+A process, so that whatever ends a run (a crash, the memory, the deadline) ends nothing else. Called by `search.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.cli.search.settings import Metric
+from gspo_gym.errors import ConfigError
+from gspo_gym.run.recording import read_events
+from gspo_gym.types import Outcome
+
+TRAIN = (sys.executable, "-m", "gspo_gym.train")
+_GRACE_SECONDS = 10.0  # for a run to write its summary after it is told to stop
+_SHOWN_LINES = 3  # of a failed run's log
+
+ShouldStop = Callable[[list[tuple[int, float]]], bool]  # is shown all evaluations so far
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """How a run ended.
+
+    Attributes:
+        evaluations: (iteration, value of the search's metric), in order.
+        error: why it counts for nothing; None: it came to its end.
+        is_pruned: it was stopped because others were better.
+        seconds: wall-clock.
+    """
+
+    evaluations: tuple[tuple[int, float], ...]
+    error: str | None
+    is_pruned: bool
+    seconds: float
+
+    def score(self, metric: Metric) -> float:
+        """The last evaluation's value or the best one's, as the metric says."""
+        values = [value for _, value in self.evaluations]
+        return max(values) if metric.startswith("best_") else values[-1]
+
+
+def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False) -> list[tuple[int, float]]:
+    """Return (iteration, value) of every evaluation that a run has recorded.
+
+    An evaluation in which every episode was cut off before it was decided has a success rate of 0; a run that is over
+    and has only such evaluations has none.
+
+    Raises:
+        ConfigError: the environment declares no success, and the metric is a success rate.
+    """
+    which, _, name = metric.partition("_")
+    events = [event for event in read_events(run_folder) if event["kind"] == "evaluation"]
+    undecided = [event["data"] for event in events if event["data"][name] is None]
+    if any(map(_ends_without_success, undecided)) or (is_over and events and len(undecided) == len(events)):
+        raise ConfigError(f"search.metric: {metric}: the environment declares no success; use {which}_mean_return")
+    return [(int(event["step"]), float(event["data"][name] or 0.0)) for event in events]
+
+
+def _ends_without_success(evaluation: Mapping[str, Any]) -> bool:
+    """Whether an environment ended an episode by itself and declared nothing. Any: JSON of an evaluation's event."""
+    ended = Outcome.TERMINATED.value
+    return any(row["outcome"] == ended and row["success"] is None for row in evaluation.get("rows", ()))
+
+
+async def run_trial(
+    arguments: Sequence[str],
+    *,
+    run_folder: Path,
+    log: Path,
+    metric: Metric,
+    timeout_seconds: float | None,
+    should_stop: ShouldStop,
+    num_parallel: int,
+    poll_seconds: float,
+    command: Sequence[str] = TRAIN,
+) -> TrialResult:
+    """Run `command` with the arguments to its end, and look at its evaluations every `poll_seconds`.
+
+    What it prints goes to `log`. If this is cancelled, the process is stopped.
+
+    Args:
+        num_parallel: how many share the machine; without OMP_NUM_THREADS in the environment, the cores are divided.
+    """
+    started = time.monotonic()
+    cores = max(1, (os.cpu_count() or 1) // num_parallel)
+    environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, *arguments, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL, env=environment
+        )
+    is_late = is_pruned = False
+    try:
+        while not await _has_ended(process, poll_seconds):
+            is_late = timeout_seconds is not None and time.monotonic() - started > timeout_seconds
+            is_pruned = not is_late and should_stop(read_evaluations(run_folder, metric))
+            if is_late or is_pruned:
+                break
+    finally:
+        await _stop(process)
+    evaluations = read_evaluations(run_folder, metric, is_over=True)
+    error = None
+    if is_late:
+        error = f"took longer than search.trial_timeout_seconds = {timeout_seconds:g}"
+    elif not is_pruned and process.returncode != 0:
+        error = f"exit status {process.returncode}: {_last_lines(log)}"
+    elif not is_pruned and not evaluations:
+        error = "ended without an evaluation"
+    return TrialResult(tuple(evaluations), error, is_pruned, time.monotonic() - started)
+
+
+async def _has_ended(process: asyncio.subprocess.Process, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """As from the keyboard, so that a run writes its summary; if that does not help, at once."""
+    if process.returncode is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    if not await _has_ended(process, _GRACE_SECONDS):
+        process.kill()
+        await process.wait()
+
+
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return " | ".join([line.strip() for line in lines if line.strip()][-_SHOWN_LINES:]) or "it said nothing"

@@ -1,0 +1,88 @@
+"""`python -m gspo_gym.train CONFIG.toml [section.key=value ...]`: train a model as a config file says.
+
+`run_training` is the same from Python. What happens in a step is `trainer.py`; what is built is `build.py`; this file
+puts a run folder around it. Heavy imports wait until a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gspo_gym.config.run_config import RunConfig
+
+
+def add_task_url(parser: argparse.ArgumentParser) -> None:
+    """The argument that names a task app, of `train` and `evaluate`."""
+    parser.add_argument(
+        "--task-url",
+        metavar="URL",
+        help="task app that plays the episodes, over TASK_APP_URL of the environment and services.task_url of the file",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `train`."""
+    parser.add_argument("config", help="a TOML file; configs/ holds examples")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
+    add_task_url(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run's folder")
+    parser.add_argument(
+        "--set-aside", action="store_true", help="move an earlier run of the same label to LABEL.1, LABEL.2, ... first"
+    )
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the `train` command; 0 when the plan is done."""
+    from rich.console import Console
+
+    from gspo_gym.config.apps import with_task_url
+    from gspo_gym.config.run_config import load_config
+
+    config = load_config(arguments.config, with_task_url(arguments.overrides, arguments.task_url, os.environ))
+    console = Console()
+    summary = run_training(config, resume=arguments.resume, set_aside=arguments.set_aside, console=console)
+    from gspo_gym.run.report.terminal import print_run_report
+
+    print_run_report(console, config.run_folder, summary)
+    return 0
+
+
+def run_training(
+    config: RunConfig, *, resume: bool = False, set_aside: bool = False, console: Console | None = None
+) -> dict[str, Any]:
+    """Train, and return what is also in summary.json.
+
+    Args:
+        config: what to do.
+        resume: go on from the newest checkpoint of `config.run_folder`; without one there, an error.
+        set_aside: an earlier run of the same label is moved away; without it, its presence is an error.
+        console: where progress goes; None: nowhere.
+
+    Raises:
+        ConfigError: the config asks for what this machine, model or environment cannot do; or the folder is taken.
+        RolloutError, NonFiniteError, EngineError: the run cannot go on; its folder holds everything up to then.
+    """
+    from gspo_gym.cli.run import execute
+
+    return execute(config, resume=resume, set_aside=set_aside, console=console)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m gspo_gym.train`."""
+    from gspo_gym.cli.command_line import Parser, parse_and_run
+
+    parser = Parser(prog="python -m gspo_gym.train", description="Train a model as a config file says.")
+    add_arguments(parser)
+    return parse_and_run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""The engine that a config names: transformers on the learner's weights, vLLM in this process, or servers that run.
+
+Called by `build.py`. How the engine gets new weights is `weight_sync`'s affair; here it gets the first ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import torch
+
+from gspo_gym.config.devices import place
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import VllmSection
+from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate, require_sleeping
+from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
+from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
+from gspo_gym.engine.vllm.settings import Transfer, VllmSettings
+from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.policy.load import Policy, save_base
+from gspo_gym.policy.lora import ADAPTER, is_adapter
+from gspo_gym.policy.staging import Staging
+from gspo_gym.run.trainer import WhileLearning
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
+# Fractions of a GPU's memory for vLLM: with the learner on it, and without.
+_SHARED_GPU, _OWN_GPUS = 0.4, 0.9
+_API_KEY = "OPENAI_API_KEY"  # as the openai package calls it, whoever the provider is
+
+
+async def build_engine(config: RunConfig, policy: Policy) -> Engine:
+    """The engine of rollout.engine, with the policy's present weights as version 0 unless nobody can change its own.
+
+    With rollout.rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
+
+    Raises:
+        ConfigError: the model, the servers or this machine cannot do what the config asks for.
+        MissingExtraError: vLLM or the openai package is not installed.
+        EngineError: it did not start, or nobody answers at services.engine_urls.
+    """
+    check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
+    check_engine(config)
+    urls = () if config.services is None else config.services.engine_urls
+    if config.rollout.engine == "http" and not config.rollout.rescore:
+        return await build_endpoint(config, policy)
+    if config.rollout.engine == "vllm" and urls:
+        return await _connect_vllm(config, policy, urls)
+    if config.rollout.engine == "vllm":
+        return await _start_vllm(config, policy)
+    is_ahead = config.training.max_staleness > 0  # it samples while the learner changes its own weights
+    return LocalEngine(
+        copy.deepcopy(policy.model) if is_ahead else policy.model,
+        source=policy.model if is_ahead else None,
+        max_model_len=config.rollout.max_model_len,
+        max_batch_size=config.rollout.max_concurrent_rollouts,
+    )
+
+
+def check_context(config: RunConfig, base: str, longest: int | None) -> None:
+    """Refuse contexts beyond the `longest` that the model reads; None: it is not known.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    asked = {"rollout.max_model_len": config.rollout.max_model_len}
+    if config.vllm is not None and config.vllm.max_model_len is not None:
+        asked["vllm.max_model_len"] = config.vllm.max_model_len
+    for key, length in asked.items():
+        if longest is not None and length > longest:
+            raise ConfigError(f"{key}: {base} reads at most {longest} tokens, got {length}")
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuse an engine whose package is not installed here.
+
+    Raises:
+        MissingExtraError: vLLM, httpx or the openai package is missing.
+    """
+    engine, urls = config.rollout.engine, () if config.services is None else config.services.engine_urls
+    if engine == "vllm" and not urls and importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError(
+            'rollout.engine = "vllm": vLLM is not installed; pip install \'gspo-gym[vllm]\', or set "local"'
+        )
+    if engine == "vllm" and urls and importlib.util.find_spec("httpx") is None:
+        raise MissingExtraError("services.engine_urls: an engine behind a vLLM server needs: pip install httpx")
+    if engine == "http" and importlib.util.find_spec("openai") is None:
+        raise MissingExtraError(
+            "rollout.engine = \"http\": the openai package is not installed; pip install 'gspo-gym[openai]'"
+        )
+
+
+async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
+    """What answers at services.engine_urls, whoever's weights these are; token ids are the policy's tokenizer's.
+
+    Raises:
+        ConfigError, MissingExtraError, EngineError: see `build_engine`.
+    """
+    urls = () if config.services is None else config.services.engine_urls
+    return await _connect([_openai_endpoint(config, policy, url) for url in urls])
+
+
+def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettings:
+    """How vLLM is to run the weights in that folder, as [vllm], [rollout] and [training.weight_sync] say."""
+    vllm, on_processor = config.vllm or VllmSection(), policy.model.device.type == "cpu"
+    placement = place(config.topology, config.vllm)
+    rank = policy.model.peft_config[ADAPTER].r if sends_adapters(config, policy) else 0
+    return VllmSettings(
+        model=str(folder),
+        max_model_len=vllm.max_model_len or config.rollout.max_model_len,
+        dtype=vllm.dtype or config.model.dtype,
+        max_num_seqs=config.rollout.max_concurrent_rollouts,
+        tensor_parallel_size=placement.tensor_parallel_size,
+        data_parallel_size=placement.data_parallel_size,
+        device_ids=placement.vllm if placement.is_split else (),
+        gpu_memory_utilization=vllm.gpu_memory_utilization or (_OWN_GPUS if placement.is_split else _SHARED_GPU),
+        kv_cache_gib=1.0 if vllm.kv_cache_gib is None and on_processor else vllm.kv_cache_gib,
+        enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
+        seed=config.run.seed,
+        max_lora_rank=next((known for known in _LORA_RANKS if known >= rank), rank) if rank else 0,
+        max_loras=config.training.max_staleness + 2,
+        enable_sleep_mode=vllm.sleep_while_learning and not on_processor,  # where there is no memory to give back
+        structured_output=vllm.structured_output,
+        transfer=_transfer(config, policy),
+    )
+
+
+def build_while_learning(config: RunConfig, engine: Engine) -> WhileLearning:
+    """What is to be around the learner's work on a batch: an engine that sleeps, with vllm.sleep_while_learning.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if config.vllm is None or not config.vllm.sleep_while_learning:
+        return contextlib.nullcontext
+    sleeping = require_sleeping(engine)
+
+    @contextlib.asynccontextmanager
+    async def lend() -> AsyncIterator[None]:
+        await sleeping.sleep()
+        yield  # if the learner fails, the run ends: nobody needs an engine that takes back memory which may be in use
+        torch.cuda.empty_cache()  # what the learner used and keeps for later is the engine's again
+        await sleeping.wake_up()
+
+    return lend
+
+
+def sends_adapters(config: RunConfig, policy: Policy) -> bool:
+    """Whether vLLM is started for adapters: a LoRA that is sent as it is, not merged into its base."""
+    weight_sync = config.training.weight_sync
+    return is_adapter(policy.model) and (weight_sync is None or weight_sync.mode == "direct")
+
+
+def _transfer(config: RunConfig, policy: Policy) -> Transfer:
+    """How whole models are to reach vLLM, if this machine can do that."""
+    asked = "files" if config.training.weight_sync is None else config.training.weight_sync.transfer
+    if asked in ("ipc", "nccl") and policy.model.device.type != "cuda":
+        raise ConfigError(
+            f'training.weight_sync.transfer: "{asked}" is from GPU to GPU, but the policy is on the '
+            f'{policy.model.device.type}; set "shared_memory" or "files"'
+        )
+    if asked == "shared_memory" and not hasattr(os, "memfd_create"):
+        raise ConfigError('training.weight_sync.transfer: "shared_memory" needs Linux; set "files"')
+    return asked
+
+
+async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
+    folder = Path(tempfile.mkdtemp(prefix="gspo_gym-start-"))
+
+    async def start() -> Engine:
+        return await VllmEngine.start(settings)
+
+    try:
+        if sends_adapters(config, policy):
+            await asyncio.to_thread(save_base, policy, folder / "base")
+            settings = vllm_settings(config, policy, folder / "base")
+        else:
+            staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
+            settings = vllm_settings(config, policy, staged.folder or folder)
+        engine = RebuildableEngine(await start(), start, on_close=lambda: shutil.rmtree(folder, ignore_errors=True))
+        if sends_adapters(config, policy):
+            await _give_weights(config, policy, engine)
+        return engine
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]) -> Engine:
+    """vLLM servers that run already; what they were started with may be other weights than the policy's."""
+    wanted = config.vllm or VllmSection()
+
+    def connect(url: str) -> MakeEngine:
+        settings = VllmHttpSettings(
+            url,
+            vocab_size=_vocab_size(policy),
+            dtype=wanted.dtype or config.model.dtype,
+            max_model_len=wanted.max_model_len or config.rollout.max_model_len,
+            api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
+            seed=config.run.seed,
+        )
+
+        async def start() -> Engine:
+            return await VllmHttpEngine.start(settings)
+
+        return start
+
+    engine = await _connect([connect(url) for url in urls])
+    try:
+        await _give_weights(config, policy, engine)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
+    """An endpoint, and which of its models: as services.engine_model says, or model.base."""
+    named = None if config.services is None else config.services.engine_model
+    settings = HttpSettings(
+        url if url.endswith("/v1") else f"{url}/v1",
+        named or config.model.base or policy.base,
+        api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
+        max_model_len=config.rollout.max_model_len,
+        vocab_size=_vocab_size(policy),
+        rescore=config.rollout.rescore,
+        seed=config.run.seed,
+    )
+
+    async def start() -> Engine:
+        return await HttpEngine.start(settings, policy.tokenizer)
+
+    return start
+
+
+async def _connect(starts: list[MakeEngine]) -> Engine:
+    """One engine, or several behind the interface of one; each can be connected to again."""
+    engines: list[Engine] = []
+    try:
+        for start in starts:
+            engines.append(RebuildableEngine(await start(), start))
+    except BaseException:
+        for engine in engines:
+            await engine.close()
+        raise
+    return engines[0] if len(engines) == 1 else RoutedEngine(engines)
+
+
+async def _give_weights(config: RunConfig, policy: Policy, engine: Engine) -> None:
+    """Make the policy's present weights version 0 of an engine that began with others."""
+    kinds = engine.capabilities.update_kinds
+    if not {"full", "adapter"} & set(kinds):
+        raise ConfigError(
+            "services.engine_urls: these servers do not let their weights be changed from here, so that they would "
+            "sample from others than the policy's; start them with `gspo-gym serve --engine vllm`, or evaluate what "
+            'they serve with rollout.engine = "http"'
+        )
+    folder = Path(tempfile.mkdtemp(prefix="gspo_gym-start-"))
+    try:
+        update = await asyncio.to_thread(_stage, config, policy, folder, "full" if "full" in kinds else "adapter")
+        await engine.pause("wait")
+        await engine.apply_weights(update)
+        await engine.resume(0)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) -> WeightUpdate:
+    dtype = (config.vllm or VllmSection()).dtype or config.model.dtype
+    return Staging(policy, folder, dtype=dtype).stage(0, kind)
+
+
+def _vocab_size(policy: Policy) -> int:
+    """Rows of the embedding: every token id is below it, padded ones included."""
+    return int(policy.model.get_input_embeddings().weight.shape[0])

@@ -1,0 +1,337 @@
+"""[judge] becomes who scores: judges, rubrics, the blend and the watch over it. Called by `build.py` and the commands.
+
+Nothing is asked here; a rubric that is not there, a key that is not set and a function that cannot be imported are
+errors before a run begins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection, JudgeSection
+from gspo_gym.config.rules.judge import judge_kind
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import ConfigError, ServiceError
+from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.base import Judge, JudgeError, Rubrics
+from gspo_gym.judge.blend import EnvRewards, env_rewards
+from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
+from gspo_gym.judge.cache import JudgementCache
+from gspo_gym.judge.drift import DriftAlarm
+from gspo_gym.judge.audit.labels import labelled_episodes, read_labels
+from gspo_gym.judge.model.settings import ModelJudgeSettings
+from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
+from gspo_gym.judge.scorer import RubricsOf
+from gspo_gym.judge.gold import AgainstGoldJudge, AgainstLabels, Compare, GoldWatch
+from gspo_gym.run.judging import Judging, OnEventOfStep
+from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.step_rewards import step_rewards
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.base.retries import RetrySettings
+from gspo_gym.seeding import child_seed
+from gspo_gym.types import Task
+
+if TYPE_CHECKING:  # the recorder loads torch, which a judge does not need
+    from gspo_gym.run.recording import RunRecorder
+    from gspo_gym.run.report.progress import Progress
+
+# The rubric in a task's own task_info (Any: as the app sent it); None: it has none.
+TaskRubric = Callable[[Task], Awaitable[Mapping[str, Any] | None]]
+
+_DEFAULT_TIMEOUT_SECONDS = 30.0
+_DEFAULT_CONCURRENCY = 8
+_COOL_DOWN_SECONDS = 1.0  # `PausingJudge` waits longer and longer by itself
+_JUDGE_KEY = "JUDGE_API_KEY"  # of the judge at services.judge_url
+
+
+def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> Judging | None:
+    """The judge of a run; None if [judge] is not enabled. Whoever asked for it closes it.
+
+    `task_rubric` finds the rubric that a task app has for a task, which goes over the configuration's.
+
+    Raises:
+        ConfigError, UnknownNameError: a rubric, a key, a function or the labels are not as they must be.
+        MissingExtraError: a package is not installed.
+    """
+    section = config.judge
+    if section is None or not section.enabled:
+        return None
+    parts = _Parts(config, section)
+    rubrics_of = build_rubrics(config, task_rubric)
+    judging = Judging(
+        parts.judge(cached=True),
+        rubrics_of,
+        section.blend,
+        limits=section.scoring_limits,
+        rewards=_env_rewards(config),
+        budget=parts.budget,
+    )
+    judging.close_too(parts.cache)
+    if section.gold is not None:
+        _watch(judging, parts, section.gold, rubrics_of)
+    return judging
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeVariants:
+    """A configuration's judge outside a run: as it is, and as an audit asks it. They share one budget.
+
+    Attributes:
+        judge: the one that is trained against.
+        repeats: further samples of it, without a cache.
+        in_given_order: without a cache, and showing criteria in the rubric's order.
+    """
+
+    judge: Judge
+    repeats: tuple[Judge, ...]
+    in_given_order: Judge
+
+    async def close(self) -> None:
+        """Close all of them."""
+        for judge in (self.judge, *self.repeats, self.in_given_order):
+            await judge.close()
+
+
+def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVariants:
+    """The judge of [judge], enabled or not, for commands that judge stored episodes.
+
+    Raises:
+        ConfigError, MissingExtraError: as `build_judging`; or there is no [judge].
+    """
+    if config.judge is None:
+        raise ConfigError("there is no [judge] in the configuration, so nobody to ask; add it with its options")
+    parts = _Parts(config, config.judge)
+    per_judge = (config.judge.options or JudgeOptionsSection()).samples
+    return JudgeVariants(
+        judge=parts.judge(cached=True),
+        repeats=tuple(
+            parts.judge(cached=False, first_sample=per_judge * (number + 1)) for number in range(num_repeats)
+        ),
+        in_given_order=parts.judge(cached=False, shuffles_criteria=False),
+    )
+
+
+def rewards_of_turns(config: RunConfig) -> StepRewardSettings:
+    """The step rewards that the learner computes: what the file says, unless the blend has them in it already."""
+    is_blended = config.judge is not None and config.judge.enabled
+    settings = config.step_reward_settings
+    return StepRewardSettings() if is_blended and settings.mode == "decision_stepwise" else settings
+
+
+def _env_rewards(config: RunConfig) -> EnvRewards:
+    """What the blend takes for the environment's rewards.
+
+    Step rewards that are in place of the environment's are so here, before the judge's part is added: the learner, who
+    otherwise makes them, would throw that part away.
+    """
+    settings = config.step_reward_settings
+    if settings.mode != "decision_stepwise":
+        return env_rewards
+    return lambda trajectory: step_rewards(trajectory, settings)
+
+
+def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> RubricsOf:
+    """Finds the rubrics of a task: those of [judge.options], with the task's own over them.
+
+    Raises:
+        ConfigError, UnknownNameError: they are not as they must be, or a part that is to be judged has none.
+    """
+    section = config.judge or JudgeSection()
+    options = section.options or JudgeOptionsSection()
+    judge_url = None if config.services is None else config.services.judge_url
+    is_asked_elsewhere = judge_kind(section.type, judge_url, options.python, section.panel) == "synth"
+
+    # Then what is laid over the rubric is sent with the id, and laid over it there.
+    is_known_elsewhere = is_asked_elsewhere and options.rubric_id is not None
+
+    def load(own: Mapping[str, Any] | None) -> Rubrics:
+        rubrics = load_rubrics(
+            options.rubric_file or (None if is_asked_elsewhere else options.rubric_id),
+            folders=() if options.rubric_folder is None else (Path(options.rubric_folder),),
+            overrides=None if is_known_elsewhere else _as_read(options.rubric_overrides) or None,
+            task=None if is_known_elsewhere else own,
+        )
+        return _of_options(rubrics, options, may_be_absent=is_asked_elsewhere)
+
+    known = load(None)
+
+    async def rubrics_of(task: Task) -> Rubrics:
+        try:
+            own = None if task_rubric is None else await task_rubric(task)
+            return known if own is None else load(own)
+        except (ServiceError, ConfigError) as error:
+            raise JudgeError(f"the rubric of task {task.task_id} itself: {error}") from error
+
+    return rubrics_of
+
+
+def _as_read(value: Any) -> Any:
+    """A table with lists where a configuration has tuples (Any: a rubric has its own shape)."""
+    if isinstance(value, Mapping):
+        return {key: _as_read(entry) for key, entry in value.items()}
+    return [_as_read(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _of_options(rubrics: Rubrics, options: JudgeOptionsSection, *, may_be_absent: bool) -> Rubrics:
+    """Only what is judged, by the tracks and weights that are asked for; an HTTP judge may have a rubric of its own."""
+    for part, is_judged in (("event", options.event), ("outcome", options.outcome)):
+        if is_judged and part not in rubrics.parts and not may_be_absent:
+            raise ConfigError(
+                f"judge.options.{part}: true, but the rubric has no part {part!r}; add one, for example under "
+                f"judge.options.rubric_overrides.{part}, or set false"
+            )
+    judged = Rubrics(
+        event=rubrics.event if options.event else None, outcome=rubrics.outcome if options.outcome else None
+    )
+    if options.rubric_aggregate is not None:
+        judged = judged.with_aggregate(load_aggregate(options.rubric_aggregate))
+    judged.require_totals()
+    if may_be_absent and not judged.parts:
+        return judged
+    return judged.only_tracks(options.tracks).with_track_weights(options.weights)
+
+
+_NOTES = {
+    "judge_paused": "the run is paused, because the judge {judge} is down; it goes on by itself. {reason}",
+    "judge_resumed": "the judge {judge} is back after {seconds:.0f} seconds, and the run goes on",
+    "judge_gold_failed": "the judge could not be compared with gold: {reason}",
+    "judge_drift": "DRIFT of the judge: {reason}",
+}
+
+
+def tell_recorder(recorder: RunRecorder, progress: Progress) -> OnEventOfStep:
+    """Writes what happens to the judge into the run's events, and says what matters to whoever looks on."""
+
+    def tell(kind: str, step: int, data: Mapping[str, Any]) -> None:
+        recorder.event(kind, step, data)
+        if kind in _NOTES:
+            progress.note(_NOTES[kind].format(**data))
+
+    return tell
+
+
+class _Parts:
+    """What the judges of a configuration share: the budget, the cache, how patiently they are asked."""
+
+    def __init__(self, config: RunConfig, section: JudgeSection) -> None:
+        options = section.options or JudgeOptionsSection()
+        self.section = section
+        self.options = options
+        self.seed = child_seed(config.run.seed, "judge")
+        self.judge_url = None if config.services is None else config.services.judge_url
+        self.policy_name = config.rollout.policy_name
+        self.budget = JudgeBudget(BudgetLimits(max_calls=options.max_calls, max_usd=options.max_cost_usd))
+        self.cache = JudgementCache(None if options.cache is None else Path(options.cache))
+        self.asking = AskingSettings(
+            max_concurrency=options.max_concurrency or _DEFAULT_CONCURRENCY,
+            timeout_seconds=section.timeout_s or _DEFAULT_TIMEOUT_SECONDS,
+            retries=RetrySettings(max_attempts=options.max_attempts, first_delay_seconds=0.5, max_delay_seconds=20.0),
+            cool_down_seconds=_COOL_DOWN_SECONDS,
+            seed=self.seed,
+        )
+
+    def judge(self, *, cached: bool, first_sample: int = 0, shuffles_criteria: bool = True) -> Judge:
+        """The one that is trained against, a panel if it has several members or samples."""
+        options, section = self.options, self.section
+        kind = judge_kind(section.type, self.judge_url, options.python, section.panel)
+        if kind == "synth":
+            return self._http_judge(cached=cached)
+        members: Sequence[JudgeModelSettings] = section.panel or (options,)
+        return self._panel(
+            [
+                self.one_judge(member, sample=first_sample + sample, cached=cached, shuffles_criteria=shuffles_criteria)
+                for member in members
+                for sample in range(1 if member.python else options.samples)
+            ]
+        )
+
+    def one_judge(
+        self, who: JudgeModelSettings, *, sample: int = 0, cached: bool, shuffles_criteria: bool = True
+    ) -> Judge:
+        """A model or a function."""
+        if who.python is not None:
+            from gspo_gym.judge.python_judge import PythonJudge
+
+            return PythonJudge(
+                who.python,
+                max_concurrency=self.asking.max_concurrency,
+                timeout_seconds=self.asking.timeout_seconds,
+                show_reasoning=self.options.show_reasoning,
+            )
+        from gspo_gym.judge.model.judge import ModelJudge
+
+        assert who.model is not None  # the rules have seen to it
+        settings = ModelJudgeSettings(
+            model=who.model,
+            provider=who.provider or "local",
+            base_url=who.base_url,
+            api_key_env=who.api_key_env,
+            mode=self.options.mode,
+            structured_output=who.structured_output,
+            temperature=(who.temperature or 0.0) if who.send_temperature else None,
+            must_take_temperature=who.temperature is not None,
+            max_output_tokens=who.max_output_tokens,
+            max_transcript_chars=self.options.max_transcript_chars,
+            show_reasoning=self.options.show_reasoning,
+            shuffles_criteria=shuffles_criteria,
+            sample=sample,
+            seed=self.seed,
+            prices=Prices(who.usd_per_million_input_tokens or 0.0, who.usd_per_million_output_tokens or 0.0),
+            asking=self.asking,
+        )
+        return ModelJudge(settings, cache=self.cache if cached else None, budget=self.budget)
+
+    def _http_judge(self, *, cached: bool) -> Judge:
+        from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
+
+        options = self.options
+        assert self.judge_url is not None  # the rules have seen to it
+        key = options.api_key_env or (_JUDGE_KEY if os.environ.get(_JUDGE_KEY) else None)
+        settings = HttpJudgeSettings(
+            url=self.judge_url,
+            api_key_env=key,
+            provider=options.provider,
+            model=options.model,
+            rubric_id=options.rubric_id,
+            rubric_overrides=_as_read(options.rubric_overrides),
+            tracks=options.tracks,
+            weights=dict(options.weights),
+            event=bool(options.event),
+            outcome=bool(options.outcome),
+            policy_name=self.policy_name,
+            show_reasoning=options.show_reasoning,
+            asking=self.asking,
+        )
+        return HttpJudge(settings, cache=self.cache if cached else None, budget=self.budget)
+
+    def _panel(self, members: Sequence[Judge]) -> Judge:
+        if len(members) == 1:
+            return members[0]
+        from gspo_gym.judge.panel import PanelJudge
+
+        return PanelJudge(members, aggregate=self.options.aggregate)
+
+
+def _watch(judging: Judging, parts: _Parts, gold: GoldSection, rubrics_of: RubricsOf) -> None:
+    """Have the judge compared with gold now and then."""
+    weights = parts.section.blend
+    if gold.episodes is not None and gold.labels is not None:
+        labelled = labelled_episodes(read_episodes(Path(gold.episodes)), read_labels(Path(gold.labels)))
+        judge = parts.judge(cached=False)
+        compare: Compare = AgainstLabels(judge, rubrics_of, weights, labelled)
+    else:
+        judge = parts.one_judge(gold, cached=True)
+        compare = AgainstGoldJudge(judge, rubrics_of, weights, gold.num_episodes, parts.seed)
+    watch = GoldWatch(
+        compare,
+        DriftAlarm(gold.max_gap_change),
+        every=gold.every_n_iters,
+        stops=gold.on_drift == "stop",
+        on_event=judging.tell,
+    )
+    judging.watch(watch)
+    judging.close_too(judge)

@@ -1,0 +1,160 @@
+"""What a run needs besides a valid configuration, asked before anything is loaded.
+
+That is the model's files, devices, packages, keys, environments and the judge. `require_ready` is the first thing that
+training does, and `gspo-gym config check` prints what `find_obstacles` finds, so that both say the same. `rehearse`
+builds everything and plays one scripted episode of each environment. Nothing else here contacts a service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build.apps import check_apps, environment_ids
+from gspo_gym.config.build.engines import check_context, check_engine
+from gspo_gym.config.build.judge import build_judging
+from gspo_gym.config.build.reference import serving_reference
+from gspo_gym.config.build.rollouts import check_warmup, environment_notes, local_play, looking_at_source
+from gspo_gym.config.apps import TaskSource
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import refuse_to_train
+from gspo_gym.env.core import PolicyFactory
+from gspo_gym.errors import ConfigError, GymError
+from gspo_gym.policy.load import check_base, known_context
+from gspo_gym.policy.options import check_options
+from gspo_gym.policy.quantization import check_quantization
+from gspo_gym.run.sinks import check_sinks
+from gspo_gym.rollout.actors import ScriptedActor
+from gspo_gym.rollout.episode import EpisodeRequest
+from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
+from gspo_gym.types import Message, Task, Trajectory
+
+
+async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[GymError]:
+    """Return why a run of this configuration would not start, as far as it can be known without loading a model.
+
+    `base` is what is loaded in place of the model that the configuration names: a checkpoint to go on from.
+    """
+    obstacles: list[GymError] = []
+    for check in _checks(config, base):
+        with _collecting(obstacles):
+            check()
+    for source in [source for source in config.sources if source.task_url is None]:
+        with _collecting(obstacles):
+            async with looking_at_source(config, source):
+                pass
+    with _collecting(obstacles):
+        await check_warmup(config)
+    with _collecting(obstacles):
+        if (judging := build_judging(config)) is not None:
+            await judging.close()
+    return _without_repeats(obstacles)
+
+
+async def require_ready(config: RunConfig, *, base: str | None = None) -> tuple[str, ...]:
+    """Refuse to start a run that would fail; return what the configuration says without effect, a line each.
+
+    Raises:
+        GymError: the one obstacle that there is; or a ConfigError that lists several.
+    """
+    obstacles = await find_obstacles(config, base=base)
+    if len(obstacles) == 1:
+        raise obstacles[0]
+    if obstacles:
+        raise ConfigError(f"{len(obstacles)} things stand in the way:\n  " + "\n  ".join(map(str, obstacles)))
+    return tuple(f"{notice.key}: {notice.text}" for notice in config.notices)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a rehearsal saw: lines about apps and environments, and the scripted episode of each that is here."""
+
+    notes: tuple[str, ...]
+    episodes: tuple[Trajectory, ...]
+
+
+async def rehearse(config: RunConfig) -> Rehearsal:
+    """Build all that training builds, without the run's folder, and play one scripted episode of each environment here.
+
+    Task apps are asked whether they can be used, and play the probe rollouts that training begins with.
+
+    Raises:
+        GymError: as `require_ready`, or whatever building met.
+    """
+    await require_ready(config)
+    with tempfile.TemporaryDirectory(prefix="gspo_gym-rehearsal-") as folder:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
+        async with contextlib.AsyncExitStack() as stack:
+            policy = build.build_policy(config)
+            player = await build.build_training_player(config, policy)
+            stack.push_async_callback(player.close)
+            judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
+            if judging is not None:
+                stack.push_async_callback(judging.close)
+            await build.build_warmup(config, player)
+            notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
+            reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+            build.build_learner(config, policy, reference)
+            episodes = [
+                await _play_scripted(config, player, source, env_id)
+                for env_id, source in zip(environment_ids(config), config.sources, strict=True)
+                if source.task_url is None
+            ]
+    return Rehearsal(notes, tuple(episodes))
+
+
+def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object]]:
+    """Return the checks of what does not play; each raises if a run would."""
+    model = config.model
+    return (
+        lambda: refuse_to_train(config.sections),
+        lambda: check_base(base or build.model_name(config)),
+        lambda: check_options(
+            device=build.device_of(config), torch_compile=model.torch_compile, liger_kernels=model.liger_kernels
+        ),
+        lambda: check_quantization(build.device_of(config)) if model.trainer_mode == "qlora" else None,
+        lambda: check_engine(config),
+        lambda: check_context(config, *known_context(base or build.model_name(config))),
+        lambda: check_apps(config),
+        lambda: check_sinks(config.tracking.report_to),
+    )
+
+
+async def _play_scripted(config: RunConfig, player: build.Player, source: TaskSource, env_id: str) -> Trajectory:
+    """Play one episode by the first policy that the environment brings along, or by one that only greets."""
+    async with looking_at_source(config, source) as env:
+        policies = getattr(env, "policies", None) or {"greeting": _greets}
+        make_policy: PolicyFactory = next(iter(policies.values()))
+    play = local_play(config, player.renderers, ScriptedActor(make_policy), source=source)
+    task = Task(env_id, FIRST_TRAINING_SEED)
+    trajectory = await play(EpisodeRequest("rehearsal", task, child_seed(config.run.seed, "rehearsal")))
+    if trajectory.error is not None:
+        raise ConfigError(
+            f"{source.key}: a scripted episode of {source.env_name} ended as {trajectory.outcome.value}: "
+            f"{trajectory.error}"
+        )
+    return trajectory
+
+
+def _greets(env: object, generator: np.random.Generator) -> Callable[[Sequence[Message]], str]:
+    """Return a policy that says the same in every turn."""
+    del env, generator
+    return lambda _messages: "Hello."
+
+
+@contextlib.contextmanager
+def _collecting(obstacles: list[GymError]) -> Iterator[None]:
+    try:
+        yield
+    except GymError as error:
+        obstacles.append(error)
+
+
+def _without_repeats(obstacles: Sequence[GymError]) -> list[GymError]:
+    """Return the obstacles, of those that read alike the first."""
+    return list({str(error): error for error in reversed(obstacles)}.values())[::-1]

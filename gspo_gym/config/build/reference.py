@@ -1,0 +1,141 @@
+"""The served reference of a run: its process, if it has one of its own, and what the learner asks of it.
+
+Called by `run.py`, around everything that learns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo_gym.config.devices import names_of, place
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import ConfigError
+from gspo_gym.learning.truncation import Truncation
+from gspo_gym.policy.load import Policy, save_base, save_policy
+from gspo_gym.policy.lora import is_adapter
+from gspo_gym.policy.parallel import parallel_options
+from gspo_gym.policy.quantization import is_quantized
+from gspo_gym.policy.reference.client import ReferenceClient, ServedReference
+from gspo_gym.policy.reference.process import ReferenceProcess
+from gspo_gym.policy.reference.wire import ScoringSettings
+
+
+@contextlib.contextmanager
+def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterator[ServedReference | None]:
+    """The reference at a server, for as long as the block lasts; None if reference.placement is not "dedicated"
+    or no KL term asks for it.
+
+    It is the policy as it is now, without its adapter if it has one; or what [services] reference_url serves.
+
+    Raises:
+        ServiceError: the server cannot be reached or does not come up.
+        ConfigError: it serves a model with another vocabulary, the policy's weights are quantized, or reference.tp
+            processes cannot share its layers.
+    """
+    if config.reference.placement != "dedicated" or not config.has_reference:
+        yield None
+        return
+    services = config.services
+    if services is not None and services.reference_url is not None:
+        client = ReferenceClient(services.reference_url)
+        _wait(config, client, policy)
+        yield ServedReference(client, policy.model, scoring_settings(config), folder=None)
+        return
+    folder = config.run_folder / "reference"
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    with _own_server(config, policy, device, folder) as client:
+        held = None if is_adapter(policy.model) else folder
+        yield ServedReference(client, policy.model, scoring_settings(config), folder=held)
+
+
+def scoring_settings(config: RunConfig) -> ScoringSettings:
+    """Of the distribution that the learner scores."""
+    rollout, update = config.rollout, config.update_settings
+    truncation = Truncation(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
+    return ScoringSettings(
+        temperature=rollout.temperature,
+        chunk_tokens=update.scoring_chunk_tokens,
+        truncation=truncation if update.score_truncated else Truncation(),
+    )
+
+
+@contextlib.contextmanager
+def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) -> Iterator[ReferenceClient]:
+    model = folder / "model"
+    process: ReferenceProcess | None = None
+    if config.reference.tp > 1:
+        parallel_options(policy.model.config, config.reference.tp)  # refuses before anything is written
+    try:
+        _save(policy, model)
+        process = ReferenceProcess(
+            _arguments(
+                model=model,
+                port=config.reference.port,
+                dtype=config.model.dtype,
+                device=torch.device(device).type,  # the first of those that it sees
+                tp=config.reference.tp,
+                num_threads=torch.get_num_threads(),  # it decides in which order sums are taken
+            ),
+            log=config.run_folder / "reference_server.log",
+            visible_gpus=_gpus(config),
+        )
+        client = ReferenceClient(
+            f"http://127.0.0.1:{config.reference.port}", token=process.token, explain=process.explain
+        )
+        _wait(config, client, policy, process)
+        shutil.rmtree(model)  # it is in the server's memory
+        yield client
+    finally:
+        if process is not None:
+            process.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(config: RunConfig, client: ReferenceClient, policy: Policy, process: ReferenceProcess | None = None) -> None:
+    health = client.wait_until_healthy(
+        max_wait_seconds=config.reference.health_max_wait_s,
+        interval_seconds=config.reference.health_interval_ms / 1000,
+        require_alive=(lambda: None) if process is None else process.require_alive,
+        pid=None if process is None else process.pid,
+    )
+    _require_same_vocabulary(health, policy)
+
+
+def _require_same_vocabulary(health: Mapping[str, Any], policy: Policy) -> None:
+    """Any: JSON values."""
+    size = policy.model.get_input_embeddings().num_embeddings
+    if health["vocab_size"] != size:
+        raise ConfigError(
+            f"services.reference_url: {health.get('model')} knows {health['vocab_size']} tokens, {policy.base} knows "
+            f"{size}; the reference must read the policy's tokens"
+        )
+
+
+def _save(policy: Policy, folder: Path) -> None:
+    if is_quantized(policy.model):
+        raise ConfigError(
+            'reference.placement: "dedicated" would serve quantized weights, which cannot be written back as they '
+            'are; set "shared"'
+        )
+    if is_adapter(policy.model):
+        save_base(policy, folder)
+    else:
+        save_policy(policy, folder)
+
+
+def _arguments(**options: object) -> list[str]:
+    """As the server's command line takes them."""
+    return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _gpus(config: RunConfig) -> tuple[str, ...] | None:
+    """Those of the reference, as its process is told of them; None: whatever this one sees."""
+    placement = place(config.topology, config.vllm)
+    return names_of(placement.reference, os.environ) if placement.is_split else None

@@ -1,0 +1,397 @@
+"""A config becomes what plays: the engine's player, task apps, pools of episodes, demonstrations and evaluations.
+
+Called by `build.py`, which says what is learned from the episodes, and by the commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gspo_gym.config.build.apps import AppPlayers, environment_ids
+from gspo_gym.config.build.engines import build_endpoint, build_engine
+from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.config.apps import TaskSource
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import refuse_to_run
+from gspo_gym.engine.base import Engine
+from gspo_gym.env.core import PolicyFactory
+from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
+from gspo_gym.env.workers.limits import WorkerLimits
+from gspo_gym.env.registry import resolve
+from gspo_gym.env.session import looking_at
+from gspo_gym.errors import ConfigError, GymError, UnknownNameError
+from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
+from gspo_gym.run.judging import Judging
+from gspo_gym.policy.load import Policy
+from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
+from gspo_gym.rollout.episode import PlayEpisode, episode_player
+from gspo_gym.rollout.ledger import Disposition, Ledger
+from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.rollout.mixture import play_by_environment
+from gspo_gym.rollout.pool import OnEpisode, RolloutPool
+from gspo_gym.rollout.scoring import Scoring
+from gspo_gym.seeding import child_seed
+from gspo_gym.run.trainer import Evaluate
+from gspo_gym.types import Trajectory
+from gspo_gym.run.warmup import WarmupPlan
+from gspo_gym.rollout.watchdog import read_frozen
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """A policy that can play: its engine, and the task apps that ask it. Start it before it plays, and close it.
+
+    `endpoint` plays what is learned from in the engine's place, with somebody else's weights; None: the engine does.
+    """
+
+    policy: Policy
+    engine: Engine
+    renderers: RendererCache
+    apps: AppPlayers | None = None
+    endpoint: Engine | None = None
+
+    @property
+    def sampler(self) -> Engine:
+        """What plays the episodes that are learned from."""
+        return self.engine if self.endpoint is None else self.endpoint
+
+    async def start(self) -> tuple[str, ...]:
+        """Ask the task apps whether they can be used, and open the gateway; returns a line about each of them.
+
+        Raises:
+            ConfigError: one cannot be used; see `AppPlayers.start`.
+        """
+        return () if self.apps is None else await self.apps.start()
+
+    async def probe_apps(self) -> tuple[str, ...]:
+        """Play a rollout or two of every task app as training does; returns lines about them.
+
+        Raises:
+            ConfigError: an app's episodes cannot be trained on; see `AppPlayers.probe`.
+        """
+        return () if self.apps is None else await self.apps.probe()
+
+    async def close(self) -> None:
+        """End the gateway, then the engines; closing twice is fine."""
+        if self.apps is not None:
+            await self.apps.close()
+        if self.endpoint is not None:
+            await self.endpoint.close()
+        await self.engine.close()
+
+
+async def build_player(config: RunConfig, policy: Policy) -> Player:
+    """An engine with the policy's weights, as [rollout] says; whoever asked for it starts and closes the player.
+
+    Raises:
+        ConfigError: this version, this machine or this model cannot do what the config asks for.
+        MissingExtraError, EngineError: see `build_engine`.
+    """
+    refuse_to_run(config.sections)
+    engine = await build_engine(config, policy)
+    has_apps = any(source.task_url is not None for source in config.sources)
+    apps = AppPlayers(config, engine, policy.tokenizer) if has_apps else None
+    return Player(policy, engine, build_renderers(config, policy.tokenizer), apps)
+
+
+async def build_training_player(config: RunConfig, policy: Policy) -> Player:
+    """As `build_player`; with rollout.rescore an endpoint plays what is learned from.
+
+    Raises:
+        ConfigError, MissingExtraError, EngineError: see `build_engine`.
+    """
+    player = await build_player(config, policy)
+    if not config.rollout.rescore:
+        return player
+    try:
+        return replace(player, endpoint=await build_endpoint(config, policy))
+    except BaseException:
+        await player.close()
+        raise
+
+
+def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
+    """How messages become tokens, as [rollout.policy_config] says (Any: transformers is untyped)."""
+    asked = config.rollout.policy_config
+    return RendererCache(
+        tokenizer,
+        template_kwargs=None if asked is None else asked.chat_template_kwargs,
+        system_prompt=None if asked is None else asked.system_prompt,
+    )
+
+
+def build_actor(config: RunConfig, engine: Engine, *, temperature: float) -> EngineActor:
+    """Who samples from the engine as [rollout] says, but for the temperature."""
+    return EngineActor(
+        engine,
+        temperature=temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        min_p=config.rollout.min_p,
+        repetition_penalty=config.rollout.repetition_penalty,
+        min_tokens=config.rollout.min_output_tokens,
+    )
+
+
+def build_environment(config: RunConfig, source: TaskSource | None = None) -> IsolatedFactory:
+    """Makes fresh environments of a source, each where it is to run: in a thread or a worker process.
+
+    `source` is one of `config.sources`; None: the main one. One that held the interpreter in an earlier start of this
+    run (`watchdog.py`) runs in worker processes, whatever the configuration says.
+
+    Raises:
+        UnknownNameError: no environment of that name.
+    """
+    rollout, source = config.rollout, source or config.sources[0]
+    has_frozen = resolve(source.env_name) in read_frozen(config.run_folder).env_ids
+    return isolated_factory(
+        source.env_name,
+        source.env_config,
+        "process" if has_frozen else rollout.isolation,
+        limits=WorkerLimits(memory_mb=rollout.env_memory_limit_mb, variables=rollout.env_variables),
+        start_timeout_seconds=config.limits.step_timeout_seconds,
+    )
+
+
+async def environment_notes(config: RunConfig) -> tuple[str, ...]:
+    """A line about each environment here that runs code of the model: how that is confined.
+
+    Raises:
+        EnvError: one cannot be made, because nothing confines such code here for example.
+    """
+    notes = []
+    for source in config.sources:
+        if source.task_url is None and (factory := build_environment(config, source)).runs_code:
+            async with looking_at(factory) as env:
+                notes.append(f"{source.env_name}: code that the model wrote is {env.confinement}")
+    return tuple(notes)
+
+
+def local_play(
+    config: RunConfig,
+    renderers: RendererCache,
+    act: Actor,
+    *,
+    source: TaskSource | None = None,
+    limits: EpisodeLimits | None = None,
+) -> PlayEpisode:
+    """Plays the episodes of one source in environments here; None: of the main one, under `config.episode_limits`."""
+    make_env = build_environment(config, source)
+    return episode_player(
+        make_env=lambda _task: make_env(), act=act, renderers=renderers, limits=limits or config.episode_limits
+    )
+
+
+def build_play(config: RunConfig, player: Player, *, mode: Literal["rl", "eval"]) -> PlayEpisode:
+    """Plays the episodes of every source: as training does ("rl"), or an evaluation, with the player's own weights."""
+    is_training = mode == "rl"
+    temperature = config.rollout.temperature if is_training else config.evaluation.temperature
+    limits = config.training_limits if is_training else config.episode_limits
+    act = build_actor(config, player.sampler if is_training else player.engine, temperature=temperature)
+
+    def play_of(source: TaskSource) -> PlayEpisode:
+        if source.task_url is None:
+            return local_play(config, player.renderers, act, source=source, limits=limits)
+        assert player.apps is not None  # `build_player` made them, because there is such a source
+        return player.apps.player_of(source, temperature=temperature, limits=limits, mode=mode)
+
+    names = environment_ids(config)
+    return play_by_environment({name: play_of(source) for name, source in zip(names, config.sources, strict=True)})
+
+
+def build_pool(
+    config: RunConfig,
+    play: PlayEpisode,
+    *,
+    seed_name: str,
+    ledger: Ledger | None = None,
+    on_episode: OnEpisode | None = None,
+    scoring: Scoring | None = None,
+) -> RolloutPool:
+    """A pool of what `play` plays; `seed_name` keeps its sampling seeds apart from other pools'.
+
+    `scoring` gives the episodes their rewards; None: their environments do.
+    """
+    return RolloutPool(
+        play=play,
+        pool_limits=config.pool_limits,
+        run_seed=child_seed(config.run.seed, seed_name),
+        ledger=ledger,
+        on_episode=on_episode,
+        scoring=scoring,
+    )
+
+
+def build_training_pool(
+    config: RunConfig,
+    player: Player,
+    ledger: Ledger | None = None,
+    judging: Judging | None = None,
+    on_episode: OnEpisode | None = None,
+) -> RolloutPool:
+    """The pool that plays the episodes to be learned from."""
+    scoring = None if judging is None else judging.for_training
+    play = build_play(config, player, mode="rl")
+    return build_pool(config, play, seed_name="rollout", ledger=ledger, on_episode=on_episode, scoring=scoring)
+
+
+Keep = Callable[[str, list[Trajectory]], None]  # receives an evaluation's label and its episodes
+
+
+def build_evaluate(
+    config: RunConfig,
+    player: Player,
+    keep: Keep | None = None,
+    judging: Judging | None = None,
+    *,
+    rows: KeptRows | None = None,
+) -> Evaluate:
+    """Return what evaluates the player's present weights on the configured seeds.
+
+    Every call samples with the same seeds. `rows` are there already, or receive what is played: for a single call.
+    """
+    return _evaluation_of(config, build_play(config, player, mode="eval"), keep=keep, judging=judging, rows=rows)
+
+
+async def build_scripted_evaluate(
+    config: RunConfig,
+    renderers: RendererCache,
+    policy: str | PolicyFactory,
+    judging: Judging | None = None,
+    *,
+    rows: KeptRows | None = None,
+) -> Evaluate:
+    """Return what evaluates, in the model's place, a policy that the environment brings under that name, or any other.
+
+    `rows` as in `build_evaluate`.
+
+    Raises:
+        UnknownNameError: it brings none of that name.
+        ConfigError: a task app plays a part of the episodes.
+    """
+    players = {}
+    for name, source in zip(environment_ids(config), config.sources, strict=True):
+        if source.task_url is not None:
+            raise ConfigError(
+                f"{source.url_key}: a task app asks the model that is trained, and nobody else; evaluate a checkpoint, "
+                "or leave the app out to play in this process"
+            )
+        make_policy = await _scripted_policy(config, source, policy) if isinstance(policy, str) else policy
+        players[name] = local_play(config, renderers, ScriptedActor(make_policy), source=source)
+    return _evaluation_of(config, play_by_environment(players), judging=judging, rows=rows)
+
+
+@contextlib.asynccontextmanager
+async def looking_at_source(config: RunConfig, source: TaskSource) -> AsyncIterator[Any]:
+    """Make one environment of a source (Any: authors need not subclass anything), to be read, and close it after.
+
+    Raises:
+        GymError: it cannot be made; a ConfigError where its constructor raised.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            env = await stack.enter_async_context(looking_at(build_environment(config, source)))
+        except GymError:
+            raise
+        except Exception as error:  # an author's constructor may raise anything
+            raise ConfigError(
+                f"{source.key}.env_config: {source.env_name} cannot be made with {dict(source.env_config)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        yield env
+
+
+async def _scripted_policy(config: RunConfig, source: TaskSource, name: str) -> PolicyFactory:
+    async with looking_at_source(config, source) as env:
+        return policy_of(env, name)
+
+
+def _evaluation_of(
+    config: RunConfig,
+    play: PlayEpisode,
+    *,
+    keep: Keep | None = None,
+    judging: Judging | None = None,
+    rows: KeptRows | None = None,
+) -> Evaluate:
+    kept = rows or KeptRows()
+
+    async def run(label: str) -> Evaluation:
+        episodes: list[Trajectory] = []
+        env_returns: dict[str, float | None] = {}
+
+        def over(trajectory: Trajectory, what: Disposition) -> None:
+            if what is not Disposition.KEPT:
+                return
+            episodes.append(trajectory)
+            env_return = None if judging is None else judging.env_return(trajectory)  # which gives it once
+            env_returns[trajectory.trajectory_id] = env_return
+            kept.add(PlayedRow.of(trajectory, env_return))
+
+        pool = build_pool(
+            config,
+            play,
+            seed_name="evaluation",
+            on_episode=over,
+            scoring=None if judging is None else judging.for_evaluation,
+        )
+        names = environment_ids(config)
+        results = [
+            await evaluate(
+                pool,
+                name,
+                config.evaluation_seeds,
+                label=label,
+                env_return_of=lambda episode: env_returns[episode.trajectory_id],
+                found=kept.found,
+            )
+            for name in names
+        ]
+        if keep is not None:
+            order = {name: number for number, name in enumerate(names)}
+            keep(label, sorted(episodes, key=lambda played: (order[played.task.env_id], played.task.seed)))
+        return join(results)
+
+    return run
+
+
+async def check_warmup(config: RunConfig) -> tuple[str, PolicyFactory] | None:
+    """Return the id of the environment that demonstrations are of and their player; None without a [warmup] section.
+
+    Raises:
+        UnknownNameError: the environment brings no scripted policy of that name.
+        ConfigError: there is no such environment here.
+    """
+    if config.warmup is None:
+        return None
+    try:
+        env_id = resolve(config.rollout.env_name)
+    except UnknownNameError as error:
+        if config.sources[0].task_url is None:
+            raise
+        raise ConfigError(
+            f"warmup: demonstrations are played in this process, not by the task app, and {error}. Remove [warmup], or "
+            "install the package that registers the environment"
+        ) from error
+    return env_id, await _scripted_policy(config, config.sources[0], config.warmup.policy)
+
+
+async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
+    """The pool that plays demonstrations and what to do with them; None without a [warmup] section.
+
+    Demonstrations are of the main environment, and are played here, also where a task app plays the episodes.
+
+    Raises:
+        UnknownNameError: the environment brings no scripted policy of that name.
+        ConfigError: there is no such environment here.
+    """
+    played_by = await check_warmup(config)
+    warmup, settings, optimizer = config.warmup, config.warmup_settings, config.warmup_optimizer_settings
+    if played_by is None or warmup is None or settings is None or optimizer is None:
+        return None
+    env_id, make_policy = played_by
+    pool = build_pool(config, local_play(config, player.renderers, ScriptedActor(make_policy)), seed_name="warmup")
+    return pool, WarmupPlan(env_id, config.run.seed, warmup.num_episodes, optimizer, settings)

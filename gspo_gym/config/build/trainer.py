@@ -1,0 +1,303 @@
+"""A config becomes live objects: the only place where names become classes.
+
+Called by the commands and by anyone who trains from Python. Who plays is built in `build_rollouts.py`, and handed on
+from here. Nothing here decides anything that the config does not say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from gspo_gym.config.build.apps import environment_ids
+from gspo_gym.config.build.engines import build_while_learning
+from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
+from gspo_gym.config.build.rollouts import Player as Player
+from gspo_gym.config.build.rollouts import build_actor as build_actor
+from gspo_gym.config.build.rollouts import build_environment as build_environment
+from gspo_gym.config.build.rollouts import build_evaluate as build_evaluate
+from gspo_gym.config.build.rollouts import build_play as build_play
+from gspo_gym.config.build.rollouts import build_player as build_player
+from gspo_gym.config.build.rollouts import build_pool as build_pool
+from gspo_gym.config.build.rollouts import build_renderers as build_renderers
+from gspo_gym.config.build.rollouts import build_scripted_evaluate as build_scripted_evaluate
+from gspo_gym.config.build.rollouts import build_training_player as build_training_player
+from gspo_gym.config.build.rollouts import build_training_pool as build_training_pool
+from gspo_gym.config.build.rollouts import build_warmup as build_warmup
+from gspo_gym.config.build.rollouts import environment_notes as environment_notes
+from gspo_gym.config.build.rollouts import local_play as local_play
+from gspo_gym.config.build.weights import build_alarm
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.config.devices import place, require_gpus
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.sections import parse_source
+from gspo_gym.config.services import refuse_to_train
+from gspo_gym.errors import ConfigError
+from gspo_gym.run.judging import Judging
+from gspo_gym.learning.reference import ReferencePolicy
+from gspo_gym.learning.truncation import Truncation
+from gspo_gym.learning.update import Learner
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy
+from gspo_gym.policy.lora import is_adapter
+from gspo_gym.policy.options import check_options, prepare_for_training
+from gspo_gym.policy.quantization import is_quantized
+from gspo_gym.run.recording import RunRecorder, read_run_id
+from gspo_gym.run.resume import LEDGER_FILE
+from gspo_gym.run.sinks import Sink, open_sinks
+from gspo_gym.run.report.progress import Progress
+from gspo_gym.rollout.ledger import Ledger
+from gspo_gym.rollout.selection import AttemptWatch
+from gspo_gym.seeding import child_seed
+from gspo_gym.run.trainer import Trainer, TrainPlan, TrainState
+from gspo_gym.types import TrajectoryGroup
+from gspo_gym.policy.weight_sync import WeightSync
+
+
+def model_name(config: RunConfig) -> str:
+    """What `models.load_policy` takes for model.base or model.source.
+
+    Raises:
+        ConfigError: model.source names a run or a checkpoint that is not there.
+    """
+    if config.model.base is not None:
+        return config.model.base
+    label, step = parse_source(config.model.source or "")
+    folder = Path(config.run.folder) / label / "checkpoints"
+    found = sorted(path.name for path in folder.glob("step_*") if (path / "manifest.json").is_file())
+    if not found or (step is not None and step not in found):
+        there = f"the checkpoints there are {', '.join(found)}" if found else "there is none"
+        raise ConfigError(f"model.source: {config.model.source!r}: expected a checkpoint in {folder}; {there}")
+    return str(folder / (step or found[-1]))
+
+
+def newest_checkpoint(name: str) -> str:
+    """Return the newest complete checkpoint where `name` is the folder of a run; any other name as it is.
+
+    Raises:
+        CheckpointError: the run has none, or it is another step's or another run's.
+    """
+    folder = Path(name) / "checkpoints"
+    return str(CheckpointStore(folder, run_id=read_run_id(Path(name))).newest()) if folder.is_dir() else name
+
+
+def build_policy(config: RunConfig, base: str | None = None) -> Policy:
+    """The policy to be trained, as [model] and [training.lora] say; a tiny model's weights derive from run.seed.
+
+    `base` is loaded in place of the model that the config names: a checkpoint to go on from.
+
+    Raises:
+        ConfigError: this version, this machine or this model cannot do what the config asks for.
+    """
+    refuse_to_train(config.sections)
+    model, device = config.model, device_of(config)
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # what names no GPU, such as a kernel that is not torch's own, means this one
+    check_options(device=device, torch_compile=model.torch_compile, liger_kernels=model.liger_kernels)
+    seed = child_seed(config.run.seed, "model")
+    policy = load_policy(
+        base or model_name(config),
+        dtype=model.dtype,
+        device=device,
+        seed=seed,
+        quantization=model.quantization if model.trainer_mode == "qlora" else "as_saved",
+    )
+    if is_quantized(policy.model) and model.trainer_mode != "qlora":
+        raise ConfigError(
+            f'model.trainer_mode: {policy.base} was trained on quantized weights; set it to "qlora" to go on with it, '
+            f"got {model.trainer_mode!r}"
+        )
+    if config.training.lora is not None:
+        policy = adapt_policy(policy, config.training.lora, seed)
+    elif is_adapter(policy.model):
+        raise ConfigError(
+            f'model.base: {policy.base} is a LoRA adapter, which model.trainer_mode = "full" cannot train; '
+            'set it to "lora" to go on with the adapter'
+        )
+    prepare_for_training(
+        policy.model,
+        gradient_checkpointing=model.gradient_checkpointing,
+        torch_compile=model.torch_compile,
+        liger_kernels=model.liger_kernels,
+    )
+    return policy
+
+
+def device_of(config: RunConfig) -> str:
+    """The learner's torch device, as model.device, [compute] and [topology] say; see `config.devices`.
+
+    Raises:
+        ConfigError: a GPU is asked for on a machine without, or more than there are, or one of another type.
+    """
+    compute, wanted = config.compute, config.model.device
+    if wanted == "auto" and compute is not None:
+        wanted = "cpu" if compute.gpu_count == 0 else "cuda"
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        key = "model.device" if config.model.device == "cuda" else "compute.gpu_count"
+        raise ConfigError(f"{key}: expected a CUDA device, and torch sees none here; use the processor (cpu, or 0)")
+    return _learners_gpu(config) if wanted == "cuda" else "cpu"
+
+
+def _learners_gpu(config: RunConfig) -> str:
+    compute, placement = config.compute, place(config.topology, config.vllm)
+    key = "vllm.tensor_parallel_size" if compute is None else "compute.gpu_count"
+    require_gpus(placement.num_gpus, torch.cuda.device_count(), os.environ, key)
+    if compute is not None and compute.gpu_type is not None:
+        for gpu in range(placement.num_gpus):
+            require_gpu_type(compute.gpu_type, torch.cuda.get_device_name(gpu))
+    return f"cuda:{placement.learner}" if placement.is_split else "cuda"
+
+
+def require_gpu_type(gpu_type: str, device_name: str) -> None:
+    """Refuse another device than the one that compute.gpu_type names, such as "H100" for "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if gpu_type.lower() not in device_name.lower():
+        raise ConfigError(f"compute.gpu_type: expected {gpu_type!r}, but the device here is {device_name!r}")
+
+
+def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy | None = None) -> Learner:
+    """The learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
+
+    `reference` is one that is served; None: it is in this process, if anything compares with it.
+    """
+    rollout = config.rollout
+    return Learner(
+        policy.model,
+        optimizer=config.optimizer_settings,
+        loss=config.loss,
+        update=config.update_settings,
+        advantages=config.advantages,
+        rewards=config.rewards,
+        correction=config.correction,
+        rescores=config.rollout.rescore,
+        reference=config.reference_settings,
+        temperature=rollout.temperature,
+        truncation=Truncation(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p),
+        total_steps=config.num_optimizer_steps,
+        seed=child_seed(config.run.seed, "learner"),
+        reference_policy=reference,
+    )
+
+
+def build_plan(config: RunConfig) -> TrainPlan:
+    """The steps of the run."""
+    (main, *others), sources = environment_ids(config), config.sources
+    return TrainPlan(
+        env_id=main,
+        run_seed=config.run.seed,
+        num_steps=config.num_iterations,
+        groups_per_batch=config.groups_per_batch,
+        group_size=config.training.group_size,
+        advantages=config.advantages,
+        evaluate_every=config.evaluation.every_n_iters,
+        checkpoint_every=config.training.checkpoint_every_n_iters,
+        log_every=config.training.log_interval,
+        stop_at_success_rate=config.training.stop_at_success_rate,
+        rewards=config.rewards,
+        step_rewards=rewards_of_turns(config),
+        constant_groups=config.training.constant_groups,
+        max_refill_rounds=config.training.max_refill_rounds,
+        log_episodes_every_n_iters=config.run.log_episodes_every_n_iters,
+        max_staleness=config.training.max_staleness,
+        weight_sync_interval=config.training.weight_sync_interval,
+        mixture={name: source.share for name, source in zip(others, sources[1:], strict=True)},
+    )
+
+
+def build_sinks(config: RunConfig, *, resume_step: int | None = None) -> list[Sink]:
+    """Where [tracking] sends metrics besides the run's folder.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+        ConfigError: W&B refuses.
+    """
+    tracking = config.tracking
+    return open_sinks(
+        tracking.report_to,
+        folder=config.run_folder,
+        project=tracking.wandb_project,
+        tags=tracking.wandb_tags,
+        run_name=tracking.run_name or config.model.label,
+        config=config.model_dump(mode="json"),
+        resume_step=resume_step,
+    )
+
+
+def build_trainer(
+    config: RunConfig,
+    player: Player,
+    *,
+    learner: Learner,
+    recorder: RunRecorder,
+    checkpoints: CheckpointStore,
+    progress: Progress,
+    state: TrainState,
+    weight_sync: WeightSync,
+    judging: Judging | None = None,
+) -> Trainer:
+    """Everything joined; `learner` and `state` are as fresh or as restored as the caller made them.
+
+    `judging` scores the episodes and writes into the run's folder; None: their environments score them.
+
+    Raises:
+        ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
+    """
+    engine = player.sampler
+    if config.training.max_staleness > 0 and not engine.capabilities.reports_versions:
+        raise ConfigError(
+            f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
+            f"{config.training.max_staleness}"
+        )
+
+    def save_checkpoint(state: TrainState) -> None:
+        folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
+        recorder.event("checkpoint", state.step, {"folder": folder.name})
+
+    attempts = AttemptWatch()
+    if judging is not None:
+        judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
+    return Trainer(
+        build_plan(config),
+        pool=build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts),
+        publish=weight_sync.after_step,
+        learner=learner,
+        evaluate=build_evaluate(config, player, recorder.episodes, judging),
+        save_checkpoint=save_checkpoint,
+        recorder=recorder,
+        progress=progress,
+        state=state,
+        weight_version=lambda: engine.weight_version,
+        is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
+        alarm=build_alarm(config),
+        more_metrics=_more_metrics(player, attempts, judging, recorder=recorder, progress=progress),
+        while_learning=build_while_learning(config, player.engine),
+    )
+
+
+def _more_metrics(
+    player: Player, attempts: AttemptWatch, judging: Judging | None, *, recorder: RunRecorder, progress: Progress
+) -> Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]]:
+    """What a step's metrics have beside the trainer's own; also sounds the alarms about what is kept."""
+
+    def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        of_apps: Mapping[str, float] = {}
+        of_attempts = attempts.metrics()
+        if (reason := attempts.alarm()) is not None:
+            recorder.event("selection", step, {"reason": reason})
+            progress.note(f"step {step}: {reason}")
+        if player.apps is not None:
+            of_apps, selection = player.apps.after_step(groups)
+            if selection is not None:
+                recorder.event("return_selection", step, asdict(selection))
+                progress.note(f"step {step}: {selection.sentence()}")
+        return {**of_attempts, **of_apps, **({} if judging is None else judging.after_step(step))}
+
+    return more_metrics

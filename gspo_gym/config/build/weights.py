@@ -1,0 +1,136 @@
+"""From a config: how new weights reach the engines, what attests them, and the alarm for what slips through.
+
+Called by `build.py` and `run.py`. Part of the build: here names become classes, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.weights import WeightSyncSection
+from gspo_gym.engine.base import Engine, UpdateKind
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
+from gspo_gym.learning.mismatch import MismatchAlarm
+from gspo_gym.learning.scoring import Scorer
+from gspo_gym.policy.load import Policy
+from gspo_gym.policy.lora import is_adapter
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.policy.staging import Handover, Staging, num_weight_bytes, staging_root
+from gspo_gym.types import Float32Array
+from gspo_gym.policy.weight_sync import Target, WeightSync, choose_kind
+
+
+def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:
+    """The weight sync of [training.weight_sync]; an engine that can be rebuilt will be, under the last weights.
+
+    Where samples may lie behind, requests in flight are kept over an update if the engine can keep them. A canary is
+    asked of every engine that holds weights of its own.
+
+    Raises:
+        ConfigError: the engine takes new weights in no way that the settings allow.
+    """
+    asked, max_staleness = config.training.weight_sync or WeightSyncSection(), config.training.max_staleness
+    kind = choose_kind(
+        engine,
+        is_adapter=is_adapter(policy.model),
+        mode=asked.mode,
+        direct=asked.direct,
+        is_handed_over=asked.transfer != "files",
+    )
+    in_flight = max_staleness > 0 and "keep" in engine.capabilities.pause_modes
+    canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
+    if isinstance(engine, RoutedEngine) and canary is not None:
+        engine.attest = canary.check  # of each replica, where a call would reach one of them
+    rebuildable = engine if isinstance(engine, RebuildableEngine) else None
+    weight_sync = WeightSync(
+        [Target(engine, None if rebuildable is None else rebuildable.rebuild)],
+        mode="keep" if in_flight else "wait",
+        kind=kind,
+        staging=_staging(config, policy, kind),
+        canary=canary,
+        verify_every_k=asked.verify_every_k,
+        interval=config.training.weight_sync_interval,
+        on_event=lambda name, values: recorder.event(name, values["version"], values),
+    )
+    if rebuildable is not None:
+        rebuildable.bring_up = weight_sync.restore
+    if isinstance(engine, RoutedEngine):
+        engine.set_rebuild(partial(_rebuild, weight_sync))
+    return weight_sync
+
+
+async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:
+    """Put a fresh engine under the committed weights behind a replica that is left out."""
+    if isinstance(replica, RebuildableEngine):
+        await replica.rebuild(weight_sync.restore)
+
+
+def build_canary(config: RunConfig, policy: Policy) -> Canary:
+    """Fixed prompts at the temperature of rollouts, scored by the policy's own forward pass."""
+    temperature = config.rollout.temperature
+    return Canary(
+        canary_prompts(policy.tokenizer.vocab_size, config.rollout.max_model_len),
+        score=learner_score(policy.model, temperature),
+        tolerance=max(TOLERANCES[dtype] for dtype in _dtypes(config)),
+        temperature=temperature,
+    )
+
+
+def learner_score(model: nn.Module, temperature: float) -> Score:
+    """Scores whole sequences under the model's present weights, not truncated."""
+    scorer = Scorer(model, temperature=temperature)
+    device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def score(rows: Sequence[Sequence[int]]) -> Sequence[Float32Array]:
+        longest = max(len(row) for row in rows)
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+        attention = torch.arange(longest, device=device) < torch.tensor([[len(row)] for row in rows], device=device)
+        actions = attention.clone()
+        actions[:, 0] = False
+        logprobs = scorer.score(ids, attention, actions).logprobs.float().cpu().numpy()
+        return [values[1 : len(row)] for values, row in zip(logprobs, rows, strict=True)]
+
+    return score
+
+
+def build_alarm(config: RunConfig) -> MismatchAlarm | None:
+    """The alarm of correction.max_engine_gap; None where none is given and the logprobs differ on purpose.
+
+    They do where the engine truncates or reshapes a distribution that the learner scores whole, where an adapter's
+    dropout acts while the learner scores, and where other weights sample.
+    """
+    if config.rollout.rescore:
+        return None
+    rollout, lora, max_gap = config.rollout, config.training.lora, config.correction.max_engine_gap
+    is_truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    is_reshaped = rollout.repetition_penalty != 1 or rollout.min_output_tokens > 0
+    has_dropout = lora is not None and lora.dropout > 0
+    if max_gap is None and (is_reshaped or has_dropout or (is_truncated and not config.training.score_truncated)):
+        return None
+    return MismatchAlarm(max_gap=max_gap, has_16_bits=set(_dtypes(config)) != {"float32"})
+
+
+def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | Handover | None:
+    if kind == "shared":
+        return None
+    if kind == "transfer":
+        return Handover(policy, dtype=_dtypes(config)[1])
+    keep = config.training.max_staleness + 2
+    num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # one more goes a commit later
+    in_memory = (config.training.weight_sync or WeightSyncSection()).direct
+    root = staging_root(config.run_folder, in_memory=in_memory, num_bytes=num_bytes)
+    return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])
+
+
+def _dtypes(config: RunConfig) -> tuple[str, str]:
+    """The learner's and the engine's."""
+    own = config.model.dtype
+    return own, getattr(config.vllm, "dtype", None) or own

@@ -1,0 +1,255 @@
+"""Rules about the objective: ratio, clip, weights, advantages, rewards, corrections and the reference.
+
+Wrong mathematics is an error, not a warning. What departs from the papers on purpose is named in algorithm.acknowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gspo_gym.config.defaults import KL_TERMS, VARIETIES
+from gspo_gym.config.rules.rule import Rule, no_effect
+from gspo_gym.config.words import show
+from gspo_gym.learning.settings import CorrectionSettings, RewardSettings
+
+# From here up, a clip on a sequence's ratio never acts: its logarithm is a mean over tokens, which stays within about
+# 1e-3 of 0 (arXiv 2507.18071, section 5.1, clips at 3e-4 and 4e-4).
+WIDE_CLIP = 0.05
+# Aggregations in which a long episode weighs more than a short one.
+LENGTH_WEIGHTED = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "bnpo", "dr_grpo", "dapo")
+
+
+def _unit_fits_variety(unit: str, variety: str) -> str | None:
+    return _fits_variety("loss.unit", unit, variety)
+
+
+def _level_fits_variety(level: str, variety: str) -> str | None:
+    return _fits_variety("advantages.level", level, variety)
+
+
+def _fits_variety(key: str, value: str, variety: str) -> str | None:
+    allowed = VARIETIES[variety][key]
+    if value in allowed:
+        return None
+    others = [show(name) for name, keys in VARIETIES.items() if value in keys[key]]
+    return (
+        f"algorithm.variety {show(variety)} takes {' or '.join(map(show, allowed))}, got {show(value)}, which belongs "
+        f"to variety {' or '.join(others)}"
+    )
+
+
+def _weighs_by_length(aggregation: str, unit: str) -> bool:
+    return unit != "token" and aggregation in LENGTH_WEIGHTED
+
+
+def _is_wide(clip_low: float, clip_high: float, unit: str) -> bool:
+    return unit != "token" and max(clip_low, clip_high) >= WIDE_CLIP
+
+
+def _is_biased(top_p: float, top_k: int, min_p: float, repetition_penalty: float, score_truncated: bool) -> bool:
+    """Whether rollouts come from another distribution than the one that the learner scores under."""
+    is_truncated = top_p < 1 or top_k > 0 or min_p > 0
+    return (is_truncated and not score_truncated) or repetition_penalty != 1
+
+
+_TRUNCATIONS = (
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.min_p",
+    "rollout.repetition_penalty",
+    "training.score_truncated",
+)
+
+
+def _length_is_meant(aggregation: str, unit: str, acknowledged: tuple[str, ...]) -> str | None:
+    if not _weighs_by_length(aggregation, unit) or "length_weighting" in acknowledged:
+        return None
+    return (
+        f'expected "seq-mean-token-mean" (or "grpo", the same) with loss.unit {show(unit)}, got {show(aggregation)}, '
+        'in which an episode weighs by its length; if that is meant, add "length_weighting" to algorithm.acknowledge'
+    )
+
+
+def _low_clip_is_meant(clip_low: float, clip_high: float, unit: str, acknowledged: tuple[str, ...]) -> str | None:
+    return _clip_is_meant(clip_low, clip_low, clip_high, unit, acknowledged)
+
+
+def _high_clip_is_meant(clip_high: float, clip_low: float, unit: str, acknowledged: tuple[str, ...]) -> str | None:
+    return None if clip_low >= WIDE_CLIP else _clip_is_meant(clip_high, clip_low, clip_high, unit, acknowledged)
+
+
+def _clip_is_meant(clip: float, low: float, high: float, unit: str, acknowledged: tuple[str, ...]) -> str | None:
+    if clip < WIDE_CLIP or not _is_wide(low, high, unit) or "wide_clip" in acknowledged:
+        return None
+    return (
+        f"expected less than {WIDE_CLIP:g} with loss.unit {show(unit)}, got {clip:g}: the ratio of a sequence stays "
+        "within about 1e-3 of 1, so that this clip never acts (the paper has 3e-4 and 4e-4); if that is meant, add "
+        '"wide_clip" to algorithm.acknowledge'
+    )
+
+
+def _sampling_is_scored(acknowledged: tuple[str, ...], *sampling: Any) -> str | None:
+    if not _is_biased(*sampling) or "truncated_sampling" in acknowledged:
+        return None
+    top_p, top_k, min_p, penalty, score_truncated = sampling
+    values = {"top_p": (top_p, 1), "top_k": (top_k, 0), "min_p": (min_p, 0), "repetition_penalty": (penalty, 1)}
+    if score_truncated:
+        values = {"repetition_penalty": (penalty, 1)}
+    used = ", ".join(f"rollout.{name} = {value:g}" for name, (value, off) in values.items() if value != off)
+    remedy = "training.score_truncated = true scores under top_p, top_k and min_p; " if penalty == 1 else ""
+    return (
+        f"{used}: rollouts would come from another distribution than the one that is scored. {remedy}if the bias is "
+        'meant, add "truncated_sampling" here'
+    )
+
+
+def _nothing_else_is_acknowledged(
+    acknowledged: tuple[str, ...], aggregation: str, unit: str, clip_low: float, clip_high: float, *sampling: Any
+) -> str | None:
+    occurs = {
+        "length_weighting": _weighs_by_length(aggregation, unit),
+        "wide_clip": _is_wide(clip_low, clip_high, unit),
+        "truncated_sampling": _is_biased(*sampling),
+    }
+    if idle := [name for name in acknowledged if not occurs[name]]:
+        return f"{', '.join(map(show, idle))} does not occur in these settings: remove it"
+    return None
+
+
+def _stale_samples_are_weighed(max_staleness: int, old_logprobs: str, level: str, rescore: bool) -> str | None:
+    if max_staleness == 0 or old_logprobs == "rollout" or level != "none" or rescore:  # of which none are allowed
+        return None
+    return (
+        f"expected 0, got {max_staleness}: samples of earlier weights would be taken for fresh ones; set "
+        'correction.old_logprobs = "rollout", so that the ratio begins at the weights that sampled, or a '
+        "correction.level"
+    )
+
+
+def _dual_clip_is_outside(dual_clip: float | None, clip_high: float) -> str | None:
+    if dual_clip is None or dual_clip > 1 + clip_high:
+        return None
+    return f"expected more than 1 + loss.clip_high = {1 + clip_high:g}, where the other clip is, got {dual_clip:g}"
+
+
+def _truncation_is_there(score_truncated: bool, top_p: float, top_k: int, min_p: float) -> str | None:
+    if not score_truncated or top_p < 1 or top_k > 0 or min_p > 0:
+        return None
+    return "has no effect without rollout.top_p, rollout.top_k or rollout.min_p: remove it"
+
+
+def _baseline_has_siblings(group_size: int, baseline: str, scale: str) -> str | None:
+    if group_size > 1 or not (baseline in ("group", "leave_one_out") or scale == "group"):
+        return None
+    key, value = ("scale", scale) if baseline not in ("group", "leave_one_out") else ("baseline", baseline)
+    return f"expected at least 2 with advantages.{key} {show(value)}, which compares siblings, got {group_size}"
+
+
+def _constant_groups_are_worthless(constant_groups: str, baseline: str) -> str | None:
+    if constant_groups == "keep" or baseline in ("group", "leave_one_out"):
+        return None
+    return (
+        f"{show(constant_groups)} leaves out groups that teach nothing, but with advantages.baseline "
+        f'{show(baseline)} they do: set "keep"'
+    )
+
+
+def _switch_has_a_mode(enabled: bool | None, mode: str | None) -> str | None:
+    if enabled is True and mode in (None, "off"):
+        return f'true demands training.step_rewards_mode "decision_stepwise" or "env_sparse", got {show(mode)}'
+    return None
+
+
+def _reference_fits_terms(placement: str, *weights: float) -> str | None:
+    used = [f"{key} = {weight:g}" for key, weight in zip(KL_TERMS, weights, strict=True) if weight > 0]
+    if placement == "none" and used:
+        return f'expected "shared" or "dedicated", because {", ".join(used)} compares with a reference, got "none"'
+    return None
+
+
+def _source_fits_trainer_mode(source: str, trainer_mode: str) -> str | None:
+    if source not in ("base", "adapter") or trainer_mode != "full":
+        return None
+    return f'{show(source)} needs an adapter (model.trainer_mode "lora" or "qlora"): set "copy" or "auto"'
+
+
+def _reference_can_move(update_every_n_iters: int, source: str, trainer_mode: str) -> str | None:
+    is_base = source == "base" or (source == "auto" and trainer_mode != "full")
+    if update_every_n_iters == 0 or not is_base:
+        return None
+    return (
+        "cannot move the frozen weights under the adapter, which are this reference: set reference.source to "
+        '"adapter" or "copy"'
+    )
+
+
+def _default(settings: type[Any], name: str) -> Any:
+    return settings.model_fields[name].default
+
+
+def _in_correction(name: str, other: str, acts: Callable[[Any], bool], advice: str) -> Rule:
+    return no_effect(f"correction.{name}", _default(CorrectionSettings, name), f"correction.{other}", acts, advice)
+
+
+def _is_corrected(level: str) -> bool:
+    return level != "none"
+
+
+_SHAPE = ("loss.aggregation", "loss.unit", "loss.clip_low", "loss.clip_high")
+
+OBJECTIVE_RULES = (
+    Rule(("loss.unit", "algorithm.variety"), _unit_fits_variety),
+    Rule(("advantages.level", "algorithm.variety"), _level_fits_variety),
+    Rule(("loss.aggregation", "loss.unit", "algorithm.acknowledge"), _length_is_meant),
+    Rule(("loss.clip_low", "loss.clip_high", "loss.unit", "algorithm.acknowledge"), _low_clip_is_meant),
+    Rule(("loss.clip_high", "loss.clip_low", "loss.unit", "algorithm.acknowledge"), _high_clip_is_meant),
+    Rule(("algorithm.acknowledge", *_TRUNCATIONS), _sampling_is_scored),
+    Rule(("algorithm.acknowledge", *_SHAPE, *_TRUNCATIONS), _nothing_else_is_acknowledged),
+    Rule(("loss.dual_clip", "loss.clip_high"), _dual_clip_is_outside),
+    Rule(("training.score_truncated", "rollout.top_p", "rollout.top_k", "rollout.min_p"), _truncation_is_there),
+    Rule(("training.group_size", "advantages.baseline", "advantages.scale"), _baseline_has_siblings),
+    Rule(("training.constant_groups", "advantages.baseline"), _constant_groups_are_worthless),
+    no_effect(
+        "training.max_refill_rounds",
+        10,
+        "training.constant_groups",
+        lambda what: what == "refill",
+        'set that to "refill"',
+    ),
+    no_effect(
+        "rewards.overlong_penalty",
+        _default(RewardSettings, "overlong_penalty"),
+        "rewards.overlong",
+        lambda what: what == "penalize",
+        'set that to "penalize"',
+    ),
+    no_effect(
+        "rewards.kl_horizon",
+        _default(RewardSettings, "kl_horizon"),
+        "rewards.kl_target",
+        lambda target: target is not None,
+        "set that",
+    ),
+    Rule(("training.step_rewards_enabled", "training.step_rewards_mode"), _switch_has_a_mode),
+    Rule(
+        ("training.max_staleness", "correction.old_logprobs", "correction.level", "rollout.rescore"),
+        _stale_samples_are_weighed,
+    ),
+    Rule(("reference.placement", *KL_TERMS), _reference_fits_terms),
+    Rule(("reference.source", "model.trainer_mode"), _source_fits_trainer_mode),
+    Rule(("reference.update_every_n_iters", "reference.source", "model.trainer_mode"), _reference_can_move),
+    no_effect(
+        "reference.source", "auto", "reference.placement", lambda place: place == "shared", 'set that to "shared"'
+    ),
+    no_effect(
+        "reference.update_every_n_iters",
+        0,
+        "reference.placement",
+        lambda place: place != "none",
+        'set that to "shared"',
+    ),
+    _in_correction("mode", "level", _is_corrected, "choose a level"),
+    _in_correction("high", "level", _is_corrected, "choose a level"),
+    _in_correction("low", "mode", lambda mode: mode == "mask", 'set that to "mask"'),
+)

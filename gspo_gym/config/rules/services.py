@@ -1,0 +1,295 @@
+"""Rules about machines, engines and trackers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_gym.config.rules.rule import Rule, no_effect
+from gspo_gym.config.sections import ReferenceSection
+from gspo_gym.config.services import VllmSection
+from gspo_gym.config.weights import WeightSyncSection
+from gspo_gym.config.words import show
+
+
+def _gpus_add_up(
+    has_topology: bool, gpu_count: int | None, for_vllm: int | None, for_training: int | None, for_ref: int | None
+) -> str | None:
+    if not has_topology:
+        return None
+    if gpu_count is None:
+        return "splits GPUs, but there is no compute.gpu_count: give it"
+    total = (for_vllm or 0) + (for_training or 0) + (for_ref or 0)
+    if total == gpu_count:
+        return None
+    return (
+        f"expected a sum of compute.gpu_count = {gpu_count}, got gpus_for_vllm + gpus_for_training + gpus_for_ref = "
+        f"{for_vllm} + {for_training} + {for_ref or 0} = {total}"
+    )
+
+
+def _tensor_parallel_divides(tensor_parallel: int | None, for_vllm: int | None) -> str | None:
+    if tensor_parallel is None or for_vllm is None or for_vllm % tensor_parallel == 0:
+        return None
+    return f"expected a divisor of topology.gpus_for_vllm = {for_vllm}, got {tensor_parallel}"
+
+
+def _tensor_parallel_agrees(size: int | None, tensor_parallel: int | None) -> str | None:
+    if size is None or tensor_parallel is None or size == tensor_parallel:
+        return None
+    return f"expected topology.tensor_parallel = {tensor_parallel}, got {size}"
+
+
+def _data_parallel_agrees(size: int | None, tensor_parallel: int | None, for_vllm: int | None) -> str | None:
+    if size is None or tensor_parallel is None or for_vllm is None or for_vllm % tensor_parallel:
+        return None
+    if size == for_vllm // tensor_parallel:
+        return None
+    return (
+        f"expected topology.gpus_for_vllm / topology.tensor_parallel = {for_vllm} / {tensor_parallel} = "
+        f"{for_vllm // tensor_parallel}, got {size}"
+    )
+
+
+def _vllm_has_gpus(
+    has_vllm: bool, has_topology: bool, tensor_parallel: int | None, data_parallel: int | None, gpu_count: int | None
+) -> str | None:
+    if not has_vllm or has_topology or not gpu_count or tensor_parallel is None or data_parallel is None:
+        return None
+    if tensor_parallel * data_parallel <= gpu_count:
+        return None
+    return (
+        f"{tensor_parallel} x {data_parallel} devices (tensor_parallel_size x data_parallel_size) are more than "
+        f"compute.gpu_count = {gpu_count}"
+    )
+
+
+def _split_gpus_are_used(has_topology: bool, urls: tuple[str, ...] | None) -> str | None:
+    if not has_topology or not urls:
+        return None
+    return "splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them"
+
+
+def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
+    if kind is None or nodes is None or nodes == 1:
+        return None
+    return f"{show(kind)} splits one machine's GPUs, but compute.nodes = {nodes}"
+
+
+def _type_is_of_a_gpu(gpu_type: str | None, gpu_count: int | None) -> str | None:
+    if gpu_type is None or gpu_count != 0:
+        return None
+    return "has no effect with compute.gpu_count = 0: remove one of them"
+
+
+def _device_is_there(device: str, gpu_count: int | None) -> str | None:
+    if device == "cuda" and gpu_count == 0:
+        return 'expected "auto" or "cpu" with compute.gpu_count = 0, got "cuda"'
+    if device == "cpu" and gpu_count is not None and gpu_count > 0:
+        return f'expected "auto" or "cuda" with compute.gpu_count = {gpu_count}, got "cpu"'
+    return None
+
+
+def _needs_vllm(section: str) -> Rule:
+    def check(is_given: bool, engine: str) -> str | None:
+        if not is_given or engine == "vllm":
+            return None
+        return f'has no effect with rollout.engine {show(engine)}: set that to "vllm", or remove this section'
+
+    return Rule((section, "rollout.engine"), check)
+
+
+def _urls_are_used(urls: tuple[str, ...] | None, engine: str) -> str | None:
+    if not urls or engine != "local":
+        return None
+    return 'has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this'
+
+
+def _http_has_urls(engine: str, urls: tuple[str, ...] | None) -> str | None:
+    if engine != "http" or urls:
+        return None
+    return '"http" needs services.engine_urls: name the endpoint, such as ["http://localhost:8000"]'
+
+
+def _of_vllm_here(name: str) -> Rule:
+    return no_effect(
+        f"vllm.{name}",
+        VllmSection.model_fields[name].default,
+        "services.engine_urls",
+        lambda urls: not urls,
+        "such a server was told by who started it",
+    )
+
+
+def _lengths_agree(max_model_len: int | None, rollout_len: int) -> str | None:
+    if max_model_len is None or rollout_len <= max_model_len:
+        return None
+    return f"expected at least rollout.max_model_len = {rollout_len}, which episodes may need, got {max_model_len}"
+
+
+def _reference_has_gpus(placement: str, for_ref: int | None, tp: int, url: str | None) -> str | None:
+    if for_ref is None:
+        return None
+    if url is not None:
+        return f"topology.gpus_for_ref = {for_ref} has no use: services.reference_url has its own" if for_ref else None
+    if placement == "dedicated" and for_ref != tp:
+        return f'"dedicated" needs topology.gpus_for_ref = reference.tp = {tp}, got {for_ref}'
+    if placement != "dedicated" and for_ref > 0:
+        return f'expected "dedicated" with topology.gpus_for_ref = {for_ref}, got {show(placement)}'
+    return None
+
+
+def _served_reference_is_used(url: str | None, placement: str) -> str | None:
+    if url is None or placement == "dedicated":
+        return None
+    return f'has no effect with reference.placement {show(placement)}: set that to "dedicated", or remove this'
+
+
+def _served_reference_stays(update_every_n_iters: int, url: str | None) -> str | None:
+    if update_every_n_iters == 0 or url is None:
+        return None
+    return "cannot move the reference at services.reference_url, which is not this run's: set 0, or remove the URL"
+
+
+def _of_own_reference(name: str) -> Rule:
+    return no_effect(
+        f"reference.{name}",
+        ReferenceSection.model_fields[name].default,
+        "services.reference_url",
+        lambda url: url is None,
+        "such a server was told by who started it",
+    )
+
+
+def _of_sent_weights(name: str) -> Rule:
+    default = WeightSyncSection.model_fields[name].default
+    return no_effect(
+        f"training.weight_sync.{name}",
+        default,
+        "rollout.engine",
+        lambda engine: engine != "local",
+        f"it shares the learner's weights; set {show(default)}",
+    )
+
+
+def _stale_weights_are_allowed(max_staleness: int, interval: int, engine: str) -> str | None:
+    if max_staleness >= interval - 1 or engine != "vllm":  # others have no interval
+        return None
+    return (
+        f"expected at least training.weight_sync_interval - 1 = {interval - 1}, which samples lie behind before new "
+        f"weights are sent, got {max_staleness}"
+    )
+
+
+def _sync_is_not_off(enable: bool | None) -> str | None:
+    if enable is not False:
+        return None
+    return "false would train one policy on the episodes of another, which never learns: set true"
+
+
+def _sync_has_a_target(targets: tuple[str, ...] | None) -> str | None:
+    if targets is None or len(targets) == 1:
+        return None
+    return f'expected ["policy"], which is all that samples, got {show(list(targets))}'
+
+
+def _sync_meets(
+    interval: int, num_epochs: int, iterations_per_epoch: int, evaluate: int, checkpoint: int
+) -> str | None:
+    """Evaluations are of the weights that the engine has, and a run goes on from a checkpoint with what it holds."""
+    looked_at = {
+        "training's iterations": num_epochs * iterations_per_epoch,
+        "evaluation.every_n_iters": evaluate,
+        "training.checkpoint_every_n_iters": checkpoint,
+    }
+    for name, every in looked_at.items():
+        if every % interval:
+            return f"expected a divisor of {name}, so that the engine has the present weights then, got {interval}"
+    return None
+
+
+def _sinks_are_different(report_to: tuple[str, ...] | None) -> str | None:
+    if report_to is None or len(set(report_to)) == len(report_to):
+        return None
+    return f"names a sink twice: {show(list(report_to))}"
+
+
+def _of_wandb(name: str, default: Any) -> Rule:
+    return no_effect(
+        f"tracking.{name}",
+        default,
+        "tracking.report_to",
+        lambda report_to: "wandb" in (report_to or ()),
+        'add "wandb" there',
+    )
+
+
+_GPUS = ("compute.gpu_count", "topology.gpus_for_vllm", "topology.gpus_for_training", "topology.gpus_for_ref")
+
+SERVICE_RULES = (
+    Rule(("topology", *_GPUS), _gpus_add_up),
+    Rule(("topology.tensor_parallel", "topology.gpus_for_vllm"), _tensor_parallel_divides),
+    Rule(("vllm.tensor_parallel_size", "topology.tensor_parallel"), _tensor_parallel_agrees),
+    Rule(
+        ("vllm.data_parallel_size", "topology.tensor_parallel", "topology.gpus_for_vllm"),
+        _data_parallel_agrees,
+    ),
+    Rule(
+        ("vllm", "topology", "vllm.tensor_parallel_size", "vllm.data_parallel_size", "compute.gpu_count"),
+        _vllm_has_gpus,
+    ),
+    Rule(("topology", "services.engine_urls"), _split_gpus_are_used),
+    Rule(("topology.type", "compute.nodes"), _one_node_is_split),
+    Rule(("compute.gpu_type", "compute.gpu_count"), _type_is_of_a_gpu),
+    Rule(("model.device", "compute.gpu_count"), _device_is_there),
+    _needs_vllm("vllm"),
+    _needs_vllm("topology"),
+    Rule(("vllm.max_model_len", "rollout.max_model_len"), _lengths_agree),
+    Rule(("services.engine_urls", "rollout.engine"), _urls_are_used),
+    Rule(("rollout.engine", "services.engine_urls"), _http_has_urls),
+    *(_of_vllm_here(name) for name in VllmSection.model_fields if name not in ("max_model_len", "dtype")),
+    no_effect(
+        "vllm.sleep_while_learning",
+        False,
+        "topology",
+        lambda is_given: not is_given,
+        "vLLM has GPUs of its own there; set false",
+    ),
+    no_effect(
+        "vllm.sleep_while_learning",
+        False,
+        "training.max_staleness",
+        lambda steps: steps == 0,
+        "episodes are played while the learner works; set 0",
+    ),
+    Rule(
+        ("reference.placement", "topology.gpus_for_ref", "reference.tp", "services.reference_url"), _reference_has_gpus
+    ),
+    Rule(("services.reference_url", "reference.placement"), _served_reference_is_used),
+    Rule(("reference.update_every_n_iters", "services.reference_url"), _served_reference_stays),
+    *(_of_own_reference(name) for name in ("port", "tp")),
+    no_effect(
+        "training.weight_sync_interval",
+        1,
+        "rollout.engine",
+        lambda engine: engine != "local",
+        "it shares the learner's weights; set 1",
+    ),
+    Rule(("training.max_staleness", "training.weight_sync_interval", "rollout.engine"), _stale_weights_are_allowed),
+    Rule(("training.weight_sync.enable",), _sync_is_not_off),
+    Rule(("training.weight_sync.targets",), _sync_has_a_target),
+    Rule(
+        (
+            "training.weight_sync_interval",
+            "training.num_epochs",
+            "training.iterations_per_epoch",
+            "evaluation.every_n_iters",
+            "training.checkpoint_every_n_iters",
+        ),
+        _sync_meets,
+    ),
+    *(_of_sent_weights(name) for name in ("mode", "direct", "verify_every_k")),
+    Rule(("tracking.report_to",), _sinks_are_different),
+    _of_wandb("wandb_project", None),
+    _of_wandb("wandb_tags", ()),
+    _of_wandb("run_name", None),
+)

@@ -1,0 +1,309 @@
+"""An engine behind any OpenAI-compatible endpoint: somebody else's weights, which this process cannot change.
+
+What the endpoint can do is found out when the engine starts (`http_probe.py`): with exact token ids and logprobs its
+samples could be trained on; with text only they are good for evaluation. Opponents and judges, which speak in messages,
+are `env.chat_model.ChatModel`'s. A vLLM server whose weights we do change is `vllm_http.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+from urllib.parse import urlsplit
+
+from gspo_gym.base.keys import read_key
+from gspo_gym.base.retries import Retries, RetryCounters, RetrySettings, Sleep
+from gspo_gym.engine.base import (
+    Capabilities,
+    EngineHealth,
+    SamplingParams,
+    WeightUpdate,
+    num_tokens_to_sample,
+    refuse_schema,
+)
+from gspo_gym.engine.endpoint.client import OpenAIClient
+from gspo_gym.engine.endpoint.probe import LogprobFacts, find_logprob_facts, model_length, obeys_seeds, why_not
+from gspo_gym.engine.endpoint.routes import CompletionsRoute, Route, SampleChecks, SglangRoute, TextRoute, Tokenizer
+from gspo_gym.engine.gated import GatedEngine
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.types import Completion
+
+NO_LOGPROBS = LogprobFacts("none", is_renormalised=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where the endpoint is, and how patiently it is asked.
+
+    Attributes:
+        base_url: such as "http://127.0.0.1:8000/v1"; without user and password.
+        model: its name at the endpoint.
+        api_key_env: the environment variable that holds the key, which must then be set; None: no key is sent.
+        tier: "trainable": token ids and logprobs, or an error that says what is missing. "text": text only, whatever
+            the endpoint can do. "auto": the best that it can do.
+        rescore: whatever it samples is trainable, text too: the caller promises to put the learner's own logprobs in
+            place of the endpoint's, which may be zeros, and to correct nothing by these (`rollout.rescore`). That other
+            weights sampled is then ignored, which is a departure to be meant.
+        max_model_len: longest prompt plus completion, in tokens; None: as the endpoint says.
+        vocab_size: token ids are below it; None: not known, so that only negative ones are refused.
+        cache_salt: keeps the server's prefix cache apart from that of others (vLLM); None: shared.
+        timeout_seconds: for one attempt, its last byte included.
+        deadline_seconds: for one call, attempts and waits included, unless the caller says otherwise.
+        retries: see `RetrySettings`.
+        seed: of the jitter between retries; never of samples.
+    """
+
+    base_url: str
+    model: str
+    api_key_env: str | None = None
+    tier: Literal["auto", "trainable", "text"] = "auto"
+    rescore: bool = False
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    cache_salt: str | None = None
+    timeout_seconds: float = 300.0
+    deadline_seconds: float = 900.0
+    retries: RetrySettings = field(default_factory=RetrySettings)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.base_url)
+        if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+            raise ConfigError(f"HttpSettings.base_url: expected http(s)://HOST[:PORT]/PATH, got {url.geturl()!r}")
+        if url.username or url.password:
+            raise ConfigError("HttpSettings.base_url: expected no user or password in it; name a key by api_key_env")
+        if not self.model:
+            raise ConfigError("HttpSettings.model: expected a model's name, got an empty text")
+        if not (self.timeout_seconds > 0 and self.deadline_seconds > 0):
+            raise ConfigError(
+                "HttpSettings: expected timeout_seconds > 0 and deadline_seconds > 0, got "
+                f"{self.timeout_seconds} and {self.deadline_seconds}"
+            )
+        length, vocab_size = self.max_model_len, self.vocab_size
+        if (length is not None and length < 2) or (vocab_size is not None and vocab_size < 1):
+            raise ConfigError(
+                f"HttpSettings: expected max_model_len >= 2 and vocab_size >= 1 or none, got {length} and {vocab_size}"
+            )
+
+
+class HttpEngine(GatedEngine):
+    """Samples from an endpoint. Made by `HttpEngine.start`; use it within one event loop, and close it.
+
+    Its weights never change: `update_kinds` is empty, an update is refused, and every token carries version -1, for
+    nobody here can know which weights are behind a URL.
+
+    Attributes:
+        route: how the endpoint is asked. logprobs: of which distribution its logprobs are.
+        why_not_trainable: None if its samples can be trained on.
+    """
+
+    def __init__(
+        self,
+        settings: HttpSettings,
+        client: OpenAIClient,
+        route: Route,
+        *,
+        max_model_len: int,
+        retries: Retries,
+    ) -> None:
+        """Without a probe: nothing is known about logprobs and seeds. Use `start`."""
+        super().__init__()
+        self.route = route
+        self.logprobs = NO_LOGPROBS
+        self.why_not_trainable: str | None = "not probed"
+        self._settings = settings
+        self._client = client
+        self._max_model_len = max_model_len
+        self._retries = retries
+        self._seeds_per_request = False
+        self._name = uuid.uuid4().hex  # an identity, not randomness: no two processes may share call ids
+        self._num_calls = 0
+
+    @classmethod
+    async def start(
+        cls, settings: HttpSettings, tokenizer: Tokenizer | None = None, *, sleep: Sleep = asyncio.sleep
+    ) -> HttpEngine:
+        """The engine, after finding out what the endpoint can do.
+
+        Args:
+            settings: where it is.
+            tokenizer: of the policy's tokens; needed for text only, and compares tokens with their text elsewhere.
+            sleep: waits between retries; replaces the clock.
+
+        Raises:
+            ConfigError: the key's variable is not set, or the context's length is not known, or text without tokenizer.
+            EngineError: nothing answers, or it can do less than `settings.tier` asks for.
+            MissingExtraError: the openai package is not installed.
+        """
+        key = read_key(settings.api_key_env, "HttpSettings.api_key_env")
+        client = OpenAIClient(settings.base_url, api_key=key, timeout_seconds=settings.timeout_seconds)
+        try:
+            return await cls._start(
+                settings,
+                client,
+                tokenizer,
+                Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep),
+            )
+        except BaseException:
+            await client.close()
+            raise
+
+    @classmethod
+    async def _start(
+        cls, settings: HttpSettings, client: OpenAIClient, tokenizer: Tokenizer | None, retries: Retries
+    ) -> HttpEngine:
+        length = settings.max_model_len or await retries.run(lambda _: model_length(client, settings.model))
+        if length is None:
+            raise ConfigError(
+                f"HttpSettings.max_model_len: {settings.base_url} does not say how long a context {settings.model} "
+                "has; set it"
+            )
+        route = await _find_route(settings, client, tokenizer, retries)
+        engine = cls(settings, client, route, max_model_len=length, retries=retries)
+        await engine._probe()
+        if settings.tier == "trainable" and engine.why_not_trainable is not None:
+            raise EngineError(f"{settings.base_url}: {engine.why_not_trainable}")
+        return engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            is_trainable=self.why_not_trainable is None or self._settings.rescore,
+            seeds_per_request=self._seeds_per_request,
+            reuses_prefixes=False,
+            max_model_len=self._max_model_len,
+            logprob_mode=self.logprobs.mode,
+            reports_versions=False,
+            update_kinds=(),
+            pause_modes=("wait",),
+        )
+
+    @property
+    def counters(self) -> RetryCounters:
+        """Calls, attempts and failures so far, those of the probe included."""
+        return self._retries.counters
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`. Whatever happens on the way, a call gives one sample at most.
+
+        Raises:
+            ContextOverflowError: the prompt leaves no room for a single token.
+            ConfigError: a sampling parameter under which the endpoint's logprobs would be of another distribution, or
+                which it does not know, as a JSON schema.
+            EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
+            EngineError: refused, or the last attempt failed.
+        """
+        refuse_schema(sampling, "HttpEngine")
+        prompt = [int(token) for token in prompt_token_ids]
+        top = self._settings.vocab_size
+        if wrong := [token for token in prompt if token < 0 or (top is not None and token >= top)]:
+            raise EngineError(f"generate: expected prompt tokens in [0, {top or 'vocab_size'}), got {wrong[0]}")
+        max_tokens = num_tokens_to_sample(len(prompt), sampling, self._max_model_len)
+        if self.logprobs.mode == "processed" and not self.logprobs.is_renormalised:
+            _require_untruncated(sampling)
+        deadline = self._settings.deadline_seconds if deadline_seconds is None else deadline_seconds
+        async with self._gate.admit(session_id, deadline):
+            return await self._sample(prompt, sampling, max_tokens)
+
+    async def end_session(self, session_id: str) -> None:
+        """Nothing is kept for sessions."""
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Refused.
+
+        Raises:
+            ConfigError: always: the weights are somebody else's.
+        """
+        raise ConfigError(
+            f"HttpEngine: {self._settings.base_url} is a frozen policy, whose weights cannot become version "
+            f"{update.version}; train with an engine that has update_kinds (local, vllm), and evaluate with this one"
+        )
+
+    async def checksums(self) -> Mapping[str, str]:
+        """None: the weights are somebody else's."""
+        return {}
+
+    async def health(self) -> EngineHealth:
+        """How it is, as far as this side knows: nothing is asked."""
+        return self._gate.health()
+
+    async def close(self) -> None:
+        """Give the connections back. Calls in flight, and all later ones, raise EngineError."""
+        self._gate.close()
+        with contextlib.suppress(EngineError):  # they were cancelled, and are on their way out
+            await self._gate.drained()
+        await self._client.close()
+
+    async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Completion:
+        self._num_calls += 1
+        call_id = f"{self._name}-{self._num_calls}"
+        return await self._retries.run(
+            lambda number: self.route.sample(prompt, sampling, max_tokens=max_tokens, call_id=call_id, attempt=number)
+        )
+
+    async def _probe(self) -> None:
+        async def ask(prompt: Sequence[int], sampling: SamplingParams) -> Completion:
+            return await self._sample(prompt, sampling, sampling.max_tokens)
+
+        self._seeds_per_request = await obeys_seeds(ask)
+        if not self.route.has_logprobs:
+            self.why_not_trainable = (
+                f"{self.route.name} gives no token ids and logprobs. Evaluate with it; to train on its text all the "
+                "same, with the learner's own logprobs in place of the sampler's, set rollout.rescore = true"
+            )
+            return
+        self.logprobs = await find_logprob_facts(ask)
+        self.why_not_trainable = None
+        if self.logprobs.mode == "raw":
+            self.why_not_trainable = (
+                "its logprobs are the model's own, before temperature and truncation, so they are not of the "
+                "distribution that is sampled from; start vLLM with --logprobs-mode processed_logprobs"
+            )
+
+
+async def _find_route(
+    settings: HttpSettings, client: OpenAIClient, tokenizer: Tokenizer | None, retries: Retries
+) -> Route:
+    """The first way that works, best first.
+
+    Raises:
+        EngineError: none does; says why, for each. ConfigError: tier "text" without a tokenizer.
+    """
+    if settings.tier == "text" and tokenizer is None:
+        raise ConfigError('HttpEngine: tier "text" needs the tokenizer of the prompts, got none')
+    model, vocab_size = settings.model, settings.vocab_size
+    routes: list[Route] = []
+    checks = SampleChecks(tokenizer, is_rescored=settings.rescore)
+    if settings.tier != "text":
+        salt = settings.cache_salt
+        routes.append(CompletionsRoute(client, model=model, vocab_size=vocab_size, cache_salt=salt, checks=checks))
+        routes.append(SglangRoute(client, vocab_size=vocab_size, checks=checks))
+    if settings.tier != "trainable" and tokenizer is not None:
+        routes.append(TextRoute(client, model=model, tokenizer=tokenizer))
+    reasons = [] if tokenizer is not None else ["text: needs the tokenizer of the prompts, got none"]
+    for route in routes:
+        reason = await retries.run(partial(why_not, route, uuid.uuid4().hex))
+        if reason is None:
+            return route
+        reasons.append(reason)
+    raise EngineError(f"{settings.base_url}: cannot sample from {model}:\n  " + "\n  ".join(reasons))
+
+
+def _require_untruncated(sampling: SamplingParams) -> None:
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+        raise ConfigError(
+            "HttpEngine: the endpoint's logprobs are not renormalised over what truncation leaves; set top_p = 1, "
+            f"top_k = 0 and min_p = 0, got {sampling.top_p}, {sampling.top_k} and {sampling.min_p}"
+        )

@@ -1,0 +1,182 @@
+"""The batch, one step at a time: who waits, who runs, who leaves. No threads: `local.py` drives it.
+
+How a model is run, and what is kept of a sequence, is the business of the two kinds of batch there are: `batcher.py`'s
+for most models, and `general.py`'s for all others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.local.caching import Caching
+from gspo_gym.engine.local.rows import Int64Array, RowTable
+from gspo_gym.engine.local.sampling import sample
+from gspo_gym.engine.local.shared_model import SharedModel
+from gspo_gym.engine.local.slots import SlotTable
+from gspo_gym.errors import EngineError
+from gspo_gym.types import Completion, Int32Array
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion to sample: `prompt` [T] int32, at most `max_new` tokens."""
+
+    prompt: Int32Array
+    sampling: SamplingParams
+    max_new: int
+    session_id: str | None = None
+    prompt_bytes: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_bytes = self.prompt.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that left, with its completion or with what kept it from one."""
+
+    request: Request
+    result: Completion | EngineError
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a batch has done since it was made: steps, and tokens by how they came about.
+
+    `num_read_tokens` were computed from prompts (each time, if nothing is kept of a sequence), `num_kept_tokens` were
+    found in the session's own slot, `num_copied_tokens` in another one's.
+    """
+
+    num_steps: int = 0
+    num_sampled_tokens: int = 0
+    num_read_tokens: int = 0
+    num_kept_tokens: int = 0
+    num_copied_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NextLogits:
+    """Logits [R, V] of the next token of the requests in `slots` [R]."""
+
+    slots: Int64Array
+    logits: torch.Tensor
+
+
+class Batch(ABC):
+    """Requests that wait and requests in work, each of these in a slot. Not thread-safe: one thread calls it."""
+
+    def __init__(self, shared: SharedModel, *, max_batch_size: int) -> None:
+        self.counters = Counters()
+        self.weight_version = 0
+        self.shared = shared
+        self._slots = SlotTable(max_batch_size)
+        self._rows = RowTable(max_batch_size)
+        self._waiting: deque[Request] = deque()
+        self._requests: dict[int, Request] = {}  # in work, by slot
+        self._is_unchecked = True  # the batch has been empty since the weights were last compared
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._waiting) + len(self._requests)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it joins at the next step that has a slot for it."""
+        self._waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request, wherever it is; what it computed stays with its session. Finished ones are fine."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for slot in [slot for slot, other in self._requests.items() if other is request]:
+            self._leave(np.array([slot]))
+
+    def end_session(self, session_id: str) -> None:
+        """Free what is kept for a session."""
+        self._slots.end_session(session_id)
+
+    def update_weights(self, version: int) -> None:
+        """Sample under the model's present weights from now on; all that was kept of any sequence is dropped.
+
+        Raises:
+            EngineError: a request is in flight.
+        """
+        if self.num_in_flight:
+            raise EngineError(f"update_weights: expected no request in flight, got {self.num_in_flight}")
+        self.shared.accept_weights()
+        self._forget_all()
+        self._slots.forget_sessions()
+        self.weight_version = version
+
+    def fail_all(self, reason: str) -> list[Finished]:
+        """Drop every request with an error."""
+        requests = [*self._requests.values(), *self._waiting]
+        self._waiting.clear()
+        self._leave(np.array(list(self._requests), np.int64))
+        return [Finished(request, EngineError(reason)) for request in requests]
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Run one step; returns who left."""
+        if self.shared.weights_changed() or (self._is_unchecked and self.shared.contents_changed()):
+            return self.fail_all(
+                f"the model's weights changed since version {self.weight_version} was published, so keys and values in "
+                "the cache belong to other weights: publish them after every change"
+            )
+        self._is_unchecked = False
+        self._admit()
+        due = self._advance()
+        return [] if due is None else self._sample(due)
+
+    @property
+    @abstractmethod
+    def caching(self) -> Caching:
+        """What is kept of a sequence, under the present weights."""
+
+    @abstractmethod
+    def _admit(self) -> None:
+        """Give waiting requests slots, as far as there are any."""
+
+    @abstractmethod
+    def _advance(self) -> NextLogits | None:
+        """Run the model; None if no request got as far as its next token."""
+
+    @abstractmethod
+    def _forget(self, slot: int) -> None:
+        """Drop what a slot holds: it is poisoned."""
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """Drop what all slots hold: it was computed under other weights."""
+
+    def _sample(self, due: NextLogits) -> list[Finished]:
+        """Sample a token for each of these slots, and let those leave that are done or whose logits are not finite."""
+        slots = due.slots
+        sampled = sample(due.logits, self._rows.sampling(slots, self.shared.device))
+        token_ids, logprobs = sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy()
+        done = self._rows.append(slots, token_ids, logprobs)
+        broken = ~np.isfinite(logprobs)
+        self.counters.num_sampled_tokens += len(slots)
+        if not (done | broken).any():
+            return []
+        finished = []
+        for slot in slots[broken].tolist():
+            error = EngineError(f"the model's logits are not finite (weights of version {self.weight_version})")
+            finished.append(Finished(self._requests[slot], error))
+            self._forget(slot)
+        for slot in slots[done & ~broken].tolist():
+            finished.append(Finished(self._requests[slot], self._rows.completion(slot, self.weight_version)))
+        self._leave(slots[done | broken])
+        return finished
+
+    def _leave(self, slots: Int64Array) -> None:
+        """Take requests out of the batch; their slots stay with their sessions."""
+        for slot in slots.tolist():
+            del self._requests[slot]
+            self._slots.release(slot)
+        self._is_unchecked |= not self._requests

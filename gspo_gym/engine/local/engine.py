@@ -1,0 +1,351 @@
+"""A transformers model in this process as an engine: the embedded default, on CPU or CUDA.
+
+Continuous batching in a thread of its own; the model is the learner's, weights and all. An episode's keys and values
+stay between its turns, so a turn costs its new tokens only. Models that cannot be run so are run more slowly, not
+refused. What it is not: a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gspo_gym.engine.base import (
+    Capabilities,
+    EngineHealth,
+    SamplingParams,
+    WeightUpdate,
+    num_tokens_to_sample,
+    refuse_schema,
+)
+from gspo_gym.engine.gated import GatedEngine
+from gspo_gym.engine.local.batch import Batch, Counters, Request
+from gspo_gym.engine.local.batcher import Batcher
+from gspo_gym.engine.local.caching import Caching
+from gspo_gym.engine.local.general import GeneralBatch
+from gspo_gym.engine.local.packed_model import PackedModel
+from gspo_gym.engine.local.plain_model import PlainModel
+from gspo_gym.engine.local.shared_model import check_length, inner_model
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.types import Completion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPath:
+    """How an engine runs its model.
+
+    Attributes:
+        name: "packed": all tokens of a step in one forward pass, keys and values in the engine's slots. "general": the
+            model as it is, much slower with many requests at once.
+        reason: why the model cannot be run packed; None if it is.
+        caching: what is kept of a sequence; of a general one, a new version of the weights may change it.
+    """
+
+    name: Literal["packed", "general"]
+    reason: str | None
+    caching: Caching
+
+
+class LocalEngine(GatedEngine):
+    """Samples from a transformers causal language model, many requests at once.
+
+    Every token's logprob is computed in float32 from the logits that it was sampled from. The same prompt, weights and
+    seed give the same tokens whatever else runs, up to rounding: the shape of a batch changes float32 logits by about
+    1e-6, so a draw within that of the boundary between two tokens may fall either way.
+
+    >>> from gspo_gym.policy.load import load_policy
+    >>> policy = load_policy("tiny:qwen3-64")
+    >>> async def run() -> int:
+    ...     engine = LocalEngine(policy.model, max_model_len=64)
+    ...     sampling = SamplingParams(max_tokens=5, stop_token_ids=(), seed=0)
+    ...     completion = await engine.generate([72, 105], sampling)
+    ...     await engine.close()
+    ...     return len(completion.token_ids)
+    >>> asyncio.run(run())
+    5
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_model_len: int,
+        max_batch_size: int = 256,
+        device: str | torch.device | None = None,
+        source: Any = None,
+    ) -> None:
+        """Share `model` and start the thread.
+
+        Args:
+            model: a transformers causal language model or a PEFT model around one (Any: both are untyped). Its modes,
+                hooks and attention are left alone; its weights are read whenever something is sampled. `path` says
+                whether it is run the fast way, and if not, why.
+            max_model_len: longest prompt plus completion, in tokens. Memory for keys and values grows with use, up to
+                `max_batch_size` sequences of this length.
+            max_batch_size: most requests in work plus sessions kept between turns; further requests wait, and take the
+                place of the session that has waited longest.
+            device: where the model is expected to be; None asks nothing.
+            source: the learner's model, if `model` is a copy of it (equal names and shapes) so that sampling may go on
+                while the learner changes its own; an update copies its weights. None: `model` is the learner's.
+
+        Raises:
+            ConfigError: the model is no causal language model, or cannot read so many tokens, or is not on that device.
+        """
+        super().__init__()
+        if max_model_len < 2 or max_batch_size < 1:
+            raise ConfigError(
+                "LocalEngine: expected max_model_len >= 2 and max_batch_size >= 1, "
+                f"got {max_model_len} and {max_batch_size}"
+            )
+        batch, self._reason = _run_model(model, max_model_len=max_model_len, max_batch_size=max_batch_size)
+        shared = batch.shared
+        if device is not None and torch.device(device).type != shared.device.type:
+            raise ConfigError(f"LocalEngine: the model is on {shared.device}, expected {device}; move it first")
+        self._max_model_len = max_model_len
+        self._vocab_size = shared.vocab_size
+        self._model, self._source = model, source
+        self._worker = _Worker(batch)
+        self._thread = threading.Thread(target=self._worker.run, name="gspo-gym-engine", daemon=True)
+        self._thread.start()
+        # Also when the engine is dropped without close(), and at the interpreter's exit.
+        self._stop = weakref.finalize(self, _stop, self._worker, self._thread)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            is_trainable=True,
+            seeds_per_request=True,
+            reuses_prefixes=self._worker.batch.caching is Caching.TURNS,
+            max_model_len=self._max_model_len,
+        )
+
+    @property
+    def path(self) -> RunPath:
+        """How the model is run."""
+        name: Literal["packed", "general"] = "packed" if self._reason is None else "general"
+        return RunPath(name, self._reason, self._worker.batch.caching)
+
+    @property
+    def counters(self) -> Counters:
+        """What the engine has done so far: a copy of its counters."""
+        return replace(self._worker.batch.counters)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`.
+
+        Sampling stops at `max_model_len` as at `max_tokens`. A session whose prompt does not extend its earlier tokens
+        loses nothing but time: what the two have in common is reused.
+
+        Raises:
+            ConfigError: a JSON schema is to be obeyed.
+            ContextOverflowError: the prompt leaves no room for a single token.
+            EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
+            EngineError: the logits are not finite, the weights changed without an update, a prompt token is not in the
+                vocabulary, or the engine is closed or dead.
+        """
+        refuse_schema(sampling, "LocalEngine")
+        max_new = num_tokens_to_sample(len(prompt_token_ids), sampling, self._max_model_len)
+        prompt = np.asarray(prompt_token_ids, np.int32)
+        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
+            raise EngineError(
+                f"generate: prompt tokens must be in [0, {self._vocab_size}), got {prompt.min()}..{prompt.max()}"
+            )
+        request = Request(prompt, sampling, max_new, session_id)
+        async with self._gate.admit(session_id, deadline_seconds):
+            answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self._worker.post(lambda batch: batch.submit(request), key=request, future=answer)
+            try:
+                return await answer
+            except asyncio.CancelledError:
+                self._worker.forget(request)
+                with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
+                    self._worker.post(lambda batch: batch.cancel(request))
+                raise
+
+    async def end_session(self, session_id: str) -> None:
+        """Free the keys and values kept for a session; unknown ones are fine."""
+        self._worker.post(lambda batch: batch.end_session(session_id))
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Take the learner's present weights, as `update.version`; everything computed under others is dropped.
+
+        Raises:
+            EngineError: the engine is not paused, closed or dead. ConfigError: the weights are in a folder.
+        """
+        if update.kind != "shared":
+            raise ConfigError(f"LocalEngine: expected an update of kind 'shared', got {update.kind!r}")
+        self._gate.require_paused()
+        await self._do(lambda batch: self._take(batch, update.version))
+
+    async def checksums(self) -> Mapping[str, str]:
+        """None: the weights are the learner's own tensors, or were copied from them."""
+        return {}
+
+    async def health(self) -> EngineHealth:
+        """How it is."""
+        return self._gate.health(self._worker.failure)
+
+    def _take(self, batch: Batch, version: int) -> None:
+        if self._source is not None:
+            copied = self._source.state_dict()
+            with torch.no_grad():
+                for name, tensor in self._model.state_dict().items():
+                    tensor.copy_(copied[name])
+        batch.update_weights(version)
+
+    async def _do(self, command: Callable[[Batch], object]) -> None:
+        """Run a command in the engine's thread, between two steps, also if this is cancelled; raises what it raises."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        key = object()
+
+        def run(batch: Batch) -> None:
+            error = None
+            try:
+                command(batch)
+            except Exception as raised:
+                error = raised if isinstance(raised, EngineError) else EngineError(f"{type(raised).__name__}: {raised}")
+            self._worker.settle([(key, error)])
+
+        self._worker.post(run, key=key, future=answer)
+        await answer
+
+    async def close(self) -> None:
+        """Stop the thread. Requests in flight, and all later calls, raise EngineError."""
+        self._gate.close()
+        await asyncio.to_thread(self._stop)
+
+
+def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
+    """A batch that runs the model packed if it can be, else as it is; and why it cannot, else None."""
+    check_length(inner_model(model), max_model_len)
+    try:
+        packed = PackedModel(model, max_model_len=max_model_len)
+        packed.verify()
+    except ConfigError as error:
+        reason = str(error)
+    else:
+        return Batcher(packed, max_model_len=max_model_len, max_batch_size=max_batch_size), None
+    plain = PlainModel(model, max_model_len=max_model_len)
+    try:
+        plain.verify()
+    except ConfigError as error:
+        raise ConfigError(f"LocalEngine: {error}. Nor can it be run packed: {reason}") from error
+    _log.warning("%s; it is run in the slower, general way (caching: %s)", reason, plain.caching)
+    return GeneralBatch(plain, max_batch_size=max_batch_size), reason
+
+
+class _Worker:
+    """The thread's side: takes commands between steps, runs the batch, hands results back once a step."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self._changed = threading.Condition()
+        self._commands: deque[Callable[[Batch], object]] = deque()
+        # Who waits for what: a request for its completion, or a command for its end. Any: results of both kinds.
+        self._futures: dict[object, asyncio.Future[Any]] = {}
+        self._is_closing = False
+        self._failure: BaseException | None = None
+
+    def post(self, command: Callable[[Batch], object], *, key: object = None, future: Any = None) -> None:
+        """Queue a command for the thread, to be run between two steps; `key` names the future that is to be settled.
+
+        Raises:
+            EngineError: the thread has ended.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise EngineError(f"the engine's thread died: {self._failure!r}") from self._failure
+            if self._is_closing:
+                raise EngineError("the engine is closed")
+            if key is not None:
+                self._futures[key] = future
+            self._commands.append(command)
+            self._changed.notify()
+
+    def forget(self, key: object) -> None:
+        """Drop the future that a key names: nobody waits for it any more. Unknown keys are fine."""
+        self._futures.pop(key, None)
+
+    def settle(self, results: list[tuple[object, object]]) -> None:
+        """Give (key, result) pairs to those who wait, with one wake-up for each of their event loops."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]] = {}
+        for key, result in results:
+            future = self._futures.pop(key, None)
+            if future is not None:
+                by_loop.setdefault(future.get_loop(), []).append((future, result))
+        for loop, settled in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle_in_loop, settled)
+
+    @property
+    def failure(self) -> str | None:
+        """What ended the thread before it was told to; None if nothing did."""
+        with self._changed:
+            return None if self._failure is None else f"the engine's thread died: {self._failure!r}"
+
+    def close(self) -> None:
+        """Let the thread end after its present step."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """The thread."""
+        reason = "the engine was closed"
+        try:
+            while self._take_commands():
+                self.settle([(item.request, item.result) for item in self.batch.step()])
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            reason = f"the engine's thread died: {error!r}"
+            with self._changed:
+                self._failure = error
+        with self._changed:
+            waiting = list(self._futures)
+        self.settle([(key, EngineError(reason)) for key in waiting])
+
+    def _take_commands(self) -> bool:
+        """Wait for something to do and run what was posted; False when it is time to end."""
+        with self._changed:
+            while not (self._commands or self._is_closing or self.batch.num_in_flight):
+                self._changed.wait()
+            commands, self._commands = self._commands, deque()
+        if self._is_closing:
+            return False
+        for command in commands:
+            command(self.batch)
+        return True
+
+
+def _settle_in_loop(settled: list[tuple[asyncio.Future[Any], object]]) -> None:
+    for future, result in settled:
+        if future.done():  # cancelled meanwhile
+            continue
+        if isinstance(result, EngineError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _stop(worker: _Worker, thread: threading.Thread) -> None:
+    worker.close()
+    if threading.current_thread() is not thread:
+        thread.join()

@@ -1,0 +1,287 @@
+"""Engine proxy whose backend can be replaced after a crash or a failed weight update.
+
+A weight update that failed half-way, or a process that died, leaves an engine that must never answer again. Callers
+keep this object and see failed calls at most. It does not decide when to rebuild, nor which weights a fresh engine
+gets: `gspo_gym.policy.weight_sync` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from gspo_gym.engine.base import (
+    Capabilities,
+    Engine,
+    EngineHealth,
+    PauseMode,
+    SamplingParams,
+    WeightUpdate,
+    require_sleeping,
+)
+from gspo_gym.errors import EngineError, EnginePoisonedError
+from gspo_gym.types import Completion
+
+# Makes an engine, with whatever weights it starts with; they never sample.
+MakeEngine = Callable[[], Awaitable[Engine]]
+# Gives a fresh engine, from which nobody can sample yet, the weights that it is to have.
+BringUp = Callable[[Engine], Awaitable[None]]
+
+
+class RebuildableEngine:
+    """The engine that is there now; while it is rebuilt, calls wait, and those that were in flight fail.
+
+    One rebuild is under way at a time. A later one cancels those before it and begins when they have closed what they
+    made, so that the engine of the last rebuild asked for is the one that stays.
+
+    Args:
+        engine: the first one.
+        make: makes the others; one that is cancelled closes what it began.
+        max_rebuilds: one more is refused: what dies so often has a cause that a restart does not remove.
+        on_close: called when the engine is closed: what `make` needed may go.
+
+    Attributes:
+        num_rebuilds: so far.
+        bring_up: for an engine that dies between updates; it is then rebuilt by the first call that finds it dead. None
+            leaves it dead.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make: MakeEngine,
+        *,
+        max_rebuilds: int = 100,
+        on_close: Callable[[], object] | None = None,
+    ) -> None:
+        self.num_rebuilds = 0
+        self.bring_up: BringUp | None = None
+        self._engine = engine
+        self._make = make
+        self._max_rebuilds = max_rebuilds
+        self._on_close = on_close
+        self._rebuilding: asyncio.Task[None] | None = None  # the last one asked for, under way or ended
+        self._superseded: set[asyncio.Task[None]] = set()  # cancelled for a later one, and not yet ended
+        self._asleep: Engine | None = None
+        self._is_closed = False
+        self._is_lost = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    async def rebuild(self, bring_up: BringUp) -> None:
+        """Close the engine, make another, and let calls through when `bring_up` has ended.
+
+        Rebuilds under way are cancelled first: their engines would be brought up with other weights.
+
+        Raises:
+            EnginePoisonedError: it cannot be made, or not be brought up; all calls raise this from now on.
+            EngineError: this engine was closed or poisoned meanwhile, or a later rebuild took the place of this one.
+        """
+        mine = self._begin_rebuild(bring_up)
+        try:
+            await asyncio.wait({mine})
+        except asyncio.CancelledError:
+            mine.cancel()
+            await _ended({mine})
+            raise
+        if mine.cancelled():
+            self._require_open()
+            raise EngineError("rebuild: given up for a later rebuild, or because the engine was poisoned meanwhile")
+        mine.result()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`. The deadline counts the waiting for a rebuild, too.
+
+        Raises:
+            EngineError: also where the engine failed and is being rebuilt: another call will be answered.
+            EnginePoisonedError: it cannot be rebuilt, or nobody does.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        await self._wait_for_rebuild(deadline_seconds)
+        left = None if deadline_seconds is None else max(deadline_seconds - (loop.time() - started), 0.0)
+        engine = self._engine
+        try:
+            return await engine.generate(prompt_token_ids, sampling, session_id=session_id, deadline_seconds=left)
+        except EngineError as error:
+            await self._rebuild_if_dead(engine)
+            if isinstance(error, EnginePoisonedError) and (self._is_rebuilding or engine is not self._engine):
+                raise EngineError(f"the engine was replaced while it answered: {error}") from error
+            raise
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls; see `Engine.abort`."""
+        await self._engine.abort(session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget a session, unless the engine that knew it is gone."""
+        engine = self._engine
+        try:
+            await engine.end_session(session_id)
+        except EngineError:
+            if (await engine.health()).is_alive:
+                raise
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin an update; see `Engine.pause`."""
+        await self._wait_for_rebuild(None)
+        await self._engine.pause(mode)
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Load staged weights; see `Engine.apply_weights`."""
+        await self._engine.apply_weights(update)
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Of the tensors the engine holds; see `Engine.checksums`."""
+        return await self._engine.checksums()
+
+    async def resume(self, version: int) -> None:
+        """Commit; see `Engine.resume`."""
+        await self._engine.resume(version)
+
+    async def sleep(self) -> None:
+        """Lend the memory to the learner; see `SleepingEngine.sleep`.
+
+        An engine that fails is poisoned, which is no reason for the learner to stop: it goes on, and the update that
+        follows finds the engine poisoned and has another put in its place.
+        """
+        await self._wait_for_rebuild(None)
+        self._asleep = self._engine
+        await self._poison_if_it_fails("fall asleep", require_sleeping(self._engine).sleep())
+
+    async def wake_up(self) -> None:
+        """Take the memory back; see `SleepingEngine.wake_up`. One that fails is poisoned, as by `sleep`."""
+        asleep, self._asleep = self._asleep, None
+        if asleep is self._engine:  # else it was rebuilt meanwhile, and never slept
+            await self._poison_if_it_fails("wake up", require_sleeping(asleep).wake_up())
+
+    def poison(self, reason: str) -> None:
+        """Never answer again, unless `rebuild` is asked for; a rebuild that is under way is given up."""
+        self._is_lost = True
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+        self._engine.poison(reason)
+
+    async def health(self) -> EngineHealth:
+        """Of the engine that is there now."""
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        """Close the engine, and whatever a rebuild under way has made; it is not rebuilt again."""
+        self._is_closed = True
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await _ended({self._rebuilding, *self._superseded})
+        await self._engine.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    @property
+    def _is_rebuilding(self) -> bool:
+        return self._rebuilding is not None and not self._rebuilding.done()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed: it cannot be rebuilt")
+
+    async def _poison_if_it_fails(self, what: str, doing: Awaitable[None]) -> None:
+        engine = self._engine
+        try:
+            await doing
+        except EngineError as error:
+            engine.poison(f"it did not {what}: {error}")
+
+    async def _wait_for_rebuild(self, deadline_seconds: float | None) -> None:
+        """Wait until no rebuild is under way, or the deadline has passed."""
+        loop = asyncio.get_running_loop()
+        end = None if deadline_seconds is None else loop.time() + deadline_seconds
+        while self._rebuilding is not None and not self._rebuilding.done():
+            left = None if end is None else end - loop.time()
+            if left is not None and left <= 0:
+                return
+            await asyncio.wait({self._rebuilding}, timeout=left)
+
+    async def _rebuild_if_dead(self, engine: Engine) -> None:
+        """Begin a rebuild, without waiting for it, if that engine is the present one and dead."""
+        is_dead = not (await engine.health()).is_alive
+        is_ours = engine is self._engine and not (self._is_rebuilding or self._is_closed or self._is_lost)
+        if is_dead and is_ours and self.bring_up is not None:
+            self._begin_rebuild(self.bring_up)
+
+    def _begin_rebuild(self, bring_up: BringUp) -> asyncio.Task[None]:
+        """Cancel the rebuild under way and begin another behind it; nothing is awaited in between."""
+        self._require_open()
+        self._superseded = {task for task in self._superseded if not task.done()}
+        if self._rebuilding is not None and not self._rebuilding.done():
+            self._rebuilding.cancel()
+            self._superseded.add(self._rebuilding)
+        self._rebuilding = asyncio.create_task(self._replace(bring_up, frozenset(self._superseded)))
+        self._rebuilding.add_done_callback(_note)
+        return self._rebuilding
+
+    async def _replace(self, bring_up: BringUp, former: Collection[asyncio.Task[None]]) -> None:
+        await _ended(former)
+        try:
+            if self.num_rebuilds >= self._max_rebuilds:
+                raise EnginePoisonedError(f"the engine was rebuilt {self.num_rebuilds} times; see why it fails")
+            self.num_rebuilds += 1
+            await _close(self._engine)
+            fresh = await self._make()
+            try:
+                await bring_up(fresh)
+            except BaseException:
+                await _close(fresh)
+                raise
+            self._engine, self._is_lost = fresh, False
+        except Exception as error:
+            reason = f"the engine cannot be rebuilt: {type(error).__name__}: {error}"
+            self._is_lost = True
+            self._engine.poison(reason)
+            raise EnginePoisonedError(reason) from error
+
+
+async def _close(engine: Engine) -> None:
+    """Close an engine to the end, also when this is cancelled meanwhile.
+
+    Raises:
+        CancelledError: this was cancelled; the engine is closed all the same.
+    """
+    closing = asyncio.ensure_future(engine.close())
+    await _ended({closing})
+    closing.result()
+
+
+async def _ended(tasks: Collection[asyncio.Future[None]]) -> None:
+    """Wait until all have ended, whatever they raise, also when this is cancelled meanwhile.
+
+    Raises:
+        CancelledError: this was cancelled; all have ended all the same.
+    """
+    is_cancelled = False
+    while waiting := {task for task in tasks if not task.done()}:
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
+def _note(rebuilding: asyncio.Task[None]) -> None:
+    """Mark the exception as retrieved, so asyncio does not warn; the next call raises it."""
+    if not rebuilding.cancelled():
+        rebuilding.exception()

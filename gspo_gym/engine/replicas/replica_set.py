@@ -1,0 +1,243 @@
+"""The replicas behind a router: which one a session belongs to, which one takes a new one, which are left out.
+
+Keeps the books and asks after their health; what is generated, and how weights change, is `router.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from gspo_gym.engine.base import Engine, EngineHealth
+from gspo_gym.engine.replicas.replica import Replica
+from gspo_gym.errors import ConfigError, EngineError
+
+_log = logging.getLogger(__name__)
+
+# What is done with one replica's engine.
+EngineAction = Callable[[Engine], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """How replicas are watched. None of it changes what is sampled.
+
+    Attributes:
+        max_in_flight: calls at once for one replica, at most; see `breaker.InFlightLimit`.
+        failures_to_open: failures in a row after which a replica is not asked. Three: one is what a lost connection
+            costs, and each costs a call that is made again.
+        cool_down_seconds: until one call may find out whether it is back.
+        health_interval_seconds: between questions after every replica's health, while there are calls; also how long
+            an answer may take.
+        max_wait_seconds: that a call waits for a replica which may be asked at all, before it raises.
+    """
+
+    max_in_flight: int = 256
+    failures_to_open: int = 3
+    cool_down_seconds: float = 5.0
+    health_interval_seconds: float = 5.0
+    max_wait_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.health_interval_seconds <= 0 or self.max_wait_seconds < 0:
+            raise ConfigError(
+                "RouterSettings: expected health_interval_seconds > 0 and max_wait_seconds >= 0, got "
+                f"{self.health_interval_seconds:g} and {self.max_wait_seconds:g}"
+            )
+
+
+class ReplicaSet:
+    """Replicas by number, and the sessions they hold.
+
+    Args:
+        engines: one for each. settings: how they are watched. clock: seconds, monotonic. sleep: waits by it.
+        committed_version: what every replica is to be under now; None while an update is under way.
+
+    Attributes:
+        rebuild: puts a fresh engine behind a replica that is left out; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        settings: RouterSettings,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[object]],
+        committed_version: Callable[[], int | None],
+    ) -> None:
+        self.rebuild: EngineAction | None = None
+        self.all = tuple(
+            Replica(
+                number,
+                engine,
+                max_in_flight=settings.max_in_flight,
+                failures_to_open=settings.failures_to_open,
+                cool_down_seconds=settings.cool_down_seconds,
+            )
+            for number, engine in enumerate(engines)
+        )
+        self._settings = settings
+        self._clock, self._sleep = clock, sleep
+        self._committed_version = committed_version
+        self._homes: dict[str, list[Replica]] = {}  # of a session: where it was, and last where it is
+        self._waiting: list[asyncio.Future[None]] = []  # for anything to change
+        self._monitor: asyncio.Task[None] | None = None
+        self._watch_error: Exception | None = None
+        self._num_calls = 0
+        self._checked = clock()
+
+    @property
+    def members(self) -> Sequence[Replica]:
+        """Those that are not left out."""
+        return [replica for replica in self.all if replica.left_out is None]
+
+    def choose(self, session_id: str | None, among: Sequence[Replica]) -> Replica | None:
+        """The session's replica, else the one with the fewest sessions, then calls, then number; None: wait."""
+        now = self._clock()
+        home = self._homes[session_id][-1] if session_id in self._homes else None
+        if home is not None and home in among and home.is_up(now):
+            return home if home.is_free(now) else None  # waiting is cheaper than computing the prefix again
+        free = [replica for replica in among if replica.is_free(now) and not replica.is_draining]
+        return min(free, key=lambda r: (len(r.sessions), r.num_in_flight, r.number), default=None)
+
+    def settle(self, session_id: str | None, replica: Replica) -> None:
+        """Make the replica the session's home."""
+        if session_id is None:
+            return
+        homes = self._homes.setdefault(session_id, [])
+        for former in homes:
+            former.sessions.discard(session_id)
+        if replica in homes:
+            homes.remove(replica)
+        homes.append(replica)
+        replica.sessions.add(session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget a session, on every replica that has seen it; one that is dead has forgotten it already."""
+        homes = self._homes.pop(session_id, [])
+        for replica in homes:
+            replica.sessions.discard(session_id)
+        self.wake()
+        for replica in homes:
+            with contextlib.suppress(EngineError):
+                await replica.engine.end_session(session_id)
+
+    def require_hope(self, among: Sequence[Replica], *, since: float, failures: Sequence[str]) -> None:
+        """Raise if none of these will be free again, or if none has been up for too long `since` then.
+
+        Raises:
+            EngineError: with what was said by those that failed before.
+        """
+        now = self._clock()
+        may_come = [replica for replica in among if replica.left_out is None or self.rebuild is not None]
+        is_late = now - since >= self._settings.max_wait_seconds
+        if not may_come or (is_late and not any(replica.is_up(now) for replica in may_come)):
+            raise EngineError("; ".join([*failures, "no replica can be asked"]))
+
+    def leave_out(self, replica: Replica, reason: str) -> None:
+        """Until a health check finds it in order, which after this takes a fresh engine."""
+        if replica.left_out is None:
+            _log.warning("replica %d is left out: %s", replica.number, reason)
+        replica.left_out = reason
+        replica.engine.poison(reason)
+        replica.stop_calls()
+        self.wake()
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Around a call: health is checked while there are calls; nothing runs, in any loop, when there are none."""
+        self._num_calls += 1
+        if self._num_calls == 1:
+            self._monitor = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0 and self._monitor is not None:
+                self._monitor.cancel()
+                self._monitor = None
+
+    async def check_health(self) -> None:
+        """Ask every replica how it is.
+
+        One that says it is dead has failed once more; if its breaker opens, its calls are made elsewhere.
+        """
+        await asyncio.gather(*(self._check(replica) for replica in self.all))
+        self._checked = self._clock()
+        self.wake()
+
+    async def change(self) -> None:
+        """Wait until something was answered, left out, readmitted or checked.
+
+        Raises:
+            EngineError: the health checks have ended, so that nothing may ever change.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+        if self._watch_error is not None:
+            raise EngineError(f"the health checks of the replicas ended: {self._watch_error!r}") from self._watch_error
+
+    def wake(self) -> None:
+        """Let those who wait for a change look again, in the order in which they came."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+        self._waiting.clear()
+
+    async def close(self) -> None:
+        """Close every replica."""
+        self.wake()
+        for replica in self.all:
+            if replica.rebuilding is not None:
+                replica.rebuilding.cancel()
+                await asyncio.wait({replica.rebuilding})
+            await replica.engine.close()
+
+    async def _watch(self) -> None:
+        self._watch_error = None
+        try:
+            while True:
+                await self._sleep(max(self._checked + self._settings.health_interval_seconds - self._clock(), 0.0))
+                await self.check_health()
+        except Exception as error:  # a defect of ours: calls that wait for a change raise it, since nobody awaits this
+            self._watch_error = error
+            self.wake()
+
+    async def _check(self, replica: Replica) -> None:
+        version = self._committed_version()
+        try:
+            async with asyncio.timeout(self._settings.health_interval_seconds):
+                health = await replica.engine.health()
+        except TimeoutError:
+            health = EngineHealth(False, False, 0, -1, "it did not say how it is")
+        except Exception as error:  # whatever it raises, it is not in order
+            health = EngineHealth(False, False, 0, -1, f"asked how it is, it raised {type(error).__name__}: {error}")
+        if version is None or version != self._committed_version():
+            return  # an update is under way, and what it does to the replica is its own affair
+        if health.is_alive and not health.is_poisoned and health.weight_version == version:
+            replica.left_out = None
+        elif replica.left_out is not None:
+            self._begin_rebuild(replica)
+        elif health.is_alive:
+            self.leave_out(replica, health.reason or f"it is under version {health.weight_version}, not {version}")
+        else:
+            replica.breaker.fail(self._clock())
+            if not replica.is_up(self._clock()):
+                replica.stop_calls()
+
+    def _begin_rebuild(self, replica: Replica) -> None:
+        if self.rebuild is not None and replica.rebuilding is None:
+            replica.rebuilding = asyncio.create_task(self._rebuild(replica, self.rebuild))
+
+    async def _rebuild(self, replica: Replica, rebuild: EngineAction) -> None:
+        try:
+            await rebuild(replica.engine)
+        except Exception as error:  # tried again after the next health check
+            _log.warning("replica %d cannot be rebuilt: %s: %s", replica.number, type(error).__name__, error)
+        finally:
+            replica.rebuilding = None

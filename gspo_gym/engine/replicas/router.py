@@ -1,0 +1,316 @@
+"""Several engines that serve one policy, as one engine.
+
+A session stays where its tokens were computed; a call whose replica fails goes to another one if that gives the very
+sample; new weights reach all replicas as one transaction. What it is not: a load balancer for models that differ, or
+the maker of replicas (`rebuildable.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gspo_gym.engine.base import (
+    Capabilities,
+    Engine,
+    EngineHealth,
+    PauseMode,
+    SamplingParams,
+    WeightUpdate,
+    num_tokens_to_sample,
+)
+from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.replicas.replica import Replica, common_capabilities
+from gspo_gym.engine.replicas.replica_set import EngineAction, ReplicaSet, RouterSettings
+from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
+from gspo_gym.types import Completion
+
+
+class RoutedEngine:
+    """Several replicas behind the interface of one.
+
+    An update that fails on some replicas is committed by the others; those that failed are poisoned and left out, like
+    any that is found poisoned or under other weights, until a health check finds them alive under the committed version
+    again. If it fails on all, this engine is poisoned.
+
+    Args:
+        replicas: engines of the same policy, under the same weights. Closed with this one.
+        clock: seconds, monotonic. sleep: waits by it.
+
+    Attributes:
+        attest: asked about each replica between its new weights and their commit; one about which it raises EngineError
+            is left out. None asks nothing.
+        num_retries: attempts made elsewhere after a replica had failed.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Engine],
+        *,
+        settings: RouterSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        if not replicas:
+            raise ConfigError("RoutedEngine: expected at least one replica, got none")
+        self.attest: EngineAction | None = None
+        self.num_retries = 0
+        self._clock = clock
+        self._gate = Gate()
+        self._gate.weight_version = self._newest_version = _same_version(replicas)
+        self._set = ReplicaSet(
+            replicas,
+            settings or RouterSettings(),
+            clock=clock,
+            sleep=sleep,
+            committed_version=lambda: None if self._gate.is_paused else self._gate.weight_version,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What all replicas promise."""
+        return common_capabilities([replica.engine.capabilities for replica in self._set.all])
+
+    @property
+    def weight_version(self) -> int:
+        return self._gate.weight_version
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """How each one is, for those who watch; updates by any other way than this engine leave a replica out."""
+        return self._set.all
+
+    def set_rebuild(self, rebuild: EngineAction) -> None:
+        """Have this put a fresh engine with the committed weights behind every replica that is left out.
+
+        It is called in the background, again and again until the replica is in order.
+        """
+        self._set.rebuild = rebuild
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion on one replica; see `Engine.generate`.
+
+        When the replica fails, another one is asked if that gives the same sample: the same seed decides it, under the
+        same version. Otherwise a sample that made its replica fail would be replaced by one that does not.
+
+        Raises:
+            EngineError: no replica answered; names what each one said.
+        """
+        num_tokens_to_sample(len(prompt_token_ids), sampling, self.capabilities.max_model_len)
+        loop = asyncio.get_running_loop()
+        deadline = None if deadline_seconds is None else loop.time() + deadline_seconds
+        async with self._gate.admit(session_id, deadline_seconds), self._set.watched():
+            is_probe = self._gate.is_paused  # else it would not have been admitted
+            return await self._answer(_Call(prompt_token_ids, sampling, session_id, deadline, is_probe))
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls, wherever they are."""
+        self._gate.abort(session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget a session, on every replica that has seen it."""
+        await self._set.end_session(session_id)
+
+    async def drain(self, number: int) -> None:
+        """Give a replica no new sessions, and wait until those it has are over. Updates still reach it."""
+        replica = self._set.all[number]
+        replica.is_draining = True
+        while replica.sessions or replica.num_in_flight:
+            await self._set.change()
+
+    def undrain(self, number: int) -> None:
+        """Give a replica new sessions again."""
+        self._set.all[number].is_draining = False
+        self._set.wake()
+
+    async def check_health(self) -> None:
+        """Ask every replica how it is; done regularly while there are calls."""
+        await self._set.check_health()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin an update on all replicas; see `Engine.pause`. Calls that wait for a replica wait for the commit."""
+        if mode not in self.capabilities.pause_modes:
+            raise ConfigError(f"pause: expected one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
+        self._gate.pause()
+        await self._on_each("pause", lambda engine: engine.pause(mode))
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Load staged weights into all replicas, and let them be attested; see `Engine.apply_weights`."""
+        if update.kind not in self.capabilities.update_kinds:
+            expected = ", ".join(self.capabilities.update_kinds) or "none"
+            raise ConfigError(f"apply_weights: expected an update of a kind in ({expected}), got {update.kind!r}")
+        self._gate.require_paused()
+        await self._on_each("apply_weights", lambda engine: self._apply(engine, update))
+
+    async def checksums(self) -> Mapping[str, str]:
+        """What all replicas hold.
+
+        Raises:
+            EngineError: they do not hold the same.
+        """
+        held = [(r.number, await r.engine.checksums()) for r in self._set.members]
+        for number, digests in held:
+            if digests != held[0][1]:
+                raise EngineError(f"replicas {held[0][0]} and {number} hold different weights")
+        return held[0][1] if held else {}
+
+    async def resume(self, version: int) -> None:
+        """Commit on all replicas; see `Engine.resume`."""
+        self._gate.require_paused()
+        self._newest_version = version  # calls that were kept in flight may end on replicas that have resumed
+        await self._on_each("resume", lambda engine: engine.resume(version))
+        self._gate.resume(version)
+        self._set.wake()
+
+    def poison(self, reason: str) -> None:
+        """Never answer again, and no replica either."""
+        self._gate.poison(reason)
+        for replica in self._set.all:
+            replica.engine.poison(reason)
+        self._set.wake()
+
+    async def health(self) -> EngineHealth:
+        """Alive if any replica takes part."""
+        reasons = [f"replica {r.number}: {r.left_out}" for r in self._set.all if r.left_out is not None]
+        return self._gate.health("; ".join(reasons) if len(reasons) == len(self._set.all) else None)
+
+    async def close(self) -> None:
+        """Close every replica."""
+        self._gate.close()
+        await self._set.close()
+
+    async def _answer(self, call: _Call) -> Completion:
+        failures: list[str] = []
+        tried: list[Replica] = []
+        version: int | None = None  # that the first attempt began under
+        while True:
+            replica = await self._pick(call, tried, failures)
+            if version not in (None, self._gate.weight_version):
+                raise EngineError(f"weights changed before the call could be made elsewhere: {'; '.join(failures)}")
+            version = self._gate.weight_version
+            self.num_retries += bool(tried)
+            tried.append(replica)
+            try:
+                return await self._ask(replica, call, version)
+            except EngineTimeoutError:
+                raise
+            except EngineError as error:
+                failures.append(f"replica {replica.number}: {error}")
+                if len(tried) == len(self._set.all) or not self._gives_same_sample():
+                    raise EngineError("; ".join(failures)) from error
+
+    def _gives_same_sample(self) -> bool:
+        """Whether another replica would; what is never trained on may as well be another one."""
+        common = self.capabilities
+        return common.seeds_per_request or not common.is_trainable
+
+    async def _pick(self, call: _Call, tried: Sequence[Replica], failures: Sequence[str]) -> Replica:
+        """Wait for a replica that may be asked.
+
+        Raises:
+            EngineError: there is none, or none came up in time.
+        """
+        begun = self._clock()
+        untried = [replica for replica in self._set.all if replica not in tried]
+        while True:
+            self._gate.require_open()
+            replica = self._set.choose(call.session_id, untried)
+            if replica is not None and (call.is_probe or not self._gate.is_paused):
+                self._set.settle(call.session_id, replica)
+                return replica
+            self._set.require_hope(untried, since=begun, failures=failures)
+            await self._set.change()
+
+    async def _ask(self, replica: Replica, call: _Call, version: int) -> Completion:
+        begun, left = self._clock(), call.seconds_left()
+        in_flight = replica.num_in_flight + 1
+        try:
+            completion = await replica.run(
+                replica.engine.generate(
+                    call.prompt_token_ids, call.sampling, session_id=call.session_id, deadline_seconds=left
+                )
+            )
+            if not call.is_probe:
+                self._require_committed(completion, version)
+        except EngineTimeoutError:
+            replica.note_timeout(begun, self._clock())
+            raise
+        except asyncio.CancelledError:
+            if call.is_out_of_time():  # cancelled by the gate's watchdog
+                replica.note_timeout(begun, self._clock())
+            raise
+        except EnginePoisonedError as error:
+            self._set.leave_out(replica, str(error))
+            raise EngineError(str(error)) from error
+        except EngineError:
+            replica.breaker.fail(self._clock())
+            raise
+        finally:
+            self._set.wake()
+        replica.note_answer(in_flight)
+        return completion
+
+    def _require_committed(self, completion: Completion, version: int) -> None:
+        """Refuse tokens of other versions than those that were committed while the call was under way.
+
+        Raises:
+            EnginePoisonedError: the replica missed an update, or lost it by a restart.
+        """
+        versions = {int(one) for one in completion.weight_version}
+        if wrong := sorted(one for one in versions - {-1} if not version <= one <= self._newest_version):
+            raise EnginePoisonedError(f"it sampled under version {wrong[0]}, expected {version}")
+
+    async def _on_each(self, step: str, action: EngineAction) -> None:
+        """One step of an update on all replicas that take part; those that fail it are left out.
+
+        Raises:
+            EnginePoisonedError: all did.
+        """
+        members = self._set.members
+        results = await asyncio.gather(*(action(r.engine) for r in members), return_exceptions=True)
+        for replica, result in zip(members, results, strict=True):
+            if isinstance(result, BaseException):
+                self._set.leave_out(replica, f"{step}: {result}")
+        if all(replica.left_out is not None for replica in members):
+            reason = f"{step} failed on every replica: {'; '.join(str(replica.left_out) for replica in members)}"
+            self.poison(reason)
+            raise EnginePoisonedError(reason)
+
+    async def _apply(self, engine: Engine, update: WeightUpdate) -> None:
+        await engine.apply_weights(update)
+        if self.attest is not None:
+            await self.attest(engine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One logical call; `deadline` in the loop's time, None: never."""
+
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    session_id: str | None
+    deadline: float | None
+    is_probe: bool
+
+    def seconds_left(self) -> float | None:
+        return None if self.deadline is None else max(self.deadline - asyncio.get_running_loop().time(), 0.0)
+
+    def is_out_of_time(self) -> bool:
+        left = self.seconds_left()
+        return left is not None and left < 1e-3  # a loop's timers may fire that much early
+
+
+def _same_version(replicas: Sequence[Engine]) -> int:
+    versions = {replica.weight_version for replica in replicas}
+    if len(versions) > 1:
+        raise ConfigError(f"RoutedEngine: expected replicas under one version of the weights, got {sorted(versions)}")
+    return versions.pop()

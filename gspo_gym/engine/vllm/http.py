@@ -1,0 +1,320 @@
+"""A vLLM server as an engine: token ids in and out over HTTP, and weights that this process changes.
+
+The server is ours (`gspo-gym serve --engine vllm`) or the user's own. What it can do is found out when the engine
+starts; what would spoil training is refused there. Samples may come from another machine, weights are changed on this
+one only (`vllm_control.py`). Tried with vLLM 0.32 on the CPU. Endpoints whose weights are somebody else's: `http.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from gspo_gym.base.keys import read_key
+from gspo_gym.base.retries import Retries, RetryCounters, RetrySettings, Sleep
+from gspo_gym.engine.base import (
+    Capabilities,
+    EngineHealth,
+    PauseMode,
+    SamplingParams,
+    WeightUpdate,
+    num_tokens_to_sample,
+    refuse_schema,
+)
+from gspo_gym.engine.gated import GatedEngine
+from gspo_gym.engine.vllm.client import VllmClient, address_of
+from gspo_gym.engine.vllm.control import VllmControl
+from gspo_gym.engine.vllm.folders import weights_folder
+from gspo_gym.engine.vllm.handshake import Handshake, shake_hands
+from gspo_gym.engine.vllm.requests import sampling_fields
+from gspo_gym.engine.vllm.routes import Route
+from gspo_gym.engine.vllm.versions import Served, ServedVersions
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.types import Completion
+
+# How long a server may take to say that it is well, or to forget an adapter.
+_HEALTH_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class VllmHttpSettings:
+    """Where the server is, and how patiently it is asked.
+
+    Attributes:
+        url: "http://127.0.0.1:8000", or "unix:/absolute/path" of a socket.
+        vocab_size: token ids of prompts and samples are below it. A server without a tokenizer dies of a larger one.
+        control_url: where its weights are changed, on this machine; None: at `url` if that is on this machine.
+        model: the name that it serves the model under; None: the only one.
+        api_key_env: the environment variable that holds the key, which must then be set; None: no key is sent.
+        dtype: in which the server must compute; None: any.
+        max_model_len: longest prompt plus completion, in tokens; None: as the server says.
+        timeout_seconds: for one attempt, its last byte and pauses of the server included.
+        control_timeout_seconds: for one step of an update; a large model takes minutes to read.
+        deadline_seconds: for one call, attempts and waits included, unless the caller says otherwise.
+        retries: of samples; see `RetrySettings`. Steps of an update are never tried twice.
+        seed: of the jitter between retries; never of samples.
+    """
+
+    url: str
+    vocab_size: int
+    control_url: str | None = None
+    model: str | None = None
+    api_key_env: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    max_model_len: int | None = None
+    timeout_seconds: float = 300.0
+    control_timeout_seconds: float = 900.0
+    deadline_seconds: float = 900.0
+    retries: RetrySettings = field(default_factory=RetrySettings)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1 or (self.max_model_len or 2) < 2:
+            raise ConfigError(
+                "VllmHttpSettings: expected vocab_size >= 1 and max_model_len >= 2 or none, got "
+                f"{self.vocab_size} and {self.max_model_len}"
+            )
+        if min(self.timeout_seconds, self.control_timeout_seconds, self.deadline_seconds) <= 0:
+            raise ConfigError("VllmHttpSettings: expected timeouts and the deadline > 0")
+
+
+class VllmHttpEngine(GatedEngine):
+    """Samples from a vLLM server. Made by `start`; use it within one event loop, and close it.
+
+    Between `start` and the first update the server's weights count as version 0, whatever they are. A prompt is salted
+    with the version, so that keys and values computed under other weights are never found again. In flight ("keep") a
+    whole-model update has what is frozen computed again, and every token carries the version that sampled it; an
+    adapter update leaves requests in flight on the adapter that they began with.
+
+    Attributes:
+        handshake: what the server can do, and why it cannot do more.
+    """
+
+    def __init__(
+        self,
+        settings: VllmHttpSettings,
+        client: VllmClient,
+        control: VllmControl | None,
+        handshake: Handshake,
+        retries: Retries,
+    ) -> None:
+        """Use `start`."""
+        super().__init__()
+        self.handshake = handshake
+        self._settings = settings
+        self._client = client
+        self._control = control
+        self._retries = retries
+        self._route: Route = handshake.route
+        self._served = ServedVersions(
+            control, model=handshake.model, label=handshake.label, has_adapters="adapter" in handshake.update_kinds
+        )
+        self._name = uuid.uuid4().hex  # an identity: no two processes may share request ids
+        self._num_calls = 0
+
+    @classmethod
+    async def start(cls, settings: VllmHttpSettings, *, sleep: Sleep = asyncio.sleep) -> VllmHttpEngine:
+        """Connect and find out what the server can do. `sleep` waits between retries; it replaces the clock.
+
+        Raises:
+            ConfigError: the server computes in another dtype, its logprobs are not of the sampling distribution, the
+                control URL is another machine's, or the key's variable is not set.
+            EngineError: it does not answer, or not with token ids and logprobs.
+            MissingExtraError: httpx is not installed.
+        """
+        key = read_key(settings.api_key_env, "VllmHttpSettings.api_key_env")
+        address = address_of(settings.url)
+        control_url = settings.control_url or (settings.url if address.is_local else None)
+        control = (
+            VllmControl(control_url, api_key=key, timeout_seconds=settings.control_timeout_seconds)
+            if control_url
+            else None
+        )
+        client = VllmClient(address, api_key=key, timeout_seconds=settings.timeout_seconds, reuses_connections=True)
+        try:
+            retries = Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep)
+            handshake = await shake_hands(
+                client,
+                control,
+                retries,
+                model=settings.model,
+                vocab_size=settings.vocab_size,
+                dtype=settings.dtype,
+                max_model_len=settings.max_model_len,
+            )
+        except BaseException:
+            await client.close()
+            if control is not None:
+                await control.close()
+            raise
+        if control is not None and not handshake.update_kinds:
+            await control.close()
+            control = None
+        return cls(settings, client, control, handshake, retries)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the handshake found it."""
+        found = self.handshake
+        can_keep = bool(found.update_kinds) and (found.route.says_versions or "adapter" in found.update_kinds)
+        return Capabilities(
+            is_trainable=True,
+            seeds_per_request=True,
+            reuses_prefixes=found.reuses_prefixes,
+            max_model_len=found.max_model_len,
+            update_kinds=found.update_kinds,
+            pause_modes=("wait", "keep") if can_keep else ("wait",),
+            has_checksums=found.has_checksums,
+            structured_output=found.has_tokenizer,
+        )
+
+    @property
+    def counters(self) -> RetryCounters:
+        """Calls, attempts and failures so far, those of the handshake included."""
+        return self._retries.counters
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`. Whatever happens on the way, a call gives one sample at most.
+
+        Raises:
+            ConfigError: a temperature, `min_tokens` or JSON schema that the server would not obey.
+            ContextOverflowError: the prompt leaves no room for a single token.
+            EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
+            EngineError: a prompt token is not in the vocabulary, the server refused, or the last attempt failed.
+        """
+        prompt = [int(token) for token in prompt_token_ids]
+        max_new = num_tokens_to_sample(len(prompt), sampling, self.handshake.max_model_len)
+        if not 0 <= min(prompt) <= max(prompt) < self._settings.vocab_size:
+            raise EngineError(
+                f"generate: prompt tokens must be in [0, {self._settings.vocab_size}), got {min(prompt)}..{max(prompt)}"
+            )
+        if sampling.min_tokens > 0 and self.handshake.has_own_end_tokens:
+            raise ConfigError(
+                "SamplingParams.min_tokens: this server withholds end tokens of the model's own, too; use one that "
+                "`gspo-gym serve --engine vllm` started"
+            )
+        if not self.handshake.has_tokenizer:
+            refuse_schema(sampling, "this vLLM server (it runs without a tokenizer)")
+        sampling_fields(sampling, max_new)  # refuses what vLLM would change
+        deadline = self._settings.deadline_seconds if deadline_seconds is None else deadline_seconds
+        async with self._gate.admit(session_id, deadline):
+            return await self._sample(prompt, sampling, max_new, session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Nothing to forget: what the server cached of a session is the first to go when it needs the room."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then the server is not at work."""
+        await super().pause(mode)
+        if self._control is not None:
+            await self._control.pause(mode)
+
+    async def apply_weights(self, update: WeightUpdate) -> None:
+        """Have the server read a whole model ("full") or an adapter ("adapter"); see `Engine.apply_weights`.
+
+        When it ends the server goes on, for whoever attests the new weights; the gate lets nothing out before `resume`.
+
+        Raises:
+            ConfigError: a kind that is not in the capabilities; says why not.
+            EngineError: the engine is not paused, or the weights cannot be loaded.
+        """
+        if update.kind not in self.handshake.update_kinds:
+            raise ConfigError(
+                f"VllmHttpEngine: expected an update of kind {' or '.join(self.handshake.update_kinds) or 'none'}, got "
+                f"{update.kind!r}; {self.handshake.why_no_updates or 'see --max-lora-rank of gspo-gym serve'}"
+            )
+        self._gate.require_paused()
+        assert self._control is not None
+        assert update.folder is not None
+        try:
+            if update.kind == "adapter":
+                await self._served.load_adapter(update)
+            else:
+                folder = weights_folder(update.folder, self.handshake.model_folder)
+                await self._control.reload_weights(folder, has_our_workers=self.handshake.has_our_workers)
+                await self._served.relabel(update.version)
+            await self._control.resume()
+        except EngineError as error:
+            raise EngineError(f"the weights of version {update.version} could not be loaded: {error}") from error
+
+    async def checksums(self) -> Mapping[str, str]:
+        """sha256 of each tensor, by its rank and vLLM's own name; {} without `capabilities.has_checksums`.
+
+        vLLM fuses tensors, so the digests can be compared with those of another vLLM engine, but not with files. On the
+        CPU its linear layers are packed and have none: they must be attested by logprobs. Adapters have none.
+        """
+        if self._control is None or not self.handshake.has_checksums:
+            return {}
+        return await self._control.checksums()
+
+    async def resume(self, version: int) -> None:
+        """Commit; see `Engine.resume`. Without `apply_weights` before it, the weights go on under a new version."""
+        self._gate.require_paused()
+        if version != self._served.current.version:
+            await self._served.relabel(version)
+        if self._control is not None:
+            await self._control.resume()
+        self._gate.resume(version)
+
+    async def health(self) -> EngineHealth:
+        """How it is; the server is asked."""
+        if not self._gate.health().is_alive:
+            return self._gate.health()
+        try:
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                await self._client.get("/health")
+        except (EngineError, TimeoutError) as error:
+            return self._gate.health(f"the server is not well: {error or f'no answer in {_HEALTH_SECONDS:g} seconds'}")
+        return self._gate.health()
+
+    async def close(self) -> None:
+        """Give the connections back; the server goes on. Calls in flight, and all later ones, raise EngineError."""
+        self._gate.close()
+        with contextlib.suppress(EngineError):  # they were cancelled, and are on their way out
+            await self._gate.drained()
+        await self._client.close()
+        if self._control is not None:
+            await self._control.close()
+
+    async def _sample(
+        self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, session_id: str | None
+    ) -> Completion:
+        self._num_calls += 1
+        name = f"{self._name}-{self._num_calls}"
+        served = self._served.begin()
+
+        async def attempt(number: int) -> Completion:
+            completion, answer = await self._route.sample(
+                prompt,
+                sampling,
+                served,
+                max_tokens=max_tokens,
+                request_id=f"{name}-{number}",
+                session_id=session_id,
+            )
+            versions = self._served.versions_of(answer, served)
+            return replace(completion, weight_version=np.array(versions, np.int32))
+
+        try:
+            return await self._retries.run(attempt)
+        finally:
+            await self._end(served)
+
+    async def _end(self, served: Served) -> None:
+        # A server that is dead has failed the call already; one that does not unload in time only keeps a name.
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                await self._served.end(served)

@@ -1,0 +1,209 @@
+"""A weight transfer of vLLM's kind through this machine's memory, both ends: "shared_memory".
+
+None of vLLM's own runs on a processor. The trainer's end writes a chunk of tensors into memory without a name in any
+file system, tells the workers its path under /proc, and lets go of it when they have all loaded it. They map it, so
+that nothing is copied but into the model; what a worker still needs of a chunk lives until it lets go, too. When either
+side dies, the kernel takes the memory back. On a machine with GPUs it works as well, by way of the processor's memory.
+
+Imports vLLM: by workers, and by `vllm_transfer` when an engine has started.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from gspo_gym.engine.base import TensorMeta
+from gspo_gym.engine.vllm.worker import TRANSFER_BACKENDS, repack
+from gspo_gym.errors import EngineError
+
+_ALIGNMENT = 64  # bytes; of each tensor in a chunk, for a tensor cannot begin between two of its elements
+
+
+@dataclass
+class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is untyped
+    """What the trainer's end is made of: no chunk is larger than this, unless a single tensor is."""
+
+    backend: ClassVar[str] = TRANSFER_BACKENDS["shared_memory"]
+
+    chunk_bytes: int = 256 * 2**20
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped
+    """Nothing need be agreed on before."""
+
+
+@dataclass
+class Chunk(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is untyped
+    """Some tensors in one piece of memory.
+
+    Attributes:
+        path: where the memory can be opened while the trainer holds it.
+        num_bytes: of all of it.
+        names, dtype_names, shapes, offsets: of each tensor; offsets in bytes.
+    """
+
+    path: str
+    num_bytes: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+
+    def tensors(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Views of that memory, [num_bytes] uint8."""
+        for name, dtype_name, shape, offset in zip(
+            self.names, self.dtype_names, self.shapes, self.offsets, strict=True
+        ):
+            dtype = getattr(torch, dtype_name)
+            piece = memory[offset : offset + math.prod(shape) * dtype.itemsize]
+            yield name, piece.view(dtype).view(shape)
+
+
+class SharedMemoryTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
+    """The trainer's end: one chunk after another, each gone before the next is made."""
+
+    init_info_cls = SharedMemoryTrainerInfo
+
+    def __init__(self, *, client: Any, source: Any, chunk_bytes: int) -> None:
+        """Use `trainer_init`. They are vLLM's `VLLMWeightSyncClient` and `WeightSource` (Any: untyped)."""
+        super().__init__(client=client, source=source)
+        self._chunk_bytes = chunk_bytes
+
+    @classmethod
+    def trainer_init(cls, init_info: SharedMemoryTrainerInfo, *, client: Any, source: Any = None) -> Self:
+        """A trainer's end whose workers are ready."""
+        client.init_weight_transfer_engine({})
+        return cls(client=client, source=source, chunk_bytes=init_info.chunk_bytes)
+
+    def send_weights(self) -> None:
+        """Hand over all tensors of the source.
+
+        Raises:
+            EngineError: the source gives other tensors than it said it would.
+        """
+        self.client.start_weight_update()
+        tensors = iter(self.source)
+        for metas in plan_chunks(self.source.metadata(), self._chunk_bytes):
+            with _written(metas, tensors) as chunk:
+                self.client.update_weights(asdict(chunk))
+        if (extra := next(tensors, None)) is not None:
+            raise EngineError(f"the source gave {extra[0]!r} after all that its metadata has")
+        self.client.finish_weight_update()
+
+
+class SharedMemoryEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
+    """A worker's end: loads chunks layer by layer into the live model, as vLLM's own transfers do."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = Chunk
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        """Nothing to prepare."""
+
+    def start_weight_update(self) -> None:
+        """Expect the tensors of a whole model."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a chunk. vLLM's own method waits for the accelerator, which raises where there is none."""
+        if torch.accelerator.is_available():
+            super().update_weights(update_info)
+        else:
+            self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Chunk) -> None:
+        """Map a chunk and load it; a layer that is not complete yet keeps its part of the mapping."""
+        with disable_mtp_completeness_check():
+            self.model.load_weights(update_info.tensors(_mapped(update_info)))
+
+    def finish_weight_update(self) -> None:
+        """Complete what is not complete, and what vLLM computes with instead of the weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+WeightTransferTrainerFactory.register_engine(SharedMemoryTrainerInfo.backend, SharedMemoryTrainer)
+
+
+def plan_chunks(metadata: Sequence[TensorMeta], chunk_bytes: int) -> Iterator[list[TensorMeta]]:
+    """Split tensors into chunks of at most that many bytes, in order; a larger one has a chunk of its own."""
+    chunk: list[TensorMeta] = []
+    for meta in metadata:
+        if chunk and _layout([*chunk, meta])[1] > chunk_bytes:
+            yield chunk
+            chunk = []
+        chunk.append(meta)
+    if chunk:
+        yield chunk
+
+
+def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
+    """Where each tensor begins, and where the last one ends."""
+    offsets, end = [], 0
+    for meta in metas:
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = offsets[-1] + math.prod(meta.shape) * meta.dtype.itemsize
+    return offsets, end
+
+
+@contextmanager
+def _written(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
+    """The next tensors in memory that others can open by its path until this ends."""
+    offsets, end = _layout(metas)
+    num_bytes = max(end, 1)  # nothing cannot be mapped
+    file = os.memfd_create("gspo_gym-weights")
+    try:
+        os.ftruncate(file, num_bytes)  # what lies between tensors, too
+        chunk = Chunk(
+            path=f"/proc/{os.getpid()}/fd/{file}",
+            num_bytes=num_bytes,
+            names=[meta.name for meta in metas],
+            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metas],
+            shapes=[list(meta.shape) for meta in metas],
+            offsets=offsets,
+        )
+        for meta, offset in zip(metas, offsets, strict=True):
+            name, tensor = next(tensors)
+            if TensorMeta(name, tensor.dtype, tuple(tensor.shape)) != meta:
+                raise EngineError(f"the source gave {name!r}, {tensor.dtype} {tuple(tensor.shape)}, and not {meta}")
+            _write(file, offset, tensor)
+        yield chunk
+    finally:
+        os.close(file)
+
+
+def _write(file: int, offset: int, tensor: Tensor) -> None:
+    """Written and not mapped: the kernel then need not clear memory that is about to be filled."""
+    rest = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    while rest:  # a call writes 2 GiB at most
+        written = os.pwrite(file, rest, offset)
+        rest, offset = rest[written:], offset + written
+
+
+def _mapped(chunk: Chunk) -> Tensor:
+    """A chunk's memory, [num_bytes] uint8; what is written to it stays here."""
+    with open(chunk.path, "rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), chunk.num_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)

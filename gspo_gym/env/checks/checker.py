@@ -1,0 +1,176 @@
+"""check_env: the whole environment contract, executed. A command (`gspo-gym env check`) and a test.
+
+The checks themselves are listed in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from gspo_gym.env.checks.report import CHECKS
+from gspo_gym.env.checks.subject import CheckSettings, Fact, Findings, Problem, Subject
+from gspo_gym.env.registry import make, resolve
+from gspo_gym.env.workers.env import ProcessEnv
+from gspo_gym.env.workers.threads import OwnThread
+from gspo_gym.errors import ConfigError, ContractError, GymError
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `check_env` found.
+
+    Attributes:
+        name: of the environment.
+        checks: the checks that ran, by name; the rest had nothing to judge.
+        problems: broken promises, of which the first three of each check are told.
+        facts: what was measured.
+        notes: weaknesses that break nothing, and what could not be checked.
+        measurements: the facts' numbers by name; seconds, returns, counts (Any: JSON).
+    """
+
+    name: str
+    checks: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    facts: tuple[Fact, ...]
+    notes: tuple[str, ...]
+    measurements: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def raise_if_failed(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            ContractError: with every problem in its message.
+        """
+        if self.problems:
+            raise ContractError(str(self))
+
+    def state_of(self, check: str) -> str:
+        """ "FAIL", "ok", or "-" if it did not run."""
+        if any(problem.check == check for problem in self.problems):
+            return "FAIL"
+        return "ok" if check in self.checks else "-"
+
+    def as_json(self) -> dict[str, Any]:
+        """The report for machines (Any: JSON)."""
+        return {
+            "environment": self.name,
+            "passed": self.passed,
+            "checks": {
+                name: {
+                    "promise": promise,
+                    "state": self.state_of(name),
+                    "problems": [problem.text for problem in self.problems if problem.check == name],
+                }
+                for name, (promise, _) in CHECKS.items()
+            },
+            "notes": list(self.notes),
+            "measurements": dict(self.measurements),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {'passed' if self.passed else 'FAILED'}"]
+        for name, (promise, _) in CHECKS.items():
+            lines.append(f"  {self.state_of(name):<4} {name}: {promise}")
+            found: list[Problem | Fact] = [*self.problems, *self.facts]
+            lines += [f"         {each.text}" for each in found if each.check == name]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def check_env(
+    env: str | Callable[[], Any],
+    *,
+    env_config: Mapping[str, Any] | None = None,
+    seeds: Sequence[int] = range(10),
+    max_turns: int = 200,
+    step_timeout_seconds: float = 30.0,
+    reference: str = "reference",
+    random: str = "random",
+    max_step_seconds: float | None = None,
+    num_leak_episodes: int = 20,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CheckReport:
+    """Check an environment against the contract of `TextEnv`; works inside a running event loop too, which it blocks.
+
+    Args:
+        env: a registered name, or a class or function that gives a fresh instance (Any: authors need not subclass
+            anything).
+        env_config: keyword arguments of its constructor; JSON, if it has to run in worker processes.
+        seeds: tasks to try, at least two.
+        max_turns: longer episodes are cut off here.
+        step_timeout_seconds: for each call of a method.
+        reference, random: names of the environment's policies that play these roles.
+        max_step_seconds: a slower `reset` or `step` is a problem; None: time is only told.
+        num_leak_episodes: how many episodes are watched for what they leave behind, at least 4; 0: none.
+        clock: seconds, monotonic; measures `reset` and `step`.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        ConfigError: fewer than two seeds, or from one to three episodes to find leaks in.
+
+    >>> check_env("GuessNumber", seeds=range(2)).passed
+    True
+    """
+    if len(seeds) < 2:
+        raise ConfigError(f"check_env: expected at least 2 seeds, because tasks are compared, got {len(seeds)}")
+    if num_leak_episodes not in (0, *range(4, 1_000_001)):
+        raise ConfigError(f"check_env: expected num_leak_episodes = 0 or at least 4, got {num_leak_episodes}")
+    settings = CheckSettings(
+        tuple(seeds), max_turns, step_timeout_seconds, reference, random, max_step_seconds, num_leak_episodes, clock
+    )
+    subject = _subject(*_named(env, dict(env_config or {})), settings)
+    thread = OwnThread()  # a loop of our own, wherever we are called from
+    try:
+        report: CheckReport = thread.call(lambda: asyncio.run(_run(subject)), timeout_seconds=None).unwrap()
+    finally:
+        thread.release()
+    return report
+
+
+def _named(env: str | Callable[..., Any], config: dict[str, Any]) -> tuple[str | Callable[..., Any], dict[str, Any]]:
+    """What a `functools.partial` calls, and its arguments: a worker process cannot import it, but may import that."""
+    if isinstance(env, partial) and env.func is make and len(env.args) == 1:
+        return env.args[0], {**env.keywords, **config}
+    if isinstance(env, partial) and not env.args:
+        return env.func, {**env.keywords, **config}
+    return env, config
+
+
+def _subject(env: str | Callable[..., Any], config: dict[str, Any], settings: CheckSettings) -> Subject:
+    if isinstance(env, str):
+        name = resolve(env)
+        return Subject(name, partial(make, name, **config), partial(ProcessEnv, name, config), settings)
+    name = getattr(env, "__name__", "environment")
+    return Subject(name, partial(env, **config), partial(ProcessEnv, env, config), settings)
+
+
+async def _run(subject: Subject) -> CheckReport:
+    findings = Findings()
+    ran: list[str] = []
+    for name, (_, check) in CHECKS.items():
+        findings.check = name
+        ran.append(name)
+        try:
+            if check is not None:
+                await check(subject, findings)
+        except GymError as error:
+            findings.fail(f"{type(error).__name__}: {error}")
+        if (name == "construction" and findings.problems) or (name == "play" and not subject.runs):
+            break
+    findings.close()
+    return CheckReport(
+        subject.name,
+        tuple(ran),
+        tuple(findings.problems),
+        tuple(findings.facts),
+        tuple(dict.fromkeys(findings.notes)),
+        findings.measurements,
+    )

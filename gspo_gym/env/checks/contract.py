@@ -1,0 +1,232 @@
+"""Checks of what an environment declares and answers: its construction, messages, rewards, end, errors and close.
+
+Each plays real episodes through `EnvSession`, the way a rollout does, reports to `Findings` and returns nothing.
+Nothing here knows a particular environment. The order of the checks is in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, get_args
+
+import gymnasium
+from gymnasium.utils.env_checker import check_env as gymnasium_check_env
+
+from gspo_gym.env.checks.probes import rubric_of
+from gspo_gym.env.checks.subject import PROBE, Findings, Subject
+from gspo_gym.env.core import Isolation
+from gspo_gym.env.playing import Playthrough, play_in, replaying
+from gspo_gym.env.session import EnvSession, declared_reward_range, open_session
+from gspo_gym.env.tool_calls import CALL_FAILED
+from gspo_gym.env.workers.threads import OwnThread
+from gspo_gym.errors import ContractError, GymError
+
+_RAISED = re.compile(rf"{CALL_FAILED}\w+(Error|Exception): ")  # by an exception's name, which a ToolError has not
+TOLERANCE = 1e-9  # returns are sums of a few floats
+
+
+async def constructs(subject: Subject, findings: Findings) -> None:
+    """Two instances are two objects, and what they declare is well-formed."""
+    made: list[Any] = []
+    for _ in range(2):
+        session = await _open_noting(subject, made)
+        with suppress(GymError):  # the check "close" will say so
+            await session.close()
+    if made[0] is made[1]:
+        findings.fail("expected a fresh instance from every call, got the same object twice")
+    subject.max_steps = getattr(getattr(made[0], "spec", None), "max_episode_steps", None)
+    env = getattr(made[0], "unwrapped", made[0])
+    _read_policies(subject, findings, getattr(env, "policies", {}))
+    _read_reward_range(subject, findings, made[0])
+    subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
+    subject.rubric = rubric_of(env)
+    if (confinement := getattr(env, "confinement", None)) is not None:
+        findings.tell(f"code that the model wrote is {confinement}")
+    subject.isolation = getattr(env, "isolation", None)
+    if subject.isolation not in (None, *get_args(Isolation)):
+        findings.fail(f"expected isolation to be 'thread', 'process' or None, got {subject.isolation!r}")
+
+
+def _read_policies(subject: Subject, findings: Findings, policies: Any) -> None:
+    if not isinstance(policies, Mapping) or not all(callable(policy) for policy in policies.values()):
+        findings.fail(f"expected policies to map names to functions (env, rng) -> player, got {policies!r}")
+    else:
+        subject.policies = policies
+
+
+def _read_reward_range(subject: Subject, findings: Findings, env: Any) -> None:
+    try:
+        subject.reward_range = declared_reward_range(env, where=subject.name)
+    except ContractError as error:
+        findings.fail(str(error))
+
+
+async def speaks(subject: Subject, findings: Findings) -> None:
+    """Messages are the environment's own, and answer what was asked; no tool has nothing but errors to say."""
+    _tools_answer(subject, findings)
+    for (player, seed), run in subject.runs.items():
+        where = f"{player}, seed {seed}"
+        if run.opening[-1].role == "assistant":
+            findings.fail(f"{where}: expected reset to end with something to answer, got an assistant message last")
+        for turn, (action, answer) in enumerate(zip(run.actions, run.answers, strict=True)):
+            asked = [call.id for call in action.tool_calls]
+            answered = [message.tool_call_id for message in answer.messages if message.role == "tool"]
+            if asked != answered:
+                findings.fail(f"{where}, turn {turn}: expected tool messages for the calls {asked}, got {answered}")
+            if any(message.role == "assistant" for message in answer.messages):
+                findings.fail(f"{where}, turn {turn}: expected no assistant message from the environment, got one")
+
+
+def _tools_answer(subject: Subject, findings: Findings) -> None:
+    """No tool fails at every call: at those of the hand-written players, or by an exception at any others."""
+    answers: dict[tuple[str, bool], list[str]] = {}  # by tool, and whether a hand-written player called it
+    for (player, _), run in subject.runs.items():
+        for action, answer in zip(run.actions, run.answers, strict=True):
+            told = {message.tool_call_id: message.content for message in answer.messages if message.role == "tool"}
+            for call in action.tool_calls:
+                answers.setdefault((call.name, player != PROBE), []).append(told.get(call.id, ""))
+    not_seen_to_work = []
+    for (name, is_written), texts in sorted(answers.items()):
+        if not all(text.startswith(CALL_FAILED) for text in texts) or (not is_written and (name, True) in answers):
+            continue
+        if is_written or all(map(_RAISED.match, texts)):
+            callers = "hand-written players" if is_written else "arguments that fit its schema"
+            findings.fail(f"tool {name}: expected an answer to {callers}, got in all {len(texts)} calls: {texts[0]}")
+        else:
+            not_seen_to_work.append(name)  # it refuses arguments that mean nothing to it, as it should
+    if not_seen_to_work:
+        findings.tell(f"called by no hand-written player, and not seen to work: {', '.join(not_seen_to_work)}")
+
+
+async def rewards_in_range(subject: Subject, findings: Findings) -> None:
+    """No return leaves `reward_range`."""
+    low, high = subject.reward_range
+    for (player, seed), run in subject.runs.items():
+        total = run.episode_return
+        if total is not None and not low - TOLERANCE <= total <= high + TOLERANCE:
+            findings.fail(f"{player}, seed {seed}: expected a return in reward_range ({low}, {high}), got {total}")
+    if all(run.episode_return is None for run in subject.runs.values()):
+        findings.notes.append("no turn has a reward: only a judge can score these episodes")
+
+
+async def ends(subject: Subject, findings: Findings) -> None:
+    """The time limit holds; after the end only reset is answered."""
+    limit = subject.max_steps
+    for (player, seed), run in subject.runs.items():
+        length = len(run.answers)
+        if limit is not None and (length > limit or (length == limit and not run.is_over)):
+            findings.fail(f"{player}, seed {seed}: expected the end within {limit} steps, the time limit, it went on")
+    endless = [player for player in subject.players if any(not run.is_over for run in subject.runs_of(player))]
+    if endless:
+        findings.notes.append(
+            f"{subject.settings.max_turns} turns of {', '.join(endless)} were not the end; the rollout's max_turns "
+            "must set it"
+        )
+    finished = [run for run in subject.runs.values() if run.is_over]
+    if finished:
+        await _step_after_the_end(subject, findings, finished[0])
+
+
+async def _step_after_the_end(subject: Subject, findings: Findings, run: Playthrough) -> None:
+    session = await subject.open()
+    try:
+        await play_in(session, replaying(run.actions), seed=run.seed, max_turns=len(run.actions))
+        try:
+            is_refused = (await session.step(run.actions[-1])).done
+        except GymError:
+            is_refused = True
+        if not is_refused:  # a note: Gymnasium leaves it undefined, and a rollout never does it
+            findings.notes.append("step() after the end goes on; raising there would show a caller's mistake")
+        opening = (await session.reset(run.seed)).messages
+        if opening != run.opening:
+            findings.fail(f"seed {run.seed}: expected reset after the end to begin anew, got another observation")
+    finally:
+        await session.close()
+
+
+async def takes_invalid_actions(subject: Subject, findings: Findings) -> None:
+    """Text that could not be read is answered like an action, and the episode can go on."""
+    del findings  # whatever goes wrong is raised
+    session = await subject.open()
+    try:
+        await session.reset(subject.seeds[0])
+        if not (await session.invalid_action("unreadable: expected a tool call")).done:
+            await session.step(next(iter(subject.runs.values())).actions[0])
+    finally:
+        await session.close()
+
+
+async def closes(subject: Subject, findings: Findings) -> None:
+    """Closing twice is fine, played or not. In this process: a worker's end would hide what the second close does."""
+    del findings
+    for is_played in (False, True):
+        made: list[Any] = []
+        session = await _open_noting(subject, made)
+        if is_played:
+            await session.reset(subject.seeds[0])
+        await session.close()
+        timeout = subject.settings.step_timeout_seconds
+        await EnvSession(made[0], env_id=subject.name, step_timeout_seconds=timeout).close()
+
+
+async def _open_noting(subject: Subject, made: list[Any]) -> EnvSession:
+    """A session in this process; the environment itself is put into `made`."""
+
+    def make() -> Any:
+        made.append(subject.factory())
+        return made[-1]
+
+    seconds = subject.settings.step_timeout_seconds
+    return await open_session(make, env_id=subject.name, step_timeout_seconds=seconds, checks_returns=False)
+
+
+async def gymnasium_agrees(subject: Subject, findings: Findings) -> None:
+    """Gymnasium's own checker passes, where it applies."""
+    seconds = subject.settings.step_timeout_seconds
+    thread = OwnThread()
+    try:
+        returned = await thread.call_async(lambda: _gymnasium_advice(subject), timeout_seconds=seconds)
+    except TimeoutError:
+        thread.abandon()
+        findings.fail(f"gymnasium.utils.env_checker.check_env did not come back within {seconds:g} seconds")
+        return
+    thread.release()
+    if returned.error is not None:
+        text = f"{type(returned.error).__name__}: {returned.error}"
+        if subject.needs_worker:  # Gymnasium does not seed what a process shares, as a worker process does
+            findings.notes.append(f"Gymnasium: {text}")
+        else:
+            findings.fail(text)
+        return
+    if returned.value is None:
+        findings.notes.append("not a gymnasium.Env with plain methods, so Gymnasium's own checker does not apply")
+    else:
+        findings.notes += [f"Gymnasium: {text}" for text in returned.value]
+
+
+def _gymnasium_advice(subject: Subject) -> list[str] | None:
+    """What Gymnasium's checker warns of; None if it does not apply. It raises what it objects to."""
+    env = getattr(subject.factory(), "unwrapped", None)
+    if not isinstance(env, gymnasium.Env):
+        return None
+    try:
+        if inspect.iscoroutinefunction(env.step) or _is_awaitable(env.reset(seed=subject.seeds[0])):
+            return None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gymnasium_check_env(env, skip_render_check=True)
+        return sorted({str(warning.message) for warning in caught})
+    finally:
+        if not inspect.iscoroutinefunction(env.close):
+            env.close()
+
+
+def _is_awaitable(answer: object) -> bool:
+    if inspect.iscoroutine(answer):
+        answer.close()  # it is not going to be awaited
+        return True
+    return inspect.isawaitable(answer)

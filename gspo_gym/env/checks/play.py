@@ -1,0 +1,163 @@
+"""Checks of play itself: episodes alone, beside others, and again in the same instance.
+
+Alone, every player plays every seed. What follows replays what was said then, beside other episodes. An environment
+that touches what the whole process shares, or says that it needs one, is played in worker processes throughout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from gspo_gym.env.checks.global_state import watching
+from gspo_gym.env.checks.subject import Findings, Subject
+from gspo_gym.env.core import PolicyFactory
+from gspo_gym.env.playing import PlayerError, Playthrough, Watch, play_in, replaying
+from gspo_gym.errors import EnvTimeoutError, GymError
+
+
+@dataclass(frozen=True, slots=True)
+class _Touch:
+    """A call that changed what the whole process shares."""
+
+    place: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.place} changed {self.name}, which all episodes of a process share"
+
+
+async def plays(subject: Subject, findings: Findings) -> None:
+    """Every player plays every seed; again, in worker processes, if it turns out that it needs them."""
+    touched: list[_Touch] = []
+    obstacle = await _enter_worker(subject) if subject.isolation == "process" else None
+    failures = await _play_all(subject, touched)
+    if touched and subject.isolation is None:
+        obstacle = await _enter_worker(subject)
+        if obstacle is None:
+            failures = await _play_all(subject, [])
+    for text in failures:
+        findings.fail(text)
+    findings.check = "isolation"
+    _tell_where(subject, findings, touched, obstacle)
+
+
+async def _enter_worker(subject: Subject) -> str | None:
+    """From here on it is played in worker processes; if that is impossible, it is not, and the text says why."""
+    subject.needs_worker = True
+    try:
+        await (await subject.open()).close()
+    except GymError as error:
+        subject.needs_worker = False
+        return str(error)
+    return None
+
+
+async def _play_all(subject: Subject, touched: list[_Touch]) -> list[str]:
+    """Fill `runs` and `calls`; what went wrong."""
+    subject.runs.clear()
+    subject.calls.clear()
+    failures = []
+    hung: set[str] = set()  # one deadline a player is time enough spent on an environment that hangs
+    for (player, policy), seed in itertools.product(subject.players.items(), subject.seeds):
+        if player in hung:
+            continue
+        try:
+            subject.runs[player, seed] = await _play_alone(subject, player, policy, seed, touched)
+        except (GymError, PlayerError) as error:
+            failures.append(f"{player}, seed {seed}: {type(error).__name__}: {error}")
+            if isinstance(error, EnvTimeoutError):
+                hung.add(player)
+    return failures
+
+
+async def _play_alone(
+    subject: Subject, player: str, policy: PolicyFactory, seed: int, touched: list[_Touch]
+) -> Playthrough:
+    watch = _watch(subject, f"{player}, seed {seed}", touched)
+    with watch("__init__", -1):
+        session = await subject.open()
+    try:
+        return await play_in(session, policy, seed=seed, max_turns=subject.settings.max_turns, watch=watch)
+    finally:
+        with watch("close", -1):
+            await session.close()
+
+
+def _watch(subject: Subject, where: str, touched: list[_Touch]) -> Watch:
+    """Notes how long each call took, and what it changed that the whole process shares."""
+
+    @contextmanager
+    def watch(method: str, turn: int) -> Iterator[None]:
+        place = f"{where}: {method}()" if turn < 0 else f"{where}: {method}(), turn {turn},"
+        changed: list[str] = []
+        with ExitStack() as stack:
+            stack.enter_context(watching(changed))
+            if method in ("reset", "step"):
+                stack.enter_context(subject.timing(method, place.rstrip(",")))
+            yield
+        touched.extend(_Touch(place, name) for name in changed)
+
+    return watch
+
+
+def _tell_where(subject: Subject, findings: Findings, touched: list[_Touch], obstacle: str | None) -> None:
+    """Report what was touched, and where it is played therefore."""
+    if subject.isolation == "thread":
+        for touch in touched:
+            findings.fail(f"{touch}, but it declares isolation = 'thread'; declare 'process', or leave it alone")
+        return
+    if subject.isolation == "process":
+        reason = "it declares isolation = 'process'"
+    elif touched:
+        reason = str(touched[0])
+    else:
+        return
+    if obstacle is not None and subject.isolation == "process":
+        findings.notes.append(f"{reason}, but was played in this one: {obstacle}")
+    elif obstacle is not None:
+        findings.fail(f"{reason}, but no worker process can play it: {obstacle}")
+    elif subject.isolation == "process":
+        findings.tell("played in worker processes, as it declares")
+    else:
+        findings.notes.append(
+            f"{reason}; it was played in worker processes therefore: declare isolation = 'process', so that rollouts "
+            "do so without having to find out, or draw from self.np_random"
+        )
+
+
+async def is_deterministic(subject: Subject, findings: Findings) -> None:
+    """What was said alone gets the same answers beside others."""
+    runs = [run for run in subject.runs.values() for _ in range(2)]
+    again = await subject.replay_all([(run.actions, run.seed) for run in runs])
+    for run, other in zip(runs, again, strict=True):
+        if isinstance(other, BaseException):
+            findings.fail(f"seed {run.seed}: played alone it worked, beside others {type(other).__name__}: {other}")
+        elif (difference := run.difference_from(other)) is not None:
+            findings.fail(f"seed {run.seed}: alone and beside others differ: {difference}")
+    await _count_tasks(subject, findings)
+
+
+async def _count_tasks(subject: Subject, findings: Findings) -> None:
+    """Tasks are told apart by what the same actions do in them: those of all players under one seed."""
+    spoken = [run.actions for run in subject.runs.values() if run.seed == subject.seeds[0]]
+    played = await subject.replay_all([(actions, seed) for seed in subject.seeds for actions in spoken])
+    texts = [repr((run.opening, run.answers) if isinstance(run, Playthrough) else run) for run in played]
+    tasks = {tuple(texts[start : start + len(spoken)]) for start in range(0, len(texts), max(1, len(spoken)))}
+    findings.tell(f"{len(subject.seeds)} seeds gave at least {len(tasks)} different tasks")
+    findings.measurements["num_tasks"] = len(tasks)
+
+
+async def resets(subject: Subject, findings: Findings) -> None:
+    """An instance that was played plays on like a fresh one."""
+    wanted = [run for run in subject.runs.values() if run.seed in subject.seeds[:2]]
+    session = await subject.open()
+    try:
+        for run in [*wanted, *wanted[:1]]:
+            again = await play_in(session, replaying(run.actions), seed=run.seed, max_turns=len(run.actions))
+            if (difference := run.difference_from(again)) is not None:
+                findings.fail(f"seed {run.seed}: a fresh instance and one that was reset differ: {difference}")
+    finally:
+        await session.close()

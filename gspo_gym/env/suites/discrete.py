@@ -1,0 +1,247 @@
+"""DiscreteEnv: any Gymnasium environment that takes numbered actions, played in words.
+
+A pair of functions carries it over: `describe` says in words what is observed, `parse` reads an action out of an
+answer. Both have a default, so `make("Discrete", env="CartPole-v1")` is enough to begin with. In a config:
+`rollout.env_name = "Discrete"`, `rollout.env_config = { env = "CartPole-v1", observation_names = [...] }`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.error import ResetNeeded
+
+from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
+from gspo_gym.env.data.rows import named_object
+from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.registry import make
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.suites.discrete_actions import Actions
+from gspo_gym.errors import ConfigError
+from gspo_gym.types import Message
+
+# Any, in this file: observations and actions are whatever the environment's spaces hold.
+Describe = Callable[[Any, Any], str]  # (observation, the environment below its wrappers) -> what the model reads
+Parse = Callable[[str], Any]  # an answer -> the action for `step`, or None if it is none
+Succeeded = Callable[[float, bool], bool | None]  # (last reward, terminated) of an episode that is over -> success
+StepTuple = tuple[str, Reward, bool, bool, Info]
+
+_MAX_NUMBERS = 64  # an observation with more of them needs a `describe` of its own
+
+# What the numbers mean in Gymnasium's classic control: (names of the observation, names of the actions).
+CLASSIC_CONTROL: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "CartPole": (
+        ("cart position", "cart velocity", "pole angle", "pole angular velocity"),
+        ("push left", "push right"),
+    ),
+    "MountainCar": (("position", "velocity"), ("accelerate left", "coast", "accelerate right")),
+    "Acrobot": (
+        (
+            "cosine of joint 1",
+            "sine of joint 1",
+            "cosine of joint 2",
+            "sine of joint 2",
+            "angular velocity of joint 1",
+            "angular velocity of joint 2",
+        ),
+        ("torque -1", "torque 0", "torque +1"),
+    ),
+}
+
+
+class DiscreteEnv(TextEnv):
+    """A Gymnasium environment with a Discrete or MultiDiscrete action space, in words.
+
+    An answer is an action if `parse` reads one; by default its name or number, in any case and white space, and with
+    several dimensions one for each, separated by commas. Anything else is illegal: the inner environment is not
+    stepped, the model is told what is legal, and the answer costs `illegal_penalty`. Rewards of the inner environment
+    are passed on unchanged as the term "reward".
+
+    Args:
+        env: a registered id, or a function that makes the environment.
+        env_kwargs: for its constructor; only with an id.
+        describe: (observation, environment) -> text, or "MODULE:NAME" of such a function. None: names and numbers.
+        parse: answer -> action or None, or "MODULE:NAME". None: by name or number.
+        action_names: of each action in order; for MultiDiscrete a list for each dimension. None: known ones of classic
+            control, else the numbers.
+        observation_names: of the observation's numbers, for the default `describe`. None: as for actions, else x0, x1.
+        rules: what the first observation starts with. None: that an action has to be chosen.
+        illegal_penalty: subtracted for an illegal answer, >= 0.
+        max_steps: answers, illegal ones included, until the episode is truncated. None: the registered time limit of
+            the environment; without one the episode goes on until the environment ends it.
+        reward_range: smallest and largest return, if known.
+        success: (last reward, terminated) -> success of an episode that is over, or "MODULE:NAME". None: not told.
+
+    Attributes (read by scripted policies):
+        inner: the environment below Gymnasium's wrappers. observation: its last one. actions: names and numbers.
+        steps_left: answers before truncation; None: no limit.
+
+    Raises:
+        ConfigError: the action space is not discrete, or an argument does not fit the environment.
+
+    >>> env = DiscreteEnv("CartPole-v1")
+    >>> print(env.reset(seed=0)[0])
+    Choose an action.
+    cart position = 0.01370, cart velocity = -0.02302, pole angle = -0.04590, pole angular velocity = -0.04835
+    Actions: push left, push right.
+    >>> float(env.step("push left")[1])
+    1.0
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[[], gymnasium.Env[Any, Any]],
+        *,
+        env_kwargs: Mapping[str, Any] | None = None,
+        describe: str | Describe | None = None,
+        parse: str | Parse | None = None,
+        action_names: Sequence[Any] | None = None,
+        observation_names: Sequence[str] | None = None,
+        rules: str | None = None,
+        illegal_penalty: float = 0.0,
+        max_steps: int | None = None,
+        reward_range: Sequence[float] | None = None,
+        success: str | Succeeded | None = None,
+    ) -> None:
+        if illegal_penalty < 0 or (max_steps is not None and max_steps < 1):
+            raise ConfigError(
+                f"DiscreteEnv: expected illegal_penalty >= 0 and max_steps >= 1, got {illegal_penalty} and {max_steps}"
+            )
+        self._outer = _made(env, env_kwargs)
+        self.inner: Any = self._outer.unwrapped
+        self.max_steps = _registered_limit(self._outer) if max_steps is None else max_steps
+        known = CLASSIC_CONTROL.get(self._outer.spec.name if self._outer.spec else "", (None, None))
+        self.actions = Actions.of(self._outer.action_space, action_names or known[1])
+        names = observation_names or known[0]
+        self._describe = _function(describe, "describe") or (lambda seen, _env: in_numbers(seen, names))
+        self._parse: Parse = _function(parse, "parse") or self.actions.parse
+        self._succeeded: Succeeded = _function(success, "success") or (lambda _reward, _terminated: None)
+        self._rules = "Choose an action." if rules is None else rules
+        self._illegal_penalty = illegal_penalty
+        if reward_range is not None:
+            self.reward_range = (float(reward_range[0]), float(reward_range[1]))
+        self.policies: Mapping[str, PolicyFactory] = {"random": random_actions}  # type: ignore[misc]  # suites add more
+        self.observation: Any = None
+        self.steps_left: int | None = None
+        self._is_playing = False
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, Info]:
+        """Resets the inner environment with the options and the seed, or one drawn as `splits.next_seed` says."""
+        super().reset(seed=seed)
+        seed = next_seed(self.np_random) if seed is None else seed
+        self.observation, info = self._outer.reset(seed=seed, options=dict(options) if options else None)
+        self.steps_left = self.max_steps
+        self._is_playing = True
+        return f"{self._rules}\n{self._view()}\nActions: {self.actions}.", dict(info)
+
+    def step(self, action: str) -> StepTuple:
+        """Plays the action that the answer names."""
+        self._require_reset("step")
+        chosen = self._parse(action)
+        if chosen is None:
+            return self._illegal(f"That is no action. Actions: {self.actions}.")
+        self.observation, reward, terminated, truncated, info = self._outer.step(chosen)
+        return self._answered(self._view(), {"reward": float(reward)}, bool(terminated), bool(truncated), dict(info))
+
+    def invalid_action(self, error: str) -> StepTuple:
+        """An answer that could not even be read is illegal like any other."""
+        self._require_reset("invalid_action")
+        return self._illegal(f"{error}\nActions: {self.actions}.")
+
+    def close(self) -> None:
+        """Closes the inner environment."""
+        self._outer.close()
+
+    def _require_reset(self, method: str) -> None:
+        if not self._is_playing:
+            raise ResetNeeded(f"{type(self).__name__}.{method}: no episode is being played; call reset first")
+
+    def _illegal(self, text: str) -> StepTuple:
+        return self._answered(f"{text}\n{self._view()}", {"illegal": -self._illegal_penalty}, False, False, {})
+
+    def _answered(
+        self, text: str, terms: Mapping[str, float], terminated: bool, truncated: bool, info: Info
+    ) -> StepTuple:
+        if self.steps_left is not None:
+            self.steps_left -= 1
+            truncated = truncated or (self.steps_left == 0 and not terminated)
+        success = None
+        if terminated or truncated:
+            self._is_playing = False
+            success = self._succeeded(terms.get("reward", 0.0), terminated)
+        return text, Reward(terms, success=success), terminated, truncated, info
+
+    def _view(self) -> str:
+        return self._describe(self.observation, self.inner)
+
+
+def random_actions(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """A uniformly chosen action every time, of a `DiscreteEnv` whose `parse` takes names (Any: `PolicyFactory`)."""
+
+    def play(_messages: Sequence[Message]) -> str:
+        return str(env.actions.sample(rng))
+
+    return play
+
+
+def in_numbers(observation: Any, names: Sequence[str] | None = None) -> str:
+    """The numbers of an observation with their names: x0, x1, ... or, of a Dict space, its keys.
+
+    Raises:
+        ConfigError: it is too large to be read, or the names are not as many as the numbers.
+
+    >>> in_numbers(np.array([0.5, -1.0]))
+    'x0 = 0.5000, x1 = -1.000'
+    >>> in_numbers({"speed": 3, "doors": np.array([1, 0])})
+    'speed = 3, doors 0 = 1, doors 1 = 0'
+    """
+    found = _numbers(observation, "x" if names is None else "")
+    if len(found) > _MAX_NUMBERS:
+        raise ConfigError(f"DiscreteEnv: an observation of {len(found)} numbers needs a describe function of its own")
+    if names is None:
+        return ", ".join(f"{name} = {_written(value)}" for name, value in found)
+    if len(names) != len(found):
+        raise ConfigError(f"DiscreteEnv: expected {len(found)} observation_names, one for each number, got {names}")
+    return ", ".join(f"{name} = {_written(value)}" for name, (_, value) in zip(names, found, strict=True))
+
+
+def _numbers(observation: Any, name: str) -> list[tuple[str, Any]]:
+    """(name, number) of everything in an observation, in order."""
+    if isinstance(observation, Mapping):
+        return [pair for key, part in observation.items() for pair in _numbers(part, str(key))]
+    if isinstance(observation, tuple | list):
+        parts = enumerate(observation)
+    else:
+        array = np.asarray(observation)
+        if array.ndim == 0:
+            return [(name, array.item())]
+        parts = enumerate(array.ravel().tolist())
+    separator = "" if name == "x" else " "
+    return [pair for index, part in parts for pair in _numbers(part, f"{name}{separator}{index}".strip())]
+
+
+def _written(value: Any) -> str:
+    return f"{value:#.4g}" if isinstance(value, float) else str(value)
+
+
+def _made(env: Any, env_kwargs: Mapping[str, Any] | None) -> Any:
+    if not isinstance(env, str):
+        if env_kwargs:
+            raise ConfigError("DiscreteEnv: env_kwargs go with the id of an environment, not with a function")
+        return env()
+    made = make(env, **(env_kwargs or {}))
+    if not isinstance(made, gymnasium.Env):
+        raise ConfigError(f"DiscreteEnv: expected env to name a gymnasium.Env, got {env!r}, a {type(made).__name__}")
+    return made
+
+
+def _registered_limit(env: Any) -> int | None:
+    return None if env.spec is None else env.spec.max_episode_steps
+
+
+def _function(given: Any, what: str) -> Any:
+    """The function itself, or the one that "MODULE:NAME" names; None stays None."""
+    return named_object(given, what) if isinstance(given, str) else given

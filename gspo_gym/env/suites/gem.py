@@ -1,0 +1,146 @@
+"""GemEnv: the environments of axon-rl's GEM (the package gem-llm), by their ids.
+
+In a config: `rollout.env_name = "Gem"` with `rollout.env_config = { game = "game:GuessTheNumber-v0-easy" }`. GEM's own
+observation wrappers, which repeat the history as one text every turn, are not used: a turn shows what is new.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gymnasium.error import ResetNeeded
+
+from gspo_gym.env.answers import described
+from gspo_gym.env.core import Info, TextEnv
+from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.suites.gem_players import random_play, references
+from gspo_gym.env.suites.own_generators import OwnGenerators
+from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
+from gspo_gym.seeding import child_seed
+
+StepTuple = tuple[str, Reward, bool, bool, Info]
+
+_MAX_SHOWN = 200  # characters of another package's error
+_GAMES, _QUESTIONS = "game:", "rg:"
+_END = "<｜TERMINAL_STATE｜>"  # what GEM's questions say instead of nothing
+
+
+class GemEnv(TextEnv):
+    """One GEM environment; answers are passed on as they are, and GEM reads what is in their last \\boxed{}.
+
+    An observation is GEM's own with the prefix and the suffix that belong to it, where games keep their board. Rewards
+    are passed on unchanged as the term "reward". GEM declares no success but for mathematics ("correct" in its info),
+    so games have no success rate.
+
+    GEM draws from the process's random generators, and seeds them: they are lent to the episode while its code runs,
+    and rollouts play in worker processes, because making a Sokoban may take seconds. Ids under "rg:" ask the same 500
+    questions in training and in evaluation; `ReasoningGym` keeps them apart. Ids under "math:", "code:", "logic:",
+    "qa:" and "eval:" load a data set from the hub, and word games nltk's list of words.
+
+    Policies: "random" for games; "reference" for GuessTheNumber, Mastermind, Sudoku and TowerofHanoi, whose secret or
+    solution is at hand.
+
+    Args:
+        game: GEM's id, such as "game:Mastermind-v0-hard" or "rg:chain_sum".
+        **env_kwargs: for GEM's constructor, such as `max_turns=12`.
+
+    Raises:
+        MissingExtraError: gem-llm is not installed.
+        UnknownNameError: GEM has no such environment; says the nearest.
+    """
+
+    isolation = "process"
+
+    def __init__(self, game: str, **env_kwargs: Any) -> None:
+        self._package = _package()
+        known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+        if game not in known:
+            raise UnknownNameError(f"GemEnv: GEM has no environment {game!r}; {nearest_name(game, known)}")
+        self.game = game
+        self._kwargs = env_kwargs
+        if game.startswith(_GAMES):
+            self.reward_range = (-0.1, 1.0)  # a format error, and a success (gem.utils.constants.LanguageGameReward)
+            self.policies = {"random": random_play, **references(game)}  # type: ignore[misc]  # on the instance
+        elif game.startswith(_QUESTIONS):
+            self.reward_range = (0.0, 1.0)
+        self.inner: Any = None  # GEM's environment, made for each episode (Any: untyped). For the players.
+        self._generators = OwnGenerators(0)
+        self._is_playing = False
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, Info]:
+        """Makes a fresh GEM environment, because some do not forget, and starts the episode of the seed."""
+        super().reset(seed=seed)
+        if options:
+            raise ConfigError(f"GemEnv.reset: expected no options, got {sorted(options)}")
+        if seed is None:
+            seed = next_seed(self.np_random)
+        self.close()
+        self._generators = OwnGenerators(child_seed(seed, "gem"))
+        with self._generators.in_place():
+            self.inner = self._made()
+            answer = self._called("reset", lambda: self.inner.reset(seed=seed))
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise ContractError(f"GEM {self.game}: expected (observation, info) from reset, got {described(answer)}")
+        self._is_playing = True
+        return self._text(*answer), dict(answer[1])
+
+    def step(self, action: str) -> StepTuple:
+        """GEM's answer to a text."""
+        if not self._is_playing:
+            raise ResetNeeded("GemEnv.step: no episode is being played; call reset first")
+        with self._generators.in_place():
+            answer = self._called("step", lambda: self.inner.step(action))
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            raise ContractError(f"GEM {self.game}: expected five values from step, got {described(answer)}")
+        observation, reward, terminated, truncated, info = answer
+        self._is_playing = not (terminated or truncated)
+        success = bool(info["correct"]) if "correct" in info else None
+        text = self._text(observation, info) if self._is_playing else _last_word(observation)
+        return text, Reward({"reward": reward}, success=success), bool(terminated), bool(truncated), dict(info)
+
+    def invalid_action(self, error: str) -> StepTuple:
+        """Text that could not be read as a message is an answer without \\boxed{}, which GEM judges."""
+        del error
+        return self.step("")
+
+    def close(self) -> None:
+        """Closes GEM's environment, if it can be closed."""
+        close = getattr(self.inner, "close", None)
+        self.inner, self._is_playing = None, False
+        if callable(close):
+            close()
+
+    def _made(self) -> Any:
+        return self._called("make", lambda: self._package.make(self.game, **self._kwargs))
+
+    def _called(self, what: str, call: Any) -> Any:
+        try:
+            return call()
+        except Exception as error:  # whatever GEM or a game raises
+            # nltk, for one, writes a screenful in colours.
+            text = " ".join(re.sub(r"\x1b\[\d+m|\*{4,}", " ", str(error)).split())[:_MAX_SHOWN]
+            raise EnvError(f"GEM {self.game}: {what} raised {type(error).__name__}: {text}") from error
+
+    def _text(self, observation: Any, info: Any) -> str:
+        """The parts of an observation on lines of their own, as GEM's wrappers join them."""
+        if not isinstance(observation, str) or not isinstance(info, Mapping):
+            raise ContractError(f"GEM {self.game}: expected a text and an info, got {described(observation)}")
+        parts = [str(info.get("prefix", "")), observation, str(info.get("suffix", ""))]
+        return "\n".join(part.strip("\n") for part in parts if part.strip())
+
+
+def _last_word(observation: Any) -> str:
+    """What the model is told at the end, without the request for another move."""
+    return "" if observation == _END else str(observation)
+
+
+def _package() -> Any:
+    """Any: untyped."""
+    try:
+        return importlib.import_module("gem")
+    except ImportError as error:
+        raise MissingExtraError("Gem needs the package gem-llm: pip install 'gspo-gym[envs-gem]'") from error

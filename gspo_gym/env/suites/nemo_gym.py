@@ -1,0 +1,247 @@
+"""NeMoGym: environments that a NeMo-Gym server plays over HTTP (0.4.0's protocol, which needs Python 3.12 to serve).
+
+Two kinds of server. A *resources* server has tools and grades the whole conversation at its end: POST /seed_session,
+/{tool}, /verify. A *gymnasium* server plays turns: POST /reset, /step, and /close where it has that. In both, a row of
+a data set is the task, and one cookie jar is one episode (`nemo_gym_http.py` says why that matters).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from gymnasium.error import ResetNeeded
+
+from gspo_gym.env.core import TextEnv
+from gspo_gym.env.data.rows import RowSource, read_rows
+from gspo_gym.env.data.splits import is_held_out_seed, next_seed
+from gspo_gym.env.suites.nemo_gym_http import ServerSession
+from gspo_gym.env.suites.nemo_gym_wire import messages_of, response_of, tool_schemas_of
+from gspo_gym.errors import ConfigError, ContractError, nearest_name
+from gspo_gym.types import Message, ToolCall
+
+Kind = Literal["resources", "gymnasium"]
+Step = tuple[Any, float | None, bool, bool, dict[str, Any]]  # Any: an observation; info
+
+_KINDS = ("resources", "gymnasium")
+_PARAMS = "responses_create_params"
+_SHOWN = 200  # characters of a wrong value that an error repeats
+
+
+class NeMoGymEnv(TextEnv):
+    """An environment behind a NeMo-Gym server; the model answers with text or with the row's tools.
+
+    kind "resources": each tool call is made on the server; a message without one is the answer, which ends the episode
+    with the server's verdict as its reward. kind "gymnasium": each message is a step of the server, and the rewards of
+    the steps add up.
+
+    The seed picks the row and nothing else: servers that draw at random themselves (0.4.0's blackjack) play another
+    game each time, which `gspo-gym env check` finds out. Without `held_out`, evaluation is given the training rows,
+    and `info["is_held_out"]` is False.
+
+    Args:
+        url: of the server, http://127.0.0.1:8000.
+        rows: tasks, as a file or in memory, each with `responses_create_params`. All must offer the same tools.
+        held_out: the same, for seeds below 2**31; rows that are in it are not trained on.
+        kind: of the server.
+        max_steps: of a resources server: after so many turns without an answer, the conversation so far is graded and
+            the episode truncated; None leaves it to the rollout, and such an episode then has no reward.
+        timeout_seconds: for one answer of the server.
+
+    Raises:
+        ConfigError: an argument. ContractError: a row is not one.
+        MissingExtraError: httpx is not installed.
+    """
+
+    takes_messages = True
+    isolation = "thread"  # async throughout: it runs in the event loop
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        rows: RowSource,
+        held_out: RowSource | None = None,
+        kind: Kind = "resources",
+        max_steps: int | None = None,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        if kind not in _KINDS:
+            raise ConfigError(f"NeMoGym: unknown kind {kind!r}; {nearest_name(kind, _KINDS)}")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"NeMoGym: expected url such as http://127.0.0.1:8000, got {url!r}")
+        if max_steps is not None and (max_steps < 1 or kind != "resources"):
+            raise ConfigError(f"NeMoGym: expected max_steps >= 1 and kind 'resources', got {max_steps} and {kind!r}")
+        self._url, self._kind, self._max_steps, self._timeout = url.rstrip("/"), kind, max_steps, timeout_seconds
+        self._held_out = None if held_out is None else _read(held_out)
+        kept_out = [values for values, _ in self._held_out or ()]
+        self._rows = [(values, where) for values, where in _read(rows) if values not in kept_out]
+        self._tool_schemas = _common_tools(self._rows)
+        if self._held_out is not None and _common_tools(self._held_out) != self._tool_schemas:
+            raise ConfigError("NeMoGym: the tools of held_out are not those of rows; use one environment for each set")
+        self._session: ServerSession | None = None  # None: no episode is being played
+        self._row: dict[str, Any] = {}
+        self._said: list[Message] = []  # since the row's input
+        self._num_turns = 0
+        self._is_idempotent = self._has_close = False
+
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Those of the rows."""
+        return self._tool_schemas
+
+    async def reset(  # type: ignore[override]  # async, as TextEnv allows
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Begins the row of the seed in a new session, or of one drawn as `splits.next_seed` says."""
+        super().reset(seed=seed)
+        if options:
+            raise ConfigError(f"NeMoGym.reset: expected no options, got {sorted(options)}")
+        await self.close()
+        seed = next_seed(self.np_random) if seed is None else seed
+        rows = self._rows if self._held_out is None or not is_held_out_seed(seed) else self._held_out
+        self._row, where = rows[seed % len(rows)]
+        messages = list(messages_of(self._row[_PARAMS], where=where))
+        self._said, self._num_turns = [], 0
+        session = ServerSession(self._url, timeout_seconds=self._timeout)
+        try:
+            answer = await session.begin("/reset" if self._kind == "gymnasium" else "/seed_session", self._row)
+        except BaseException:
+            await session.close()
+            raise
+        self._session = session
+        info = _info_of(answer)
+        self._is_idempotent = bool(info.get("supports_step_idempotency", False))
+        self._has_close = bool(info.get("supports_explicit_close", False))
+        if self._kind == "gymnasium":
+            messages += _observed(answer, f"{self._url}/reset")
+        return messages, {"row": where, "is_held_out": rows is self._held_out, **info}
+
+    async def step(self, action: Message | str) -> Step:  # type: ignore[override]
+        """One turn."""
+        if self._session is None:
+            raise ResetNeeded("NeMoGymEnv.step: no episode is being played; call reset first")
+        message = Message("assistant", action) if isinstance(action, str) else action
+        self._said.append(message)
+        self._num_turns += 1
+        try:
+            step = await (self._play(message) if self._kind == "gymnasium" else self._answer(message))
+        except BaseException:
+            await self._drop()  # half a turn was played
+            raise
+        self._said += step[0]
+        if step[2] or step[3]:
+            await self.close()
+        return step
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Ends the session, and tells a server that wants to know."""
+        if self._session is None:
+            return
+        try:
+            if self._has_close:
+                await self._session.post("/close", {})
+        finally:
+            await self._drop()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, message: Message) -> Step:
+        """A turn with a resources server."""
+        answers = [await self._call(call) for call in message.tool_calls]
+        is_cut_off = bool(answers) and self._num_turns == self._max_steps
+        if answers and not is_cut_off:
+            return answers, None, False, False, {}
+        assert self._session is not None
+        body = {**self._row, "response": self._response([*self._said, *answers])}
+        verdict = await self._session.post("/verify", body)
+        reward = _reward_of(verdict, f"{self._url}/verify")
+        info = {key: value for key, value in verdict.items() if key not in (_PARAMS, "response")}
+        return answers, reward, not is_cut_off, is_cut_off, info
+
+    async def _call(self, call: ToolCall) -> Message:
+        # The path is the tool's name: one that the row does not offer could be /verify.
+        names = [schema["function"]["name"] for schema in self._tool_schemas]
+        if call.name in names:
+            assert self._session is not None
+            text = await self._session.call_tool(call.name, call.arguments)
+        else:
+            text = f"error: unknown tool {call.name!r}; {nearest_name(call.name, names)}"
+        return Message("tool", text, tool_call_id=call.id, name=call.name)
+
+    async def _play(self, message: Message) -> Step:
+        """A turn with a gymnasium server."""
+        assert self._session is not None
+        body = {**self._row, "response": self._response([message])}
+        if self._is_idempotent:
+            body["_ng_step_request_id"] = f"step_{self._num_turns}"
+        where = f"{self._url}/step"
+        answer = await self._session.post("/step", body, may_repeat=self._is_idempotent)
+        flags = [answer.get("terminated", False), answer.get("truncated", False)]
+        if not all(isinstance(flag, bool) for flag in flags):
+            raise ContractError(f"{where}: expected terminated and truncated as true or false, got {flags}")
+        is_over = any(flags)
+        outputs = {output.get("call_id"): output.get("output") for output in _info_of(answer).get("tool_outputs") or ()}
+        messages = []
+        for call in message.tool_calls:
+            if call.id not in outputs and not is_over:
+                raise ContractError(f"{where}: expected an output for the call {call.id!r}, got {sorted(outputs)}")
+            text = str(outputs.get(call.id, "error: the episode is over, this call was not made"))
+            messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
+        messages += _observed(answer, where)
+        return messages, _reward_of(answer, where), flags[0], flags[1], _info_of(answer)
+
+    def _response(self, messages: Sequence[Message]) -> dict[str, Any]:
+        return response_of(messages, self._row[_PARAMS], response_id=f"resp_{self._num_turns}")
+
+    async def _drop(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _read(rows: RowSource) -> list[tuple[dict[str, Any], str]]:
+    return [(dict(row.values), row.where) for row in read_rows(rows)]
+
+
+def _common_tools(rows: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[Mapping[str, Any], ...]:
+    """The tools that all rows offer: the model is told of them before a row is drawn.
+
+    Raises:
+        ContractError: a row has no `responses_create_params`, or its tools are no functions.
+        ConfigError: there are no rows, or rows with different tools.
+    """
+    if not rows:
+        raise ConfigError("NeMoGym: expected at least one row on each side, got none")
+    common: tuple[Mapping[str, Any], ...] | None = None
+    for row, where in rows:
+        params = row.get(_PARAMS)
+        if not isinstance(params, Mapping):
+            raise ContractError(f"{where}: expected {_PARAMS} as an object, got {params!r:.{_SHOWN}}")
+        tools = tool_schemas_of(params, where=where)
+        if common is not None and tools != common:
+            raise ConfigError(f"{where}: its tools are not those of {rows[0][1]}; use one environment for each set")
+        common = tools
+    return common or ()
+
+
+def _info_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    info = answer.get("info")
+    return dict(info) if isinstance(info, Mapping) else {}
+
+
+def _observed(answer: Mapping[str, Any], where: str) -> list[Message]:
+    observation = answer.get("observation")
+    if observation is None:
+        return []
+    if not isinstance(observation, str):
+        raise ContractError(f"{where}: expected the observation as text or null, got {observation!r:.{_SHOWN}}")
+    return [Message("user", observation)]
+
+
+def _reward_of(answer: Mapping[str, Any], where: str) -> float:
+    reward = answer.get("reward")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ContractError(f"{where}: expected a finite number as the reward, got {reward!r:.{_SHOWN}}")
+    return float(reward)

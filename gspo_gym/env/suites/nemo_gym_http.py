@@ -1,0 +1,174 @@
+"""One session of a NeMo-Gym server: an HTTP client with its own cookies, which notices when the session is lost.
+
+A NeMo-Gym server takes a request without its cookie for a new session and answers 200 with a plausible losing reward.
+So no request goes out here without the cookie, and no answer is believed that comes back with another session. Proxies
+of the environment are not used. Called by `nemo_gym.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import ssl
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.env.suites.nemo_gym_wire import session_of
+from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, MissingExtraError
+
+if TYPE_CHECKING:
+    import httpx
+
+_SHOWN = 300  # characters of a body that an error repeats
+_RETRIED_STATUS = (502, 503, 504)
+_MAX_TRIES = 3  # of a request that may be repeated
+
+
+class ServerSession:
+    """The cookies and the connection of one episode.
+
+    Args:
+        url: of the server.
+        timeout_seconds: for one answer, after which the session is given up.
+
+    Raises:
+        MissingExtraError: the httpx package is not installed.
+    """
+
+    def __init__(self, url: str, *, timeout_seconds: float) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingExtraError("NeMoGym needs: pip install 'gspo-gym[envs-nemo-gym]'") from error
+        self.url = url
+        self._timeout = timeout_seconds
+        self._client: httpx.AsyncClient | None = httpx.AsyncClient(
+            base_url=url,
+            timeout=timeout_seconds,
+            trust_env=False,
+            follow_redirects=False,
+            verify=_tls() if url.startswith("https:") else False,  # False: nothing is verified because nothing is TLS
+        )
+        self._cookie = ""  # its name; "" before the session begins
+        self._session = ""
+
+    async def begin(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of the first request, which must start a session.
+
+        Raises:
+            ContractError: it sets no cookie, or more than one; and as `post`.
+        """
+        answer = _read_json(await self._send(path, body), self._where(path))
+        jar = self._jar()
+        if len(jar) != 1:
+            raise ContractError(f"{self._where(path)}: expected one session cookie, got {sorted(jar) or 'none'}")
+        ((self._cookie, value),) = jar.items()
+        self._session = session_of(value)
+        return answer
+
+    async def post(self, path: str, body: Mapping[str, Any], *, may_repeat: bool = False) -> dict[str, Any]:
+        """The JSON object that a request in this session is answered with (Any: JSON).
+
+        Args:
+            path, body: of the request.
+            may_repeat: the server knows a request that it has answered before, so one whose answer was lost is sent
+                again.
+
+        Raises:
+            EnvError: the session is lost, or the server fails. EnvTimeoutError: no answer in time.
+            ContractError: the request is refused (4xx), or the answer is no JSON object.
+        """
+        for attempt in range(_MAX_TRIES):
+            is_last = not may_repeat or attempt == _MAX_TRIES - 1
+            try:
+                response = await self._send_in_session(path, body)
+            except EnvTimeoutError:
+                raise
+            except EnvError:
+                if is_last or self._client is None:
+                    raise
+                continue
+            if is_last or response.status_code not in _RETRIED_STATUS:
+                return _read_json(response, self._where(path))
+        raise AssertionError("the last try returns or raises")
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool answers, as it stands in the body; a refusal of the arguments (400, 422) is for the model.
+
+        Raises:
+            as `post`.
+        """
+        path = f"/{name}"
+        response = await self._send_in_session(path, arguments)
+        if response.status_code in (400, 422):
+            return f"error: {response.text}"
+        _require_ok(response, self._where(path))
+        return response.text
+
+    async def close(self) -> None:
+        """Give the connection back."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def _send_in_session(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        """Sends with the session's cookie, and checks that it still is the session's after."""
+        if self._client is None:
+            raise EnvError(f"{self._where(path)}: the session is closed")
+        self._require_session(path, "before the request")
+        response = await self._send(path, body)
+        if response.status_code < 500:  # a proxy's 502 sets no cookie, and loses none
+            self._require_session(path, "after the answer")
+        return response
+
+    def _require_session(self, path: str, when: str) -> None:
+        value = self._jar().get(self._cookie)
+        if value is None:
+            raise EnvError(
+                f"{self._where(path)}: no session cookie {when}; without it the server would play another episode and "
+                "answer as if nothing had happened"
+            )
+        if session_of(value) != self._session:
+            raise EnvError(f"{self._where(path)}: another session {when}: the server has lost this one")
+
+    def _jar(self) -> dict[str, str]:
+        return {} if self._client is None else {c.name: c.value or "" for c in self._client.cookies.jar}
+
+    async def _send(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        import httpx
+
+        assert self._client is not None
+        try:
+            return await self._client.post(path, json=body)
+        except httpx.TimeoutException as error:
+            await self.close()  # it may still be at it: what it does is not known any more
+            raise EnvTimeoutError(f"{self._where(path)}: no answer within {self._timeout:g} seconds") from error
+        except httpx.HTTPError as error:
+            raise EnvError(f"{self._where(path)}: {type(error).__name__}: {error}") from error
+
+    def _where(self, path: str) -> str:
+        return f"{self.url}{path}"
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """One for all episodes: reading the certificates takes longer than a short episode does."""
+    return ssl.create_default_context()
+
+
+def _read_json(response: httpx.Response, where: str) -> dict[str, Any]:
+    _require_ok(response, where)
+    try:
+        answer = json.loads(response.text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ContractError(f"{where}: expected a JSON object, got {response.text[:_SHOWN]!r}")
+    return answer
+
+
+def _require_ok(response: httpx.Response, where: str) -> None:
+    if response.status_code == 200:
+        return
+    text = f"{where}: status {response.status_code}: {response.text[:_SHOWN]}"
+    raise ContractError(text) if 400 <= response.status_code < 500 else EnvError(text)

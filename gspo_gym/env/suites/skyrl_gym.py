@@ -1,0 +1,178 @@
+"""SkyRLGymEnv: the environments of skyrl-gym, with the rows of the data set that they were written for.
+
+A row is one task in SkyRL's form: its column "prompt" holds the opening messages, every other column goes to the
+environment as its `extras`. In a config: `rollout.env_name = "SkyRLGym"` with
+`rollout.env_config = { game = "gsm8k", rows = "train.parquet" }`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gymnasium.error import ResetNeeded
+
+from gspo_gym.env.answers import described
+from gspo_gym.env.core import Info, TextEnv
+from gspo_gym.env.data.questions import ConversationTemplate, Questions, Reading, load_questions
+from gspo_gym.env.data.rows import RowSource, named_object
+from gspo_gym.env.data.splits import checked_fraction, next_seed
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.suites.skyrl_gym_players import right_answer, wrong_answer
+from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
+
+StepTuple = tuple[Any, Reward, bool, bool, Info]  # Any: messages, or nothing at the end
+
+_DEFAULT_FRACTION = 0.1
+_GRADERS = {"gsm8k": (0.0, 1.0), "gsm8k_multi_turn": (0.0, 1.2), "aime": (-1.0, 1.0)}  # by id, with their returns
+_SILENCE = "(no observation)"
+_registering = threading.Lock()
+
+
+class SkyRLGymEnv(TextEnv):
+    """One skyrl-gym environment for each row; answers, observations and rewards are passed on unchanged.
+
+    Seeds below 2**31 name held-out rows, those from there up (which training draws) training rows: see
+    `dataset_questions.Questions`. SkyRL tells only that an episode is done, which counts as terminated. What it calls
+    the postprocessed action is in `info`: here the model's own tokens are trained on, as they were sampled.
+
+    Policies "reference" and "random" exist for gsm8k, gsm8k_multi_turn and aime, whose rows have the answer.
+
+    Args:
+        game: an id of skyrl-gym, or "MODULE:CLASS" of an environment of one's own.
+        rows, held_out, held_out_fraction, split_seed: as in `DatasetEnv`.
+        env_config: settings of the environment, such as {"db_path": ...} for text2sql; read as attributes.
+        success_reward: a last reward of at least this much is a success. None: success is not told, but for gsm8k,
+            gsm8k_multi_turn and aime, where it is 1.
+        reward_range: smallest and largest return, if known.
+
+    Raises:
+        MissingExtraError: skyrl-gym is not installed.
+        UnknownNameError: there is no such environment; says the nearest.
+        ConfigError: the rows cannot be read, or lack a prompt.
+    """
+
+    def __init__(
+        self,
+        game: str,
+        rows: RowSource,
+        *,
+        held_out: RowSource | None = None,
+        held_out_fraction: float | None = None,
+        split_seed: int = 0,
+        env_config: Mapping[str, Any] | None = None,
+        success_reward: float | None = None,
+        reward_range: Sequence[float] | None = None,
+    ) -> None:
+        fraction = checked_fraction(
+            held_out_fraction, _DEFAULT_FRACTION, has_own_held_out=held_out is not None, where="SkyRLGymEnv"
+        )
+        self._package = _package()
+        self.game = _registered(self._package, game)
+        self._env_config = dict(env_config or {})
+        # The prompt alone decides the side of a row, and equal ones stay together.
+        reading = Reading(ConversationTemplate.of([{"role": "user", "content": "{prompt}"}]), frozenset())
+        self.questions: Questions = load_questions(
+            rows, held_out, reading, held_out_fraction=fraction, split_seed=split_seed
+        )
+        self._success_reward = success_reward
+        # Others run code or queries that the model wrote.
+        self.isolation = None if game in _GRADERS else "process"
+        if game in _GRADERS:
+            self._success_reward = 1.0 if success_reward is None else success_reward
+            self.reward_range = _GRADERS[game]
+            # There wrong answers in the right form earn something, too, before the right one.
+            self.reference_is_perfect = game != "gsm8k_multi_turn"
+            self.policies = {"reference": right_answer, "random": wrong_answer}  # type: ignore[misc]  # on the instance
+        if reward_range is not None:
+            self.reward_range = (float(reward_range[0]), float(reward_range[1]))
+        self.inner: Any = None  # skyrl-gym's environment, made for each episode (Any: untyped)
+        self.row: Mapping[str, Any] = {}  # of this episode; for the players
+        self._is_playing = False
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        """Makes the environment of the seed's row, or of one drawn as `splits.next_seed` says."""
+        super().reset(seed=seed)
+        if options:
+            raise ConfigError(f"SkyRLGymEnv.reset: expected no options, got {sorted(options)}")
+        if seed is None:
+            seed = next_seed(self.np_random)
+        self.close()
+        row = self.questions.of_seed(seed)
+        self.row = copy.deepcopy(dict(row.values))
+        extras = {name: value for name, value in self.row.items() if name != "prompt"}
+        config = importlib.import_module("omegaconf").OmegaConf.create(self._env_config)
+        self.inner = self._called(
+            "make", row.where, lambda: self._package.make(self.game, env_config=config, extras=extras)
+        )
+        prompt = copy.deepcopy(self.row["prompt"])
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages, info = self._called("init", row.where, lambda: self.inner.init(prompt))
+        self._is_playing = True
+        return _as_sequence(messages), {"row": row.where, **dict(info)}
+
+    def step(self, action: str) -> StepTuple:
+        """The environment's answer to a text."""
+        if not self._is_playing:
+            raise ResetNeeded("SkyRLGymEnv.step: no episode is being played; call reset first")
+        answer = self._called("step", self.game, lambda: self.inner.step(action))
+        if not isinstance(answer, Mapping) or not {"observations", "reward", "done"} <= set(answer):
+            raise ContractError(
+                f"skyrl-gym {self.game}: expected observations, reward and done from step, got {described(answer)}"
+            )
+        done = bool(answer["done"])
+        self._is_playing = not done
+        success = None
+        if done and self._success_reward is not None:
+            success = bool(answer["reward"] >= self._success_reward)
+        info = {"metadata": answer.get("metadata"), "postprocessed_action": answer.get("postprocessed_action")}
+        # Some tools answer with nothing; the model has to be told something, or it would speak twice in a row.
+        messages = _as_sequence(answer["observations"]) or ("" if done else _SILENCE)
+        return messages, Reward({"reward": answer["reward"]}, success=success), done, False, info
+
+    def invalid_action(self, error: str) -> StepTuple:
+        """Text that could not be read as a message is an empty answer, which the environment judges."""
+        del error
+        return self.step("")
+
+    def close(self) -> None:
+        """Closes the environment, if there is one."""
+        inner, self.inner, self._is_playing = self.inner, None, False
+        if inner is not None:
+            inner.close()
+
+    def _called(self, what: str, where: str, call: Any) -> Any:
+        try:
+            return call()
+        except Exception as error:  # whatever an environment raises
+            raise EnvError(f"skyrl-gym {self.game}, {where}: {what} raised {type(error).__name__}: {error}") from error
+
+
+def _as_sequence(messages: Any) -> tuple[Any, ...]:
+    """Messages with the keys that there are in the OpenAI shape."""
+    return tuple({**message} for message in messages)
+
+
+def _registered(package: Any, game: str) -> str:
+    """The id, or the class of one's own under its own name."""
+    known = importlib.import_module("skyrl_gym.envs.registration").registry
+    with _registering:  # skyrl-gym refuses a second registration
+        if game not in known and ":" in game:
+            package.register(id=game, entry_point=named_object(game, "game"))
+    if game not in known:
+        raise UnknownNameError(f"SkyRLGymEnv: there is no environment {game!r}; {nearest_name(game, known)}")
+    return game
+
+
+def _package() -> Any:
+    """Any: untyped."""
+    try:
+        package = importlib.import_module("skyrl_gym")
+        importlib.import_module("skyrl_gym.envs")
+    except ImportError as error:
+        raise MissingExtraError("SkyRLGym needs skyrl-gym: pip install 'gspo-gym[envs-skyrl-gym]'") from error
+    return package

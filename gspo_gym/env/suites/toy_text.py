@@ -1,0 +1,244 @@
+"""ToyTextEnv: Gymnasium's toy text suite in words: Blackjack, CliffWalking, FrozenLake and Taxi.
+
+The games are Gymnasium's own, run inside; their rewards and ends are passed on unchanged. This file adds the words and
+the players. pygame is not needed, because nothing is drawn. In a config: `rollout.env_name = "ToyText"` with
+`rollout.env_config = { game = "Taxi-v4" }`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gspo_gym.env.core import PolicyFactory
+from gspo_gym.env.suites.discrete import DiscreteEnv, Succeeded
+from gspo_gym.env.suites.toy_text_players import Table, best_hand, best_moves, play_table
+from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
+
+_CARDS = {1: "an ace"}
+_STANDS = ("red", "green", "yellow", "blue")
+_ROWS, _COLUMNS = 4, 12  # of the cliff
+
+
+@dataclass(frozen=True, slots=True)
+class Game:
+    """What a game of the suite needs beside Gymnasium's code (Any: its observation and environment).
+
+    Attributes:
+        env_id: Gymnasium's id, with its version.
+        actions: their names, in the order of their numbers.
+        rules: what the game is, given the environment.
+        describe: what is seen, given (observation, environment).
+        success: (last reward, terminated) -> whether the episode was won.
+        reward_range: of a whole episode, given (environment, max_steps).
+        reference: best play on average, without looking ahead into the randomness.
+        illegal_penalty: so much that never answering with an action earns no more than the worst play does: the cost of
+            a step where steps cost something.
+        max_steps: where Gymnasium registers no time limit.
+    """
+
+    env_id: str
+    actions: tuple[str, ...]
+    rules: Callable[[Any], str]
+    describe: Callable[[Any, Any], str]
+    success: Succeeded
+    reward_range: Callable[[Any, int], tuple[float, float]]
+    reference: PolicyFactory
+    illegal_penalty: float = 0.0
+    max_steps: int | None = None
+
+
+class ToyTextEnv(DiscreteEnv):
+    """One game of Gymnasium's toy text suite; the first observation has the rules, every one what is seen.
+
+    Answers are read as in `DiscreteEnv`: an action by its name or number, anything else costs `illegal_penalty` and one
+    of the steps. An episode is a success if Blackjack is won, or the goal reached, or the passenger delivered.
+
+    The policy "reference" plays best on average: backward induction over Gymnasium's transition table, and over the
+    endless deck of Blackjack. It does not know how the dice will fall, and the passenger may be near or far.
+
+    Args:
+        game: "Blackjack-v1", "CliffWalking-v1", "CliffWalkingSlippery-v1", "FrozenLake-v1", "FrozenLake8x8-v1" or
+            "Taxi-v4"; the version may be left out.
+        max_steps: answers until truncation. None: Gymnasium's limit (FrozenLake 100, 8x8 200, Taxi 200); 200 for
+            CliffWalking and 20 for Blackjack, which have none.
+        illegal_penalty: subtracted for an answer that is no action, >= 0. None: 1 where a step costs 1 (CliffWalking,
+            Taxi), 0.05 in Blackjack, where saying nothing to the end then costs what losing costs, 0 in FrozenLake.
+        **env_kwargs: for Gymnasium's constructor, such as `is_slippery=False`, `is_rainy=True` or `natural=True`.
+
+    Raises:
+        UnknownNameError: there is no such game; says the nearest.
+
+    >>> env = ToyTextEnv("CliffWalking")
+    >>> print(env.reset(seed=0)[0].partition("\\n")[2])
+    . . . . . . . . . . . .
+    . . . . . . . . . . . .
+    . . . . . . . . . . . .
+    A C C C C C C C C C C G
+    Actions: up, right, down, left.
+    >>> float(env.step("right")[1])
+    -100.0
+    """
+
+    # What best play earns depends on the cards, the ice and where the passenger waits.
+    reference_is_perfect = False
+
+    def __init__(
+        self, game: str, *, max_steps: int | None = None, illegal_penalty: float | None = None, **env_kwargs: Any
+    ) -> None:
+        self.game = _game(game)
+        if "render_mode" in env_kwargs:
+            raise ConfigError("ToyTextEnv: nothing is drawn, so render_mode has no effect; remove it")
+        penalty = self.game.illegal_penalty if illegal_penalty is None else illegal_penalty
+        super().__init__(
+            self.game.env_id,
+            env_kwargs=env_kwargs,
+            describe=self.game.describe,
+            action_names=self.game.actions,
+            illegal_penalty=penalty,
+            max_steps=max_steps,
+            success=self.game.success,
+        )
+        self.max_steps = self.max_steps or self.game.max_steps
+        assert self.max_steps is not None, f"{self.game.env_id} needs a limit on its steps"
+        self._rules = self.game.rules(self.inner)
+        low, high = self.game.reward_range(self.inner, self.max_steps)
+        self.reward_range = (low - penalty * self.max_steps, high)
+        self.policies = {"reference": self.game.reference, **self.policies}  # type: ignore[misc]  # on the instance
+
+
+def _game(name: str) -> Game:
+    for short, game in GAMES.items():
+        if name in (short, game.env_id):
+            return game
+    known = [game.env_id for game in GAMES.values()]
+    raise UnknownNameError(f"ToyTextEnv: there is no game {name!r}; {nearest_name(name, known)}")
+
+
+# --- Blackjack --------------------------------------------------------------------------------------------------------
+
+
+def _blackjack_rules(env: Any) -> str:
+    bonus = " A win with an ace and a ten from the start counts one and a half." if env.natural and not env.sab else ""
+    return (
+        "Blackjack. Come nearer to 21 than the dealer, but not above it. An ace counts 11 or 1, face cards 10. "
+        f"Hit to draw a card, stick to stop; the dealer then draws up to 17.{bonus}"
+    )
+
+
+def _hand(observation: Any, _env: Any) -> str:
+    total, shown, has_usable_ace = observation
+    ace = ", counting an ace as 11" if has_usable_ace else ""
+    return f"Your cards sum to {total}{ace}. The dealer shows {_CARDS.get(int(shown), f'a {shown}')}."
+
+
+def _blackjack_range(env: Any, _max_steps: int) -> tuple[float, float]:
+    return -1.0, 1.5 if env.natural and not env.sab else 1.0
+
+
+# --- CliffWalking and FrozenLake --------------------------------------------------------------------------------------
+
+
+def _cliff_rules(env: Any) -> str:
+    slippery = " The ground is slippery: two moves out of three go to a side." if env.is_slippery else ""
+    return (
+        "Walk from A to the goal G. Every move costs 1; stepping onto the cliff C costs 100 and takes you back to the "
+        f"lower left corner.{slippery}"
+    )
+
+
+def _cliff(observation: Any, _env: Any) -> str:
+    letters = "." * _COLUMNS * (_ROWS - 1) + "." + "C" * (_COLUMNS - 2) + "G"
+    return _map(letters, int(observation), _COLUMNS)
+
+
+def _cliff_range(_env: Any, max_steps: int) -> tuple[float, float]:
+    return -100.0 * max_steps, -13.0  # one up, eleven to the right, one down
+
+
+def _lake_rules(env: Any) -> str:
+    slippery = any(len(outcomes) > 1 for moves in env.P.values() for outcomes in moves.values())
+    slides = " The ice is slippery: you often slide to a side." if slippery else ""
+    return f"Walk over the frozen lake from A to the goal G. F is ice; falling into a hole H ends the game.{slides}"
+
+
+def _lake(observation: Any, env: Any) -> str:
+    letters = b"".join(env.desc.ravel()).decode().replace("S", "F")
+    return _map(letters, int(observation), env.ncol)
+
+
+def _lake_range(env: Any, max_steps: int) -> tuple[float, float]:
+    paid = {reward for moves in env.P.values() for outcomes in moves.values() for _, _, reward, _ in outcomes}
+    return max_steps * min(0.0, *paid), float(max(paid))  # a goal and a hole end the episode
+
+
+def _map(letters: str, place: int, num_columns: int) -> str:
+    """The map with an A where the player is."""
+    marked = f"{letters[:place]}A{letters[place + 1 :]}"
+    return "\n".join(" ".join(marked[start : start + num_columns]) for start in range(0, len(marked), num_columns))
+
+
+# --- Taxi -------------------------------------------------------------------------------------------------------------
+
+
+def _taxi_rules(env: Any) -> str:
+    lines = "\n".join(b"".join(row).decode() for row in env.desc)
+    return (
+        "Drive the taxi T on this map. | is a wall, : can be crossed; R, G, Y and B are the red, green, yellow and "
+        f"blue stand.\n{lines}\nPick up the passenger and drop them off at their destination, which earns 20. Every "
+        "step costs 1; picking up or dropping off where that cannot be done costs 10."
+    )
+
+
+def _taxi(observation: Any, env: Any) -> str:
+    row, column, passenger, destination = (int(part) for part in env.decode(int(observation)))
+    rows = [b"".join(line).decode() for line in env.desc]
+    line = rows[1 + row]
+    rows[1 + row] = f"{line[: 2 * column + 1]}T{line[2 * column + 2 :]}"
+    where = "in the taxi" if passenger == len(_STANDS) else f"at the {_STANDS[passenger]} stand"
+    at_stand = f", at the {_STANDS[env.locs.index((row, column))]} stand" if (row, column) in env.locs else ""
+    return (
+        "\n".join(rows)
+        + f"\nThe taxi is in row {row + 1}, column {column + 1}{at_stand}. The passenger is {where} and "
+        f"wants to go to the {_STANDS[destination]} stand."
+    )
+
+
+def _taxi_range(env: Any, max_steps: int) -> tuple[float, float]:
+    # The most: from where the passenger waits, straight to the nearest other stand.
+    values = best_moves(Table.of(env.P), max_steps).values
+    return -10.0 * max_steps, float(max(values[env.initial_state_distrib > 0]))
+
+
+def _is_positive(reward: float, _terminated: bool) -> bool:
+    return reward > 0
+
+
+def _is_terminated(_reward: float, terminated: bool) -> bool:
+    return terminated
+
+
+_CLIFF = ("up", "right", "down", "left")
+_LAKE = ("left", "down", "right", "up")
+_TAXI = ("south", "north", "east", "west", "pick up", "drop off")
+
+
+def _games() -> dict[str, Game]:
+    """By their names without a version."""
+    hand = Game("Blackjack-v1", ("stick", "hit"), _blackjack_rules, _hand, _is_positive, _blackjack_range, best_hand)
+    cliff = Game("CliffWalking-v1", _CLIFF, _cliff_rules, _cliff, _is_terminated, _cliff_range, play_table)
+    cliff = replace(cliff, illegal_penalty=1.0, max_steps=200)
+    lake = Game("FrozenLake-v1", _LAKE, _lake_rules, _lake, _is_positive, _lake_range, play_table)
+    taxi = Game("Taxi-v4", _TAXI, _taxi_rules, _taxi, _is_terminated, _taxi_range, play_table, illegal_penalty=1.0)
+    return {
+        "Blackjack": replace(hand, illegal_penalty=0.05, max_steps=20),
+        "CliffWalking": cliff,
+        "CliffWalkingSlippery": replace(cliff, env_id="CliffWalkingSlippery-v1"),
+        "FrozenLake": lake,
+        "FrozenLake8x8": replace(lake, env_id="FrozenLake8x8-v1"),
+        "Taxi": taxi,
+    }
+
+
+GAMES: Mapping[str, Game] = _games()

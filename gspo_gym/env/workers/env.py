@@ -1,0 +1,283 @@
+"""ProcessEnv: an environment that runs in a worker process and is driven from here like any other.
+
+What it does there cannot hurt the program: a crash is an EnvError that says which, a call that misses its deadline is
+ended by killing the process with all that it started (a thread in a C loop cannot be ended at all), and what it does to
+memory, to descriptors and to state that a whole process shares stays with it. This is no security boundary. Made by
+`isolation.py`, driven by `session.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo_gym import errors
+from gspo_gym.env.core import Isolation
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.workers.action_limits import LIMIT_SIGNAL
+from gspo_gym.env.workers.channel import MAX_REQUEST_BYTES, ChannelClosedError, frame_of
+from gspo_gym.env.workers.limits import WorkerLimits
+from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
+from gspo_gym.env.workers.target import ProcessTarget, target_of
+from gspo_gym.env.workers.wire import (
+    Json,
+    message_from_json,
+    message_to_json,
+    messages_to_json,
+    require_json,
+    step_result_from_json,
+    tool_schemas_from_json,
+)
+from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError, UsageError
+from gspo_gym.types import Message, StepResult
+
+_log = logging.getLogger(__name__)
+
+Reset = tuple[Sequence[Message], Mapping[str, Any]]
+Step = tuple[Sequence[Message], float | None, bool, bool, Mapping[str, Any]]
+
+
+class ProcessEnv:
+    """An environment in a worker process of its own, one episode after another; its methods are async.
+
+    Making one waits for the process and for the environment's constructor, and blocks; `open_session` does it in a
+    thread. A call that is cancelled, as one that misses its deadline is, kills the process. `close` gives the process
+    back, to be used again with its modules imported; an instance that is forgotten instead takes its process along.
+
+    Before each `reset` the worker's `random`, `numpy.random` and, if loaded, torch generators are seeded from the
+    episode's seed, so that an environment that draws from them depends on that alone.
+
+    Args:
+        env: a registered name, or a class or function that a worker can import.
+        kwargs: of its constructor; JSON.
+        start_timeout_seconds: for the process and the constructor.
+        limits: of the worker.
+        pool: where workers come from.
+
+    Attributes:
+        takes_messages, tool_schemas, reward_range, confinement, max_action_seconds: as the environment declares them.
+        policies: its players, which run in the worker, beside the hidden state; here they are async.
+        declared_isolation: where the environment says that it is to run; None: it does not say.
+        changed_generators: after `close`, those generators of the whole process that it was seen to use.
+
+    Raises:
+        UnknownNameError: no environment of that name.
+        ConfigError: a worker cannot import it, an argument is no JSON, or this system is not Linux.
+        EnvError, EnvTimeoutError: its constructor raised, or did not return in time.
+        ContractError: it made no environment, or its tool schemas are no JSON.
+    """
+
+    isolation: Isolation = "process"
+
+    def __init__(
+        self,
+        env: str | Callable[..., Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        start_timeout_seconds: float = 60.0,
+        limits: WorkerLimits | None = None,
+        pool: ProcessPool = POOL,
+    ) -> None:
+        target = target_of(env, kwargs or {})
+        self.env_id = target.name
+        self._limits = limits or WorkerLimits()
+        self._pool = pool
+        self._num_players = 0
+        self.changed_generators: tuple[str, ...] = ()
+        self._worker: WorkerProcess | None = None
+        declared = self._open(target, start_timeout_seconds)
+        low, high = declared["reward_range"]
+        self.takes_messages: bool = declared["takes_messages"]
+        self.tool_schemas = tool_schemas_from_json(declared["tool_schemas"], where=f"{self.env_id}: tool_schemas")
+        self.reward_range: tuple[float, float] = (low, high)
+        self.policies = {name: _RemotePolicy(name) for name in declared["policies"]}
+        self.declared_isolation: Isolation | None = declared["isolation"]
+        self.confinement: str | None = declared["confinement"]
+        self.max_action_seconds: float | None = declared["max_action_seconds"]
+
+    @property
+    def pid(self) -> int:
+        """The process id of the worker.
+
+        Raises:
+            UsageError: it is closed.
+        """
+        if self._worker is None:
+            raise UsageError(f"{self.env_id}: the environment is closed, and has no process any more")
+        return self._worker.pid
+
+    async def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
+        """Starts an episode: (messages, info). Errors of this and the other methods are those of `EnvSession`."""
+        given = None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")
+        result = self._result("reset", await self._ask("reset", {"seed": int(seed), "options": given}))
+        return result.messages, result.info
+
+    async def step(self, action: Message | str) -> Step:
+        """Answers one action."""
+        said = Message("assistant", action) if isinstance(action, str) else action
+        return _as_step(self._result("step", await self._ask("step", {"action": message_to_json(said)})))
+
+    async def invalid_action(self, error: str) -> Step:
+        """Answers text that could not be read as an action."""
+        return _as_step(self._result("invalid_action", await self._ask("invalid_action", {"error": error})))
+
+    async def close(self) -> None:
+        """Closes the environment and gives the process back, or ends it if it leaked. Doing it again does nothing."""
+        if self._worker is None:
+            return
+        worker = self._worker
+        try:
+            left = await self._ask("close", {})
+        except GymError:
+            self._end("replaced")  # what it left open is not known
+            raise
+        self.changed_generators = tuple(left["changed_generators"])
+        self._put_away(worker, left["grown"])
+
+    def kill(self) -> None:
+        """End the process at once; only `close`, which then does nothing, may follow."""
+        self._end("killed")
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _open(self, target: ProcessTarget, timeout_seconds: float) -> Json:
+        variables = {name: os.environ[name] for name in self._limits.variables if name in os.environ}
+        request = {
+            "method": "open",
+            "target": target.to_json(),
+            "sys_path": [os.path.abspath(entry) for entry in sys.path],
+            "folder": os.getcwd(),
+            "variables": variables,
+        }
+        frame = frame_of(request, max_bytes=MAX_REQUEST_BYTES, where=f"{self.env_id}: arguments")
+        memory_mb = self._limits.memory_mb
+        kind = (target.entry_point, target.main_path, memory_mb, tuple(sorted(variables.items())))
+        worker = self._pool.lease(kind, memory_limit_mb=memory_mb)
+        self._hold(worker)
+        try:
+            answer = worker.channel.exchange(frame, timeout_seconds=timeout_seconds)
+        except TimeoutError:
+            self._end("killed")
+            text = f"{self.env_id}: making the environment took longer than {timeout_seconds:g} seconds"
+            raise EnvTimeoutError(text) from None
+        except ChannelClosedError:
+            status = self._end("died").result()
+            raise EnvError(f"{self.env_id}: {_death(status)} while the environment was made") from None
+        except BaseException:
+            self._end("killed")
+            raise
+        worker.num_episodes += 1
+        if "error" in answer:
+            self._end("replaced")
+        return self._read(answer)
+
+    def _hold(self, worker: WorkerProcess) -> None:
+        self._worker = worker
+        # An instance that nobody closed, because it came too late for its deadline, must not leave its process behind.
+        self._finalizer = weakref.finalize(self, self._pool.discard, worker, "killed")
+        self._finalizer.atexit = False
+
+    def _let_go(self) -> WorkerProcess | None:
+        worker, self._worker = self._worker, None
+        self._finalizer.detach()
+        return worker
+
+    def _end(self, count_as: str) -> Future[int | None]:
+        worker = self._let_go()
+        if worker is not None:
+            return self._pool.discard(worker, count_as)
+        unknown: Future[int | None] = Future()
+        unknown.set_result(None)
+        return unknown
+
+    def _put_away(self, worker: WorkerProcess, grown: Mapping[str, int]) -> None:
+        reason = self._limits.reason_to_replace(grown)
+        if reason is not None:
+            _log.info("%s: a worker process is replaced: it %s", self.env_id, reason)
+            self._end("replaced")
+        elif worker.num_episodes >= self._limits.max_episodes:
+            self._end("retired")
+        else:
+            self._let_go()
+            self._pool.give_back(worker)
+
+    async def _ask(self, method: str, request: Mapping[str, Json]) -> Json:
+        worker = self._worker
+        if worker is None:
+            raise UsageError(f"{self.env_id}: {method}() in a process that has ended; make a new environment")
+        where = f"{self.env_id}: {method}(): a request"
+        frame = frame_of({"method": method, **request}, max_bytes=MAX_REQUEST_BYTES, where=where)
+        try:
+            await worker.channel.send(frame)
+            answer = await worker.channel.receive()
+        except ChannelClosedError:
+            status = await asyncio.wrap_future(self._end("died"))
+            if status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == LIMIT_SIGNAL:
+                raise ActionLimitError(f"{self.env_id}: {method}() ran into its limit on one call") from None
+            raise EnvDiedError(f"{self.env_id}: {_death(status)} in {method}()") from None
+        except BaseException:  # cancelled: the deadline passed, or the episode was stopped
+            self._end("killed")
+            raise
+        return self._read(answer)
+
+    def _read(self, answer: Json) -> Json:
+        if "error" not in answer:
+            return answer["result"]
+        kind = getattr(errors, str(answer["error"]), EnvError)
+        raise kind(answer["text"])
+
+    def _result(self, method: str, answer: Json) -> StepResult:
+        return step_result_from_json(answer, where=f"{self.env_id}: {method}()")
+
+    def _next_player(self) -> int:
+        self._num_players += 1
+        return self._num_players
+
+    async def _say(self, request: Mapping[str, Json]) -> Message | str:
+        said = await self._ask("say", request)
+        return said if isinstance(said, str) else message_from_json(said, where=f"{self.env_id}: the player")
+
+
+@dataclass(frozen=True, slots=True)
+class _RemotePolicy:
+    """A policy that plays in the worker; equal to that of any other instance (a `PolicyFactory`)."""
+
+    name: str
+
+    def __call__(
+        self, env: ProcessEnv, rng: np.random.Generator
+    ) -> Callable[[Sequence[Message]], Awaitable[Message | str]]:
+        state = require_json(dict(rng.bit_generator.state), where=f"{env.env_id}: generator of policy {self.name!r}")
+        player = {"player": env._next_player(), "policy": self.name, "generator": state}
+
+        async def say(messages: Sequence[Message]) -> Message | str:
+            return await env._say({**player, "messages": messages_to_json(messages)})
+
+        return say
+
+
+def _as_step(result: StepResult) -> Step:
+    """What `step` of an environment returns; the reward with all that it was made of."""
+    reward: float | None = result.reward
+    if reward is not None and (result.reward_terms or result.events or result.success is not None):
+        reward = Reward(result.reward_terms, events=result.events, success=result.success)
+    return result.messages, reward, result.terminated, result.truncated, result.info
+
+
+def _death(status: int | None) -> str:
+    """How a worker ended, in words."""
+    if status is None:
+        return "its worker process ended, it is not known how,"
+    if os.WIFSIGNALED(status):
+        return f"its worker process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"its worker process exited with status {os.waitstatus_to_exitcode(status)}"

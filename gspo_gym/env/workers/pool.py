@@ -1,0 +1,316 @@
+"""Worker processes: started from the server process, used again by later episodes, and ended.
+
+A worker that closed its environment cleanly waits for the next one of the same kind, with its modules imported. One
+that missed a deadline, died, leaked or played long enough is replaced. Nothing here knows an event loop: leasing blocks
+(the caller is in a thread), the rest returns at once. Called by `process_env.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import IO, Any
+
+from gspo_gym.env.workers.channel import MAX_ANSWER_BYTES, Channel
+from gspo_gym.env.workers.threads import Returned, WorkerPool
+from gspo_gym.errors import ConfigError, EnvError
+
+_START_SECONDS = 60.0  # for the server to import what it needs, on a busy machine
+_STOP_SECONDS = 5.0
+# What the server and its workers see of the program's environment variables: no tokens, keys or proxies.
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class WorkerProcess:
+    """A worker: its connection, its process id, and what it was leased for."""
+
+    def __init__(self, server: ProcessServer, pid: int, channel: Channel, kind: tuple[Any, ...]) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.kind = kind
+        self.num_episodes = 0
+        self._server = server
+        self._exit_status: Future[int | None] | None = None
+
+    def kill(self) -> Future[int | None]:
+        """Kill it with everything it started; how it ended, as `os.waitpid` says it, None if that is not known.
+
+        Returns at once. Killing what is dead already, or has been killed, changes nothing.
+        """
+        if self._exit_status is None:
+            # Hung up on first, an idle one would end by itself, and look as if nobody had ended it.
+            self._exit_status = self._server.kill(self.pid)
+            self.channel.close()
+        return self._exit_status
+
+
+class ProcessServer:
+    """The handle on the server process: it is started when first needed, and again should it have died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._home: str | None = None
+        self._threads = WorkerPool()  # each sees one worker to its end
+
+    def fork(self, memory_limit_mb: int) -> tuple[int, socket.socket]:
+        """A fresh worker process: its id, and our end of its connection.
+
+        Raises:
+            EnvError: the server cannot be started, or cannot fork.
+        """
+        try:
+            with self._lock:
+                return self._fork(memory_limit_mb)
+        except OSError:
+            pass  # it has died since it was last asked: it is started again
+        try:
+            with self._lock:
+                return self._fork(memory_limit_mb)
+        except OSError as error:
+            raise EnvError(f"the server of worker processes cannot fork: {error}") from error
+
+    def kill(self, pid: int) -> Future[int | None]:
+        """Kill a worker with its whole group at once; the future says how it ended."""
+        # Until it is reaped its number belongs to it, so nobody else is hit.
+        for kill in (os.killpg, os.kill):  # in its first instant it has no group yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+                break
+        status: Future[int | None] = Future()
+        status.set_running_or_notify_cancel()  # who waits for it may be cancelled; it is not
+        thread = self._threads.lease()
+
+        def tell(returned: Returned) -> None:
+            status.set_result(returned.value)
+            self._threads.give_back(thread)
+
+        thread.submit(partial(self._reap, pid), tell)
+        return status
+
+    def close(self) -> None:
+        """End the server and all workers, and wait until they are gone."""
+        with self._lock:
+            self._stop()
+
+    def hang_up(self) -> None:
+        """Let go of a server that is another program's: this one was forked."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.returncode = 0  # it is not ours to wait for
+
+    def _fork(self, memory_limit_mb: int) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = self._ask({"fork": memory_limit_mb}, theirs)
+            except BaseException:
+                ours.close()
+                self._stop()
+                raise
+        if pid is None:  # the server itself is well, and so are its workers
+            ours.close()
+            raise EnvError("no worker process can be started: the system refuses more processes or has no memory")
+        return int(pid), ours
+
+    def _reap(self, pid: int) -> int | None:
+        # A process may take long to be torn down; the server, which all wait for, is asked when there is nothing to it.
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(pid)
+            try:
+                poll = select.poll()  # unlike select.select, it takes descriptors above 1023
+                poll.register(handle, select.POLLIN)
+                poll.poll(_STOP_SECONDS * 1000)
+            finally:
+                os.close(handle)
+        with self._lock:
+            if self._control is None:
+                return None
+            try:
+                status = self._ask({"reap": pid})
+            except OSError:
+                self._stop()
+                return None
+        return None if status is None else int(status)
+
+    def _ask(self, request: Mapping[str, Any], attached: socket.socket | None = None) -> Any:
+        """The server's answer (Any: JSON); an OSError if it is gone."""
+        if self._control is None:
+            self._start()
+        assert self._control is not None
+        data = json.dumps(request).encode("ascii")
+        socket.send_fds(self._control, [data], [] if attached is None else [attached.fileno()])
+        answer = self._control.recv(4096)
+        if not answer:
+            raise ConnectionResetError("it has ended")
+        return json.loads(answer)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._home = tempfile.mkdtemp(prefix="gspo_gym_worker_")
+        with theirs, tempfile.TemporaryFile() as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "gspo_gym.env.workers.server", str(theirs.fileno()), self._home],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_server_variables(self._home),
+                start_new_session=True,  # Ctrl-C is for the program, which ends the workers itself
+            )
+            theirs.close()
+            ours.settimeout(_START_SECONDS)
+            try:
+                is_ready = bool(ours.recv(64))
+            except OSError:
+                is_ready = False
+            if not is_ready:
+                self._control = ours
+                self._stop()
+                raise EnvError(f"the server of worker processes did not start: {_last_line(log)}")
+        self._control = ours
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if self._home is not None:
+            shutil.rmtree(self._home, ignore_errors=True)
+            self._home = None
+
+
+class ProcessPool:
+    """Idle workers, waiting for their next episode.
+
+    Args:
+        max_idle: workers kept over all kinds; beyond, the one that has waited longest ends.
+
+    Attributes:
+        counts: what became of workers so far: "started", "reused", "killed", "died", "replaced" and "retired".
+    """
+
+    def __init__(self, *, max_idle: int = 64) -> None:
+        self.counts: Counter[str] = Counter()
+        self._max_idle = max_idle
+        self._server = ProcessServer()
+        self._lock = threading.Lock()
+        self._idle: list[WorkerProcess] = []  # the longest waiting first
+        self._used: set[WorkerProcess] = set()
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def lease(self, kind: tuple[Any, ...], *, memory_limit_mb: int) -> WorkerProcess:
+        """An idle worker of this kind (what it has imported, and its limits), or a new one; blocks until it is there.
+
+        Raises:
+            ConfigError: this system cannot run environments in worker processes.
+            EnvError: no process can be started.
+        """
+        if not is_supported():
+            raise ConfigError(f'worker processes need Linux, this is {sys.platform}; set isolation to "thread"')
+        while (worker := self._take_idle(kind)) is not None:
+            if worker.channel.is_silent:
+                self.counts["reused"] += 1
+                return worker
+            self.discard(worker, "died")  # while nobody looked: the system was short of memory, perhaps
+        pid, connection = self._server.fork(memory_limit_mb)
+        worker = WorkerProcess(self._server, pid, Channel(connection, max_bytes=MAX_ANSWER_BYTES), kind)
+        with self._lock:
+            self._used.add(worker)
+        self.counts["started"] += 1
+        return worker
+
+    def give_back(self, worker: WorkerProcess) -> None:
+        """Take back a worker that has nothing open."""
+        with self._lock:
+            self._used.discard(worker)
+            self._idle.append(worker)
+            too_many = self._idle.pop(0) if len(self._idle) > self._max_idle else None
+        if too_many is not None:
+            self.discard(too_many, "retired")
+
+    def discard(self, worker: WorkerProcess, count_as: str) -> Future[int | None]:
+        """End a worker at once, whatever it is doing; how it ended."""
+        with self._lock:
+            self._used.discard(worker)
+        self.counts[count_as] += 1
+        return worker.kill()
+
+    def close(self) -> None:
+        """End all workers and the server; the pool can be used again afterwards."""
+        with self._lock:
+            workers, self._idle = [*self._idle, *self._used], []
+            self._used.clear()
+        for worker in workers:
+            worker.kill()
+        self._server.close()
+
+    def forget(self) -> None:
+        """After a fork of this program: the workers are the parent's."""
+        for worker in (*self._idle, *self._used):
+            worker.channel.close()
+        self._server.hang_up()
+        self._server = ProcessServer()
+        self.counts, self._lock, self._idle, self._used = Counter(), threading.Lock(), [], set()
+
+    def _take_idle(self, kind: tuple[Any, ...]) -> WorkerProcess | None:
+        with self._lock:
+            for worker in reversed(self._idle):  # the latest used is the likeliest to be in the caches
+                if worker.kind == kind:
+                    self._idle.remove(worker)
+                    self._used.add(worker)
+                    return worker
+        return None
+
+
+def is_supported() -> bool:
+    """Whether this system has what worker processes need: it is Linux."""
+    return sys.platform == "linux"
+
+
+def _server_variables(home: str) -> dict[str, str]:
+    """The environment variables of the server; what can be imported here can be imported there."""
+    path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
+    variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    variables |= dict.fromkeys(_ONE_THREAD, "1")
+    # The order of a set of texts follows the hash seed: without it a task would differ from program to program.
+    return variables | {"HOME": home, "TMPDIR": home, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0"}
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+# Module state on purpose: processes are a resource of the program, and reusing them over episodes is what it is for.
+POOL = ProcessPool()
+atexit.register(POOL.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=POOL.forget)

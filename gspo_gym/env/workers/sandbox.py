@@ -1,0 +1,398 @@
+"""Runs model-written programs confined, in a folder of their own, with limits and without our environment.
+
+What confines them here says `confinement()` (`confinement.py`, which has the mechanisms); where nothing does, a program
+is refused unless the caller allows it. Beside that: a session, standard streams only, an empty environment, and limits
+that hold for all its processes and files together. The kernel is shared with it: against code that attacks that, put a
+`wrapper` in front, which then stands in for the confinement:
+
+- docker: ("docker", "run", "--rm", "-i", "--network", "none", "--memory", "512m", "--pids-limit", "32", "--user",
+  str(os.getuid()), "-v", "{folder}:{folder}", "-w", "{folder}", "python:3.11-slim", "timeout", "20"). A container
+  outlives its killed client, hence the `timeout`; add "--runtime=runsc" (gVisor) where the code may be hostile.
+- bwrap, for programs in /usr: ("bwrap", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink",
+  "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--bind", "{folder}", "{folder}",
+  "--chdir", "{folder}", "--unshare-all", "--die-with-parent")
+
+Safe to call from threads: nothing here runs Python between fork and exec.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import IO
+
+from gspo_gym.env.workers.confinement import Confinement, confinement, interpreter, open_spec, spec_of, starting
+from gspo_gym.errors import ConfigError, EnvError, MissingExtraError
+
+try:
+    import resource
+except ImportError as _error:
+    raise MissingExtraError(
+        "running what a model wrote (gspo_gym.env.workers.sandbox, and CodeRepair with it) needs limits on processes, which "
+        "this system does not have: use Linux or macOS, on Windows the Windows Subsystem for Linux. Other environments "
+        "run here"
+    ) from _error
+
+__all__ = ["SandboxLimits", "SandboxResult", "confinement", "require_confinement", "run_python", "run_sandboxed"]
+
+_CHUNK_BYTES = 65_536
+_POLL_SECONDS = 0.05  # how late the end of a program is seen whose children hold its output open
+_DRAIN_SECONDS = 0.5  # for what is still in the pipes after everything was killed
+
+_INSIDE = "/sandbox"  # the folder, where it has a file system of its own
+
+# Inside a wrapper, which has a file system of its own, the limits are set by a shell: $1..$6. bash says -u, dash -p.
+_LAUNCH = (
+    'ulimit -c 0; ulimit -t "$1"; ulimit -v "$2"; ulimit -f "$3"; ulimit -n "$4"; '
+    '{ ulimit -u "$5" 2>/dev/null || ulimit -p "$5"; } || exit 126; shift 5; "$@"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What a program may use, with all that it starts.
+
+    Attributes:
+        max_seconds: on the clock; then everything it started is killed.
+        max_cpu_seconds: of computing, whole seconds, of each process.
+        max_memory_bytes: of all its processes: each gets an equal share of address space, beyond which an allocation
+            fails. Python alone needs some 20 MB.
+        max_file_bytes: of all its files together, which lie in memory. Where the confinement is Landlock it can write
+            none; unconfined, or in a wrapper, this is of each file.
+        max_processes: at one time, threads included; 1: it can start none, but some threads. Where the confinement is
+            Landlock it is 1.
+        max_open_files: descriptors of a process, the three standard ones included.
+        max_output_bytes: kept of stdout and of stderr each; the rest is read and dropped.
+    """
+
+    max_seconds: float = 10.0
+    max_cpu_seconds: int = 5
+    max_memory_bytes: int = 512 * 2**20
+    max_file_bytes: int = 16 * 2**20
+    max_processes: int = 4
+    max_open_files: int = 64
+    max_output_bytes: int = 65_536
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if not value > 0 or (name != "max_seconds" and not isinstance(value, int)):
+                kind = "a number" if name == "max_seconds" else "a whole number"
+                raise ConfigError(f"SandboxLimits.{name}: expected {kind} > 0, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """How a program ended and what it said.
+
+    Attributes:
+        exit_code: that it chose; None if it was killed.
+        signal: by which it was killed, such as 9; None if it ended itself. An exit code of 129 to 192 is read as a
+            signal, as shells do.
+        stdout, stderr: the first `max_output_bytes`, as UTF-8 with replacements.
+        timed_out: it was killed at `max_seconds`.
+        stdout_truncated, stderr_truncated: more was said than was kept.
+        seconds: on the clock, from start to end.
+    """
+
+    exit_code: int | None
+    signal: int | None
+    stdout: str
+    stderr: str
+    timed_out: bool
+    stdout_truncated: bool
+    stderr_truncated: bool
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """It ended itself with exit code 0."""
+        return self.exit_code == 0
+
+
+def run_sandboxed(
+    argv: Sequence[str],
+    *,
+    files: Mapping[str, str],
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    wrapper: Sequence[str] = (),
+    allow_unconfined: bool = False,
+) -> SandboxResult:
+    """Run a program in a fresh folder that holds `files`, wait for its end and remove the folder.
+
+    Args:
+        argv: the program, by its path or by its name in /usr/bin and /bin, and its arguments.
+        files: text by relative path; the folder is where the program starts.
+        stdin: what it reads.
+        limits: None: the defaults.
+        wrapper: put in front, with {folder} replaced by the folder's path; it stands in for the confinement.
+        allow_unconfined: run it where nothing confines it, too; it can then do all that this user can.
+
+    Raises:
+        ConfigError: an empty `argv`, a file's name that leaves the folder, or nothing here confines it.
+        EnvError: the program (or the wrapper) cannot be started.
+    """
+    limits = limits or SandboxLimits()
+    if not argv:
+        raise ConfigError("run_sandboxed: expected a program, got an empty argv")
+    for name in files:
+        if not name or os.path.isabs(name) or os.path.normpath(name).split("/")[0] in ("..", "."):
+            raise ConfigError(f"run_sandboxed: expected a file's name inside the folder, got {name!r}")
+    how = None if wrapper else require_confinement("run_sandboxed", allow_unconfined=allow_unconfined)
+    with tempfile.TemporaryFile() as stdin_file:
+        stdin_file.write(stdin.encode("utf-8", "surrogateescape"))
+        stdin_file.seek(0)
+        if how is not None and how.mechanism in ("namespaces", "user namespace"):
+            return _run_confined(how, argv, _INSIDE, files, stdin_file, limits)
+        folder = Path(tempfile.mkdtemp(prefix="gspo_gym_sandbox_")).resolve()
+        try:
+            _write(folder, files)
+            if how is not None:
+                folder.chmod(0o755 if how.is_other_user else 0o700)
+                return _run_confined(how, argv, str(folder), {}, stdin_file, limits)
+            front = [part.replace("{folder}", str(folder)) for part in wrapper]
+            return _run([*front, *_limited(argv, limits)], stdin_file, limits, folder=str(folder))
+        finally:
+            _remove(folder)
+
+
+def run_python(
+    code: str,
+    *,
+    files: Mapping[str, str] | None = None,
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    wrapper: Sequence[str] = (),
+    python: str | None = None,
+    allow_unconfined: bool = False,
+) -> SandboxResult:
+    """Run a program in Python, with the standard library and the modules among `files`, without site-packages.
+
+    Args:
+        code: becomes main.py. python: the interpreter; None: this one.
+
+    Raises:
+        ConfigError, EnvError: as `run_sandboxed`.
+
+    >>> run_python("print(6 * 7)").stdout
+    '42\\n'
+    """
+    return run_sandboxed(
+        (python or interpreter(), "-E", "-s", "-S", "-B", "-X", "utf8", "main.py"),
+        files={**(files or {}), "main.py": code},
+        stdin=stdin,
+        limits=limits,
+        wrapper=wrapper,
+        allow_unconfined=allow_unconfined,
+    )
+
+
+def require_confinement(who: str, *, allow_unconfined: bool) -> Confinement:
+    """What confines programs here, for `who` is about to run one.
+
+    Raises:
+        ConfigError: nothing does, and `allow_unconfined` is not set.
+    """
+    how = confinement()
+    if not (how.is_confined or allow_unconfined):
+        raise ConfigError(
+            f"{who}: code that a model wrote would run {how}. Allow user namespaces or Landlock on this machine (in a "
+            "container: a seccomp profile that lets `unshare` or `landlock_restrict_self` pass), give a `wrapper` such "
+            "as a container, or set allow_unconfined = true if nothing on this machine is worth protecting"
+        )
+    return how
+
+
+def _limited(argv: Sequence[str], limits: SandboxLimits) -> list[str]:
+    numbers = (
+        _allowed(limits.max_cpu_seconds, resource.RLIMIT_CPU),
+        max(1, _allowed(limits.max_memory_bytes, resource.RLIMIT_AS) // 1024),
+        max(1, _allowed(limits.max_file_bytes, resource.RLIMIT_FSIZE) // 512),
+        _allowed(limits.max_open_files, resource.RLIMIT_NOFILE),
+        _allowed(limits.max_processes + 1, resource.RLIMIT_NPROC),  # 1: the shell
+    )
+    return ["/bin/sh", "-c", _LAUNCH, "sh", *map(str, numbers), *argv]
+
+
+def _allowed(wanted: int, kind: int) -> int:
+    """The limit, or our own if that is lower: it cannot be raised, and a shell that fails to is no result."""
+    hardest = resource.getrlimit(kind)[1]
+    return wanted if hardest == resource.RLIM_INFINITY else min(wanted, hardest)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
+
+
+def _run_confined(
+    how: Confinement,
+    argv: Sequence[str],
+    folder: str,
+    files: Mapping[str, str],
+    stdin: IO[bytes],
+    limits: SandboxLimits,
+) -> SandboxResult:
+    """Run by way of the script that confines itself; what it says on its pipe is no result but an error."""
+    num_processes = 1 if how.mechanism == "landlock" else limits.max_processes
+    numbers = {
+        "cpu_seconds": limits.max_cpu_seconds,
+        "address_bytes": limits.max_memory_bytes // num_processes,
+        "file_bytes": limits.max_file_bytes,
+        "open_files": limits.max_open_files,
+        "processes": num_processes,
+    }
+    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+    spec = spec_of(how, argv, folder=folder, files=files, environment=environment, limits=numbers)
+    status_read, status_write = os.pipe()
+    with os.fdopen(status_read, "rb") as status:
+        try:
+            with open_spec(spec) as file:
+                result = _run(
+                    starting(file.fileno(), status_write), stdin, limits, passed=(file.fileno(), status_write)
+                )
+        finally:
+            os.close(status_write)
+        os.set_blocking(status_read, False)  # a process that got away may hold the other end
+        problem = status.read() or b""
+    if problem:
+        text = problem.decode("utf-8", "replace")
+        raise EnvError(f"run_sandboxed: the confinement by {how.mechanism} failed: {text}")
+    return result
+
+
+def _run(
+    argv: Sequence[str],
+    stdin: IO[bytes],
+    limits: SandboxLimits,
+    *,
+    folder: str = "/",
+    passed: tuple[int, ...] = (),
+) -> SandboxResult:
+    started = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+            pass_fds=passed,
+            start_new_session=True,
+            umask=0o077,
+        )
+    except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+        raise EnvError(f"run_sandboxed: cannot start {argv[0]!r}: {error}") from error
+    deadline = started + limits.max_seconds
+    with process:
+        try:
+            stdout, stderr, timed_out = _read(process, deadline, limits.max_output_bytes)
+        finally:
+            _kill(process)
+    seconds = time.monotonic() - started
+    code = process.returncode
+    ended_by = -code if code < 0 else code - 128 if 128 < code <= 192 else None
+    return SandboxResult(
+        exit_code=None if ended_by or timed_out else code,
+        signal=signal.SIGKILL if timed_out else ended_by,
+        stdout=stdout.kept.decode("utf-8", "replace"),
+        stderr=stderr.kept.decode("utf-8", "replace"),
+        timed_out=timed_out,
+        stdout_truncated=stdout.is_truncated,
+        stderr_truncated=stderr.is_truncated,
+        seconds=seconds,
+    )
+
+
+@dataclass(slots=True)
+class _Output:
+    """What was read from a pipe: the first bytes, and whether more came."""
+
+    max_bytes: int
+    kept: bytearray = field(default_factory=bytearray)
+    is_truncated: bool = False
+
+    def take(self, chunk: bytes) -> None:
+        room = self.max_bytes - len(self.kept)
+        self.kept += chunk[:room]
+        self.is_truncated |= len(chunk) > room
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> tuple[_Output, _Output, bool]:
+    """stdout, stderr, and whether the deadline passed. The end of the program is the end of all that it started."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stdout, stderr = _Output(max_bytes), _Output(max_bytes)
+    timed_out = has_ended = False
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout.fileno(), selectors.EVENT_READ, stdout)
+        selector.register(process.stderr.fileno(), selectors.EVENT_READ, stderr)
+        while selector.get_map() and (not has_ended or time.monotonic() < deadline):
+            _read_some(selector, min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            if not has_ended and (_is_dead(process) or time.monotonic() >= deadline):
+                timed_out = not _is_dead(process)
+                has_ended = True
+                deadline = time.monotonic() + _DRAIN_SECONDS
+                _kill_group(process)
+    if not has_ended:  # it closed its output: wait for the rest of it
+        timed_out = not _ends_before(process, deadline)
+    return stdout, stderr, timed_out
+
+
+def _read_some(selector: selectors.BaseSelector, seconds: float) -> None:
+    """A chunk from each pipe that has one; a pipe at its end is not watched any more."""
+    for key, _ in selector.select(seconds):
+        chunk = os.read(key.fd, _CHUNK_BYTES)
+        if chunk:
+            key.data.take(chunk)
+        else:
+            selector.unregister(key.fd)
+
+
+def _is_dead(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended; leaves it a zombie, so that its group's number stays taken until the group is killed."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _ends_before(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    pause = 0.0005  # almost always it is about to end
+    while not _is_dead(process):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
+    return True
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Everything in its session's group, and with a process namespace everything it started; then forget it."""
+    if process.returncode is None:
+        _kill_group(process)
+        process.wait()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder, also what is read-only in it or nested too deep for Python."""
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        for command in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", str(folder)]):
+            subprocess.run(command, env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=False)

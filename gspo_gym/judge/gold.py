@@ -1,0 +1,251 @@
+"""Compares the judge that is trained against with gold, every k steps, beside the training.
+
+Gold is another judge, asked about a few of the step's episodes, or labels of stored episodes, which the judge scores
+again each time. What a difference means is in `judge/drift.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gspo_gym.errors import UnscoredError
+from gspo_gym.judge.audit.labels import Label, Marks, total_of
+from gspo_gym.judge.base import Judge, JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
+from gspo_gym.judge.blend import RewardBlend
+from gspo_gym.judge.drift import DriftAlarm, DriftCheck, JudgeDriftError, compare_with_gold
+from gspo_gym.judge.records import JudgedEpisode
+from gspo_gym.judge.rubric import Rubric
+from gspo_gym.judge.scorer import RubricsOf
+from gspo_gym.seeding import generator
+from gspo_gym.types import Trajectory
+
+# An episode as it was before it was blended, and what the judge said.
+Judged = tuple[Trajectory, JudgedEpisode]
+# Compares the judge with gold; is given what was judged since the last comparison began.
+Compare = Callable[[int, Sequence[Judged]], Awaitable[DriftCheck]]
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+
+
+class GoldWatch:
+    """Compares after the first step and after every k-th, and sounds the alarm. Only the end of the run waits for it.
+
+    Args:
+        compare: how.
+        alarm: whether a difference counts.
+        every: steps between comparisons; the first one, which says what the gap is to begin with, is not waited for.
+        stops: whether an alarm ends the run.
+        on_event: is told of every comparison ("judge_gold"), of an alarm ("judge_drift"), and of one that failed
+            ("judge_gold_failed"); the data are JSON values (hence Any).
+    """
+
+    def __init__(self, compare: Compare, alarm: DriftAlarm, *, every: int, stops: bool, on_event: OnEvent) -> None:
+        self._compare = compare
+        self._alarm = alarm
+        self._every = every
+        self._stops = stops
+        self._on_event = on_event
+        self._recent: list[Judged] = []
+        self._running: asyncio.Task[None] | None = None
+        self._latest: DriftCheck | None = None
+        self._drift: str | None = None
+        self._defect: BaseException | None = None
+        self._has_begun = alarm.first is not None
+
+    def go_on_from(self, first: DriftCheck) -> None:
+        """Compare with this, the first comparison of an earlier part of the run."""
+        self._alarm = DriftAlarm(self._alarm.max_gap_change, first)
+        self._has_begun = True
+
+    def collect(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
+        """One more episode of the step under way."""
+        self._recent.append((trajectory, judged))
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Begins a comparison if it is time; the metrics of the last one that ended, once."""
+        recent, self._recent = self._recent, []
+        if (step % self._every == 0 or not self._has_begun) and self._running is None:
+            self._has_begun = True
+            self._running = asyncio.get_running_loop().create_task(self._check(step, recent))
+        latest, self._latest = self._latest, None
+        if latest is None:
+            return {}
+        metrics = {"judge/gold_gap": latest.gap}
+        return metrics if latest.correlation is None else {**metrics, "judge/gold_correlation": latest.correlation}
+
+    def require_agreement(self) -> None:
+        """Let nothing be scored any more after an alarm that is to stop the run, or if there can be no alarm.
+
+        Raises:
+            JudgeDriftError: there was one.
+            JudgeStoppedError: a comparison failed for a defect of its own, which no later one will be spared.
+        """
+        self._require_working()
+        if self._stops and self._drift is not None:
+            raise JudgeDriftError(f"judge.gold: {self._drift}")
+
+    async def finish(self) -> None:
+        """Wait for a comparison that is under way.
+
+        Raises:
+            JudgeStoppedError: see `require_agreement`.
+        """
+        if self._running is not None:
+            await self._running
+        self._require_working()
+
+    def _require_working(self) -> None:
+        if self._stops and self._defect is not None:
+            raise JudgeStoppedError(
+                f'judge.gold: on_drift is "stop", but the comparison with gold failed: {self._defect!r}. Mend what it '
+                'says, or set judge.gold.on_drift to "warn"'
+            ) from self._defect
+
+    async def close(self) -> None:
+        """Give up a comparison that is under way."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _check(self, step: int, recent: Sequence[Judged]) -> None:
+        try:
+            await self._compare_and_tell(step, recent)
+        except Exception as error:  # a defect of its own; raised where the run looks, for nothing awaits this task
+            self._fail(error, step)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self._fail(error, step)  # gold's own, of a task of its own
+        finally:
+            self._running = None
+
+    def _fail(self, defect: BaseException, step: int) -> None:
+        self._defect = defect
+        self._on_event("judge_gold_failed", {"reason": f"{type(defect).__name__}: {defect}", "of_step": step})
+
+    async def _compare_and_tell(self, step: int, recent: Sequence[Judged]) -> None:
+        try:
+            check = await self._compare(step, recent)
+        except (JudgeError, UnscoredError) as error:  # gold that is away changes no reward
+            self._on_event("judge_gold_failed", {"reason": str(error), "of_step": step})
+            return
+        self._latest = check
+        reason = self._alarm.check(check)
+        self._drift = self._drift if reason is None else reason  # before it is told, which may fail
+        self._on_event("judge_gold", {"of_step": step, **asdict(check)})
+        if reason is not None:
+            self._on_event("judge_drift", {"of_step": step, "reason": reason})
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstGoldJudge:
+    """Has a better judge score some of the step's episodes, by the same rubrics.
+
+    Attributes:
+        gold: the better one.
+        num_episodes: of the step, drawn by `seed`.
+    """
+
+    gold: Judge
+    rubrics_of: RubricsOf
+    weights: RewardBlend
+    num_episodes: int
+    seed: int
+
+    async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:
+        """The comparison over those that gold could score.
+
+        Raises:
+            JudgeError: there are fewer than two of them.
+        """
+        count = min(self.num_episodes, len(recent))
+        drawn = sorted(generator(self.seed, "gold", step).permutation(len(recent))[:count].tolist())
+        pairs = await asyncio.gather(*(self._pair(*recent[index]) for index in drawn))
+        return _compared([pair for pair in pairs if pair is not None])
+
+    async def _pair(self, trajectory: Trajectory, judged: JudgedEpisode) -> tuple[float, float] | None:
+        asked = await _judgement(self.gold, self.rubrics_of, trajectory)
+        if asked is None:
+            return None
+        gold = asked[0]
+        outcome = None if gold.outcome_review is None else gold.outcome_total
+        label = Label(trajectory.trajectory_id, outcome=outcome, events=gold.event_totals)
+        return scores_to_compare(judged.judgement, label, asked[1], self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstLabels:
+    """Has the judge score labelled episodes again.
+
+    Attributes:
+        judge: the one that is trained against; without a cache, which would hide that it has changed.
+        labelled: episodes with their labels.
+    """
+
+    judge: Judge
+    rubrics_of: RubricsOf
+    weights: RewardBlend
+    labelled: Sequence[tuple[Trajectory, Label]]
+
+    async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:  # noqa: ARG002
+        """The comparison over those that the judge could score.
+
+        Raises:
+            JudgeError: there are fewer than two of them.
+        """
+        pairs = await asyncio.gather(*(self._pair(*each) for each in self.labelled))
+        return _compared([pair for pair in pairs if pair is not None])
+
+    async def _pair(self, trajectory: Trajectory, label: Label) -> tuple[float, float] | None:
+        asked = await _judgement(self.judge, self.rubrics_of, trajectory)
+        return None if asked is None else scores_to_compare(asked[0], label, asked[1], self.weights)
+
+
+def scores_to_compare(
+    judgement: Judgement, label: Label, rubrics: Rubrics, weights: RewardBlend
+) -> tuple[float, float] | None:
+    """The judge's score and the label's, over what both have scored; None if that is nothing.
+
+    Events and outcome weigh as in the blend; if it weighs neither, each counts once.
+    """
+    is_weighed = weights.event > 0 or weights.outcome > 0
+    event_weight, outcome_weight = (weights.event, weights.outcome) if is_weighed else (1.0, 1.0)
+    found: list[tuple[float, float]] = []
+    if event_weight > 0:
+        marked = zip(judgement.event_totals, label.events, strict=False)
+        pairs = [(total, _gold_total(marks, rubrics.event)) for total, marks in marked]
+        found += [(event_weight * total, event_weight * gold) for total, gold in pairs if gold is not None]
+    if outcome_weight > 0 and judgement.outcome_review is not None:
+        gold = _gold_total(label.outcome, rubrics.outcome)
+        found += [] if gold is None else [(outcome_weight * judgement.outcome_total, outcome_weight * gold)]
+    if not found:
+        return None
+    return sum(judge for judge, _ in found), sum(gold for _, gold in found)
+
+
+def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:
+    """None: not labelled; or by criteria, and an HTTP judge keeps the rubric that would make them a total."""
+    if marks is None:
+        return None
+    if rubric is not None:
+        return total_of(marks, rubric)
+    return None if isinstance(marks, Mapping) else float(marks)
+
+
+async def _judgement(judge: Judge, rubrics_of: RubricsOf, trajectory: Trajectory) -> tuple[Judgement, Rubrics] | None:
+    """What it says, and by which rubrics; None: it has no score for this one."""
+    task = trajectory.task
+    try:
+        rubrics = await rubrics_of(task)
+        return await judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id)), rubrics
+    except JudgeError:
+        return None
+
+
+def _compared(pairs: Sequence[tuple[float, float]]) -> DriftCheck:
+    if len(pairs) < 2:
+        raise JudgeError(f"expected two episodes at least that both judge and gold have scored, got {len(pairs)}")
+    return compare_with_gold([judge for judge, _ in pairs], [gold for _, gold in pairs])

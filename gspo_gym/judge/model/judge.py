@@ -1,0 +1,266 @@
+"""A judge that is a model behind any OpenAI-compatible endpoint: an episode and rubrics -> a Judgement.
+
+The episode becomes questions (`prompt.py`), each question one verdict (`verdict.py`), each verdict reviews. An episode,
+or a turn, that says nothing gets the lowest scores by rule and is not asked about. What is random here, the order of
+criteria and the request's seed, follows from the episode's content, so equal episodes are asked equal questions; only
+the nonce is a secret, which no text inside the episode can know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gspo_gym.base.retries import RetryCounters, Sleep
+from gspo_gym.errors import UnscoredError
+from gspo_gym.judge.asking import Clock
+from gspo_gym.judge.base import CriterionScore, JudgeCost, JudgeError, Judgement, JudgeRequest, Review, Rubrics
+from gspo_gym.judge.budget import JudgeBudget
+from gspo_gym.judge.cache import Json, JudgementCache, digest_of
+from gspo_gym.judge.model.chat_model import ChatJudgeModel
+from gspo_gym.judge.model.prompt import PROMPT_VERSION, Question
+from gspo_gym.judge.model.settings import ModelJudgeSettings
+from gspo_gym.judge.model.suspicion import suspicions
+from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcript
+from gspo_gym.judge.model.verdict import NONCE_DIGITS, OUTCOME_PART, Verdict, turn_part
+from gspo_gym.judge.rubric import Criterion, Rubric
+from gspo_gym.seeding import child_seed, generator
+
+Result = TypeVar("Result")
+
+_MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
+BY_RULE = "by rule: the policy said nothing"
+
+
+@dataclass(slots=True)
+class JudgeCounters:
+    """What has happened so far, in episodes; `num_by_rule` counts reviews without a call, `flags` signs by kind."""
+
+    num_judged: int = 0
+    num_unscored: int = 0
+    num_flagged: int = 0
+    num_by_rule: int = 0
+    flags: Counter[str] = field(default_factory=Counter)
+
+
+class ModelJudge:
+    """Scores episodes by asking a model. Use it within one event loop, and close it.
+
+    Args:
+        settings: where the model is, and how it is asked.
+        cache: of answers, shared by judges; None: every question is asked.
+        budget: what may be spent, shared by judges; None: everything.
+        clock, sleep: replace time in tests.
+
+    Raises:
+        ConfigError: the key's variable is not set. MissingExtraError: the openai package is not installed.
+    """
+
+    def __init__(
+        self,
+        settings: ModelJudgeSettings,
+        *,
+        cache: JudgementCache | None = None,
+        budget: JudgeBudget | None = None,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self.settings = settings
+        self.counters = JudgeCounters()
+        self._cache = cache
+        self._model = ChatJudgeModel(settings, budget=budget, clock=clock, sleep=sleep)
+        self._secret = secrets.token_bytes(32)
+        # Episodes are read a few at a time: preparing thousands at once would use up the time of the first requests.
+        self._open_episodes = asyncio.Semaphore(2 * settings.asking.max_concurrency)
+
+    @property
+    def name(self) -> str:
+        """Such as "openai:gpt-5-mini"."""
+        return self.settings.name
+
+    @property
+    def retry_counters(self) -> RetryCounters:
+        """Questions, attempts and failures by kind so far."""
+        return self._model.counters
+
+    async def judge(self, request: JudgeRequest) -> Judgement:
+        """See `Judge.judge`."""
+        try:
+            async with self._open_episodes:
+                judgement = await self._judge(request)
+        except JudgeError:
+            self.counters.num_unscored += 1
+            raise
+        self.counters.num_judged += 1
+        self.counters.num_flagged += bool(judgement.flags)
+        self.counters.flags.update(flag.partition(": ")[2] for flag in judgement.flags)
+        return judgement
+
+    async def close(self) -> None:
+        """Give the connections back; the cache is its owner's to close."""
+        await self._model.close()
+
+    async def _judge(self, request: JudgeRequest) -> Judgement:
+        whole = read_transcript(request.trajectory, show_reasoning=self.settings.show_reasoning)
+        questions = plan(whole, request.rubrics, self.settings)
+        answers = await _all_or_none([self._answer(question, request.rubrics) for question in questions])
+        scores: dict[str, Mapping[str, CriterionScore]] = {}
+        summaries: dict[str, str] = {}
+        for verdict, _ in answers:
+            scores |= verdict.parts
+            about = [OUTCOME_PART] if OUTCOME_PART in verdict.parts else verdict.parts
+            summaries |= dict.fromkeys(about, verdict.summary)
+
+        def review(part: str, rubric: Rubric) -> Review:
+            self.counters.num_by_rule += part not in scores
+            return review_of(rubric, scores.get(part), summaries.get(part, "" if part in scores else BY_RULE))
+
+        event, outcome = request.rubrics.event, request.rubrics.outcome
+        return Judgement(
+            judge=self.name,
+            event_reviews=tuple(review(turn_part(turn), event) for turn in range(whole.num_turns)) if event else (),
+            outcome_review=None if outcome is None else review(OUTCOME_PART, outcome),
+            flags=suspicions(request.trajectory),
+            cuts=_cuts_of(questions),
+            cost=sum((cost for _, cost in answers), JudgeCost()),
+        )
+
+    async def _answer(self, question: Question, rubrics: Rubrics) -> tuple[Verdict, JudgeCost]:
+        """The verdict, and what it cost to get now."""
+        key = self._key(question, rubrics)
+        seed = child_seed(self.settings.seed, "judge", key)
+        asked = _shuffled(question, seed) if self.settings.shuffles_criteria else question
+        costs: list[JudgeCost] = []
+
+        def nonce_of(num_answers: int) -> str:
+            return hmac.new(self._secret, f"{key}/{num_answers}".encode(), hashlib.sha256).hexdigest()[:NONCE_DIGITS]
+
+        async def ask() -> Json:
+            verdict, cost = await self._model.ask(asked, nonce_of=nonce_of, seed=seed)
+            costs.append(cost)
+            return _verdict_to_json(verdict)
+
+        answer = await (ask() if self._cache is None else self._cache.get_or_ask(key, ask))
+        return _verdict_from_json(answer, question), sum(costs, JudgeCost())
+
+    def _key(self, question: Question, rubrics: Rubrics) -> str:
+        """Of everything that the answer depends on, and of nothing else: not of the episode's place in its group."""
+        transcript = question.transcript
+        return digest_of(
+            {
+                "prompt_version": PROMPT_VERSION,
+                "model": self.settings.cache_identity,
+                "rubrics": {
+                    name: rubric.to_dict() if rubric else None
+                    for name, rubric in (("event", rubrics.event), ("outcome", rubrics.outcome))
+                },
+                "parts": list(question.parts),
+                "transcript": [[piece.writer, piece.turn, piece.text, piece.note] for piece in transcript.pieces],
+                "num_turns": transcript.num_turns,
+            }
+        )
+
+
+def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> list[Question]:
+    """The questions that an episode takes; none about turns, or an episode, that say nothing.
+
+    One call about everything ("episode"), or one for each turn and one for the outcome ("turn"). "auto" is the first
+    where all of the transcript fits and there are few turns, so that no judged turn is read in a shortened context.
+    """
+    spoken = tuple(turn for turn in range(whole.num_turns) if not whole.is_empty_turn(turn))
+    if not spoken:
+        return []
+    event = rubrics.event.criteria if rubrics.event else ()
+    outcome = rubrics.outcome.criteria if rubrics.outcome else ()
+    goals = {
+        name: rubric.goal_text for name, rubric in (("turns", rubrics.event), ("outcome", rubrics.outcome)) if rubric
+    }
+    limit = settings.max_transcript_chars
+    fits = whole.num_chars <= limit and len(spoken) <= _MAX_PARTS_OF_A_CALL
+    if not event or settings.mode == "episode" or (settings.mode == "auto" and fits):
+        turns = spoken if event else ()
+        judged = range(whole.num_turns) if outcome else turns
+        return [Question(compacted(whole, judged, limit), turns, event, outcome, goals)] if turns or outcome else []
+    questions = [
+        Question(compacted(whole.until(turn), {turn}, limit), (turn,), event, (), {"turns": goals["turns"]})
+        for turn in spoken
+    ]
+    if outcome:
+        shown = compacted(whole, range(whole.num_turns), limit)
+        questions.append(Question(shown, (), (), outcome, {"outcome": goals["outcome"]}))
+    return questions
+
+
+def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:
+    """What the model was not shown, by question where there are several."""
+    if len(questions) == 1:
+        return questions[0].transcript.cuts
+    return tuple(f"{', '.join(question.parts)}: {cut}" for question in questions for cut in question.transcript.cuts)
+
+
+def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summary: str) -> Review:
+    """A review with its total; None: the lowest scores.
+
+    Raises:
+        JudgeError: the scores are not the rubric's.
+    """
+    if scores is None:
+        scores = {id_: CriterionScore(score, BY_RULE) for id_, score in rubric.lowest_scores.items()}
+    try:
+        total = rubric.total({id_: score.score for id_, score in scores.items()})
+    except UnscoredError as error:
+        raise JudgeError(str(error)) from error
+    return Review({id_: scores[id_] for id_ in rubric.ids}, total, summary)
+
+
+def _shuffled(question: Question, seed: int) -> Question:
+    """The question with its criteria in the order of a seed: which stands first matters to models."""
+
+    def shuffle(criteria: Sequence[Criterion], name: str) -> tuple[Criterion, ...]:
+        order = generator(seed, "criteria", name).permutation(len(criteria))
+        return tuple(criteria[int(index)] for index in order)
+
+    return Question(
+        question.transcript,
+        question.turns,
+        shuffle(question.event, "event"),
+        shuffle(question.outcome, "outcome"),
+        question.goals,
+    )
+
+
+def _verdict_to_json(verdict: Verdict) -> Json:
+    parts = {
+        name: {id_: [score.score, score.reason] for id_, score in scores.items()}
+        for name, scores in verdict.parts.items()
+    }
+    return {"parts": parts, "summary": verdict.summary}
+
+
+def _verdict_from_json(value: Json, question: Question) -> Verdict:
+    """What was kept; its shape is ours, for its digest is right and its key is of this question."""
+    parts: Mapping[str, Any] = value["parts"]
+    assert set(parts) == set(question.parts), "a key stands for one question"
+    return Verdict(
+        {name: {id_: CriterionScore(*pair) for id_, pair in scores.items()} for name, scores in parts.items()},
+        value["summary"],
+    )
+
+
+async def _all_or_none(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results; as soon as one fails, the others are given up."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,178 @@
+"""A verdict: the JSON that a judging model answers with, its schema, and the one strict reader of it.
+
+    {"verdict_NONCE": {"turn_1": {"ID": {"reason": "...", "score": 1}}, ..., "outcome": {...}, "summary": "..."}}
+
+The key holds the nonce of the call, which no text inside the episode can know, so a judge may quote what it has read
+before it answers; but a verdict stands in the answer exactly once. Everything that was asked for is in it exactly
+once, nothing else is, and every score is a JSON number on its criterion's scale. Anything else is an error, for there
+is no default score. The reason stands before the score, so that a model writes it before it decides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from gspo_gym.base.retries import AttemptError
+from gspo_gym.judge.base import CriterionScore
+from gspo_gym.judge.rubric import Criterion
+
+OUTCOME_PART = "outcome"
+NONCE_DIGITS = 20  # hexadecimal: 80 bits
+_REASONED = re.compile(r"\s*<think>.*</think>", re.DOTALL)  # by a judging model whose server does not cut it off
+_MAX_SHOWN = 120
+# A schema wants a highest number for counts; what a judge could really count is below it.
+_MAX_COUNT = 1_000_000
+
+# What is asked for, by part: "turn_1" (from 1), ... and "outcome".
+Parts = Mapping[str, Sequence[Criterion]]
+
+
+class VerdictError(AttemptError):
+    """An answer that is no verdict. Another attempt may give one; nothing is made of this one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Scores by part and by the criterion's id, and the judge's words about the whole."""
+
+    parts: Mapping[str, Mapping[str, CriterionScore]]
+    summary: str
+
+
+def turn_part(turn: int) -> str:
+    """The part of a turn, which is given from 0 and called from 1.
+
+    >>> turn_part(0)
+    'turn_1'
+    """
+    return f"turn_{turn + 1}"
+
+
+def verdict_key(nonce: str) -> str:
+    """The only key of a verdict."""
+    return f"verdict_{nonce}"
+
+
+def verdict_schema(nonce: str, parts: Parts) -> dict[str, Any]:
+    """The JSON schema (hence Any) in the strict subset of OpenAI's: everything is required, nothing else allowed."""
+    of_parts = {name: _object({c.id: _criterion_schema(c) for c in criteria}) for name, criteria in parts.items()}
+    return _object({verdict_key(nonce): _object({**of_parts, "summary": {"type": "string"}})})
+
+
+def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
+    """The verdict in a judge's answer.
+
+    Raises:
+        VerdictError: there is none, more than one, or one that is not complete or not on its scales.
+    """
+    body = _find(text, verdict_key(nonce))
+    expected = {*parts, "summary"}
+    _require_keys("verdict", body, expected)
+    summary = body["summary"]
+    if not isinstance(summary, str):
+        _fail("summary", "a text", summary)
+    return Verdict({name: _read_part(name, body[name], criteria) for name, criteria in parts.items()}, summary)
+
+
+def _find(text: str, key: str) -> dict[str, Any]:
+    """The object under the key, from the one object that holds it alone."""
+    text = _REASONED.sub("", text, count=1) if text.lstrip().startswith("<think>") else text
+    num_found = text.count(key)
+    if num_found != 1:
+        raise VerdictError(f"expected exactly one verdict with the key of this call, got {num_found} in {_shown(text)}")
+    start = text.rfind("{", 0, text.index(key))
+    if start < 0:
+        raise VerdictError(f"expected a verdict as a JSON object, got {_shown(text)}")
+    try:
+        whole, _ = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:  # json's own, and those of the hooks below
+        raise VerdictError(f"the verdict is not JSON: {error}: {_shown(text[start:])}") from error
+    _require_keys("answer", whole, {key})
+    return _as_object("verdict", whole[key])
+
+
+def _read_part(part: str, value: object, criteria: Sequence[Criterion]) -> dict[str, CriterionScore]:
+    scores = _as_object(part, value)
+    _require_keys(part, scores, {criterion.id for criterion in criteria})
+    return {criterion.id: _read_score(part, criterion, scores[criterion.id]) for criterion in criteria}
+
+
+def _read_score(part: str, criterion: Criterion, value: object) -> CriterionScore:
+    where = f"{part}: {criterion.id!r}"
+    fields = _as_object(where, value)
+    _require_keys(where, fields, {"reason", "score"})
+    reason, score = fields["reason"], fields["score"]
+    if not isinstance(reason, str):
+        _fail(f"{where}: reason", "a text", reason)
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        _fail(f"{where}: score", "a number", score)
+    try:
+        number = float(score)
+    except OverflowError as error:
+        raise VerdictError(f"{where}: score: too large a number") from error
+    if (problem := criterion.problem_of(number)) is not None:
+        raise VerdictError(f"{part}: {problem}")
+    return CriterionScore(number, reason)
+
+
+def _as_object(where: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _fail(where, "a JSON object", value)
+    return value
+
+
+def _require_keys(where: str, value: Mapping[str, Any], expected: set[str]) -> None:
+    missing, unknown = sorted(expected - set(value)), sorted(set(value) - expected)
+    if missing or unknown:
+        raise VerdictError(f"{where}: missing {missing or 'nothing'}, not asked for {_shown(unknown or 'nothing')}")
+
+
+def _fail(where: str, expected: str, got: object) -> NoReturn:
+    raise VerdictError(f"{where}: expected {expected}, got {_shown(got)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _criterion_schema(criterion: Criterion) -> dict[str, Any]:
+    score: dict[str, Any]
+    if criterion.scale == "binary":
+        score = {"type": "integer", "enum": [0, 1]}
+    elif criterion.scale == "count":
+        score = {"type": "integer", "minimum": 0, "maximum": _MAX_COUNT}
+    else:
+        score = {"type": "number", "minimum": criterion.lowest, "maximum": criterion.highest}
+    return _object({"reason": {"type": "string"}, "score": score})
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)

@@ -1,0 +1,221 @@
+"""Stored episodes judged again, by another rubric or another judge, beside what the run's own judge said.
+
+No model plays and nothing of the run is changed: the answers go into a file of their own, in the shape of
+judgements.jsonl. Called by `gspo-gym judge score`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gspo_gym.errors import ConfigError, RecordError, UnscoredError
+from gspo_gym.judge.audit.statistics import agreement
+from gspo_gym.judge.base import Judge, JudgeCost, JudgeDownError, JudgeError, JudgeRequest, JudgeStoppedError, Rubrics
+from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
+from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.types import Trajectory
+
+Key = tuple[str, int]  # trajectory id and attempt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rescored:
+    """An episode with what was said of it then and now.
+
+    Attributes:
+        before: None if the run's judge did not score it.
+        after: None if it got no score now; then `reason` says why.
+    """
+
+    trajectory: Trajectory
+    before: JudgedEpisode | None
+    after: JudgedEpisode | None
+    reason: str = ""
+
+
+def stored_episodes(source: Path, prefix: str = "") -> list[Trajectory]:
+    """The episodes of a run folder whose file begins with `prefix` ("eval_000010"), or those of one file of episodes.
+
+    Raises:
+        ConfigError: there are none.
+        RecordError: a line is not an episode.
+    """
+    files = [source] if source.is_file() else sorted((source / "episodes").glob("*.jsonl"))
+    if source.is_dir():
+        files = [path for path in files if path.name.startswith(prefix)]
+    episodes = [trajectory for path in files for trajectory in read_episodes(path)]
+    if not episodes:
+        raise ConfigError(
+            f"{source}: expected a run's folder with episodes/{prefix}*.jsonl, or a file of episodes; found none"
+        )
+    return episodes
+
+
+def stored_judgements(source: Path) -> dict[Key, JudgedEpisode]:
+    """What the run's judge said last of each episode; empty where nothing was judged."""
+    return latest_judgements(read_judgements(source / JUDGEMENTS_FILE)) if source.is_dir() else {}
+
+
+def new_file(source: Path, label: str) -> Path:
+    """Where the answers go: judgements-LABEL.jsonl in the run's folder, or beside a file of episodes.
+
+    Raises:
+        ConfigError: there is such a file already, or the label is no part of a file's name.
+    """
+    if not label.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(f"--label: expected letters, digits, - and _, got {label!r}")
+    path = (source if source.is_dir() else source.parent) / f"judgements-{label}.jsonl"
+    if path.exists():
+        raise ConfigError(f"{path}: there is such a file already; remove it, or choose another --label")
+    return path
+
+
+async def rescore(
+    judge: Judge,
+    rubrics: Rubrics,
+    episodes: Sequence[Trajectory],
+    weights: RewardBlend,
+    *,
+    before: Mapping[Key, JudgedEpisode] | None = None,
+    on_judged: Callable[[JudgedEpisode], None] | None = None,
+) -> list[Rescored]:
+    """Every episode with its new judgement, in their order; `on_judged` gets each at once, so that none is lost.
+
+    Raises:
+        ConfigError: a part that has a weight is in no rubric.
+        JudgeDownError, JudgeStoppedError: the judge cannot go on.
+        RecordError: an episode's rewards were blended with a judge's, and what they were before is not known.
+    """
+    known = before or {}
+    for part, weight in (("event", weights.event), ("outcome", weights.outcome)):
+        if weight > 0 and part not in rubrics.parts:
+            raise ConfigError(
+                f"judge.reward_blend.{part} is {weight:g}, but the rubric has no part {part!r}; set the weight to 0, "
+                "or add the part"
+            )
+
+    async def one(trajectory: Trajectory) -> Rescored:
+        old = known.get((trajectory.trajectory_id, trajectory.attempt))
+        try:
+            after = await _judge_again(judge, rubrics, _as_played(trajectory, old), weights)
+        except (JudgeDownError, JudgeStoppedError):
+            raise
+        except (JudgeError, UnscoredError) as error:
+            return Rescored(trajectory, old, None, str(error))
+        if on_judged is not None:
+            on_judged(after)
+        return Rescored(trajectory, old, after)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(trajectory)) for trajectory in episodes]
+    except BaseExceptionGroup as failed:  # the first one ended the others
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterator[str]:
+    """Lines: the episodes whose return changed most, then means, agreement and cost."""
+    done = [each for each in rescored if each.after is not None]
+    rows = sorted(done, key=lambda each: -abs(_change(each) or 0.0))[:max_rows]
+    width = max([len("episode"), *(len(each.trajectory.trajectory_id) for each in rows)])
+    heads = ("env", "event then", "now", "outcome then", "now", "return then", "now", "change")
+    yield f"{'episode':<{width}}  " + "  ".join(f"{head:>{_width(head)}}" for head in heads)
+    for each in rows:
+        yield f"{each.trajectory.trajectory_id:<{width}}  " + "  ".join(_cells(each, heads))
+    if len(done) > len(rows):
+        yield f"... and {len(done) - len(rows)} more, which changed less"
+    yield from _summary(rescored)
+
+
+def _as_played(trajectory: Trajectory, judged: JudgedEpisode | None) -> Trajectory:
+    """With the environment's own rewards, which a blended episode has only in its judgement."""
+    if judged is None:
+        return trajectory
+    if len(judged.env_rewards) != len(trajectory.turns):
+        raise RecordError(
+            f"{trajectory.trajectory_id}: expected a reward for each of {len(trajectory.turns)} turns in "
+            f"{JUDGEMENTS_FILE}, got {len(judged.env_rewards)}"
+        )
+    turns = (
+        dataclasses.replace(turn, reward=reward, reward_terms={})
+        for turn, reward in zip(trajectory.turns, judged.env_rewards, strict=True)
+    )
+    return dataclasses.replace(trajectory, turns=tuple(turns))
+
+
+async def _judge_again(judge: Judge, rubrics: Rubrics, trajectory: Trajectory, weights: RewardBlend) -> JudgedEpisode:
+    task = trajectory.task
+    judgement = await judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))
+    return JudgedEpisode(
+        trajectory_id=trajectory.trajectory_id,
+        attempt=trajectory.attempt,
+        env_id=task.env_id,
+        seed=task.seed,
+        judgement=judgement,
+        env_rewards=env_rewards(trajectory),
+        blend=weights,
+        episode_return=blend(trajectory, judgement, weights).reward,
+    )
+
+
+def _change(each: Rescored) -> float | None:
+    """Of the return; None where it had none before."""
+    if each.before is None or each.after is None:
+        return None
+    return each.after.episode_return - each.before.episode_return
+
+
+def _cells(each: Rescored, heads: Sequence[str]) -> Iterator[str]:
+    then, now = each.before, each.after
+    values = [
+        None if now is None else now.env_return,
+        _event(then),
+        _event(now),
+        _outcome(then),
+        _outcome(now),
+        None if then is None else then.episode_return,
+        None if now is None else now.episode_return,
+        _change(each),
+    ]
+    for head, value in zip(heads, values, strict=True):
+        sign = "+" if head == "change" else ""
+        yield f"{'-' if value is None else format(value, f'{sign}.3f'):>{_width(head)}}"
+
+
+def _width(head: str) -> int:
+    return max(len(head), 7)
+
+
+def _event(judged: JudgedEpisode | None) -> float | None:
+    return judged.judgement.event_total if judged is not None and judged.judgement.event_reviews else None
+
+
+def _outcome(judged: JudgedEpisode | None) -> float | None:
+    return None if judged is None or judged.judgement.outcome_review is None else judged.judgement.outcome_total
+
+
+def _summary(rescored: Sequence[Rescored]) -> Iterator[str]:
+    after = [each.after for each in rescored if each.after is not None]
+    for name, part in (("event", _event), ("outcome", _outcome)):
+        pairs = [(part(each.before), part(each.after)) for each in rescored]
+        both = [(then, now) for then, now in pairs if then is not None and now is not None]
+        if both:
+            found = agreement([now for _, now in both], [then for then, _ in both])
+            numbers = {"kappa": found.kappa, "correlation": found.correlation}
+            told = ", ".join(f"{key} {value:.3f}" for key, value in numbers.items() if value is not None)
+            means = f"mean {found.gold_mean:.3f} then, {found.judge_mean:.3f} now"
+            yield f"{name}: {means}, {found.equal_fraction:.1%} equal" + (f", {told}" if told else "")
+    cost = sum((judged.judgement.cost for judged in after), JudgeCost())
+    tokens = f"{cost.input_tokens:,} tokens read, {cost.output_tokens:,} written, {cost.usd:.4f} USD"
+    yield f"{len(after)} of {len(rescored)} episodes scored; {cost.num_calls:,} calls, {tokens}"
+    reasons: dict[str, int] = {}
+    for each in rescored:
+        if each.after is None:
+            reasons[each.reason] = reasons.get(each.reason, 0) + 1
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        yield f"  unscored {count}: {reason}"

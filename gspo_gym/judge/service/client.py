@@ -1,0 +1,183 @@
+"""A judge behind the HTTP contract: episodes go to `{judge_url}/judge/v1/score`, reviews come back.
+
+What the reviews mean, and their totals, is that service's; here they are checked for completeness and taken as they
+are. Signs of manipulation are looked for on this side, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gspo_gym.base.endpoint import OpenAIClient, RefusedError
+from gspo_gym.base.keys import read_key
+from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
+from gspo_gym.errors import ServiceError
+from gspo_gym.judge.asking import Asking, AskingSettings, Clock
+from gspo_gym.judge.base import (
+    JudgeBudgetError,
+    JudgeCost,
+    JudgeError,
+    Judgement,
+    JudgeRequest,
+)
+from gspo_gym.judge.budget import JudgeBudget
+from gspo_gym.judge.cache import Json, JudgementCache, digest_of
+from gspo_gym.judge.model.settings import require_plain_url
+from gspo_gym.judge.model.suspicion import suspicions
+from gspo_gym.judge.service.contract import judgement_from_wire, request_to_wire, score_url
+
+_PAYMENT_REQUIRED = 402  # how our server says that its own budget is spent
+
+
+@dataclass(frozen=True, slots=True)
+class HttpJudgeSettings:
+    """Where the judge is, and what it is told.
+
+    Attributes:
+        url: see `http_contract.score_url`.
+        api_key_env: the environment variable with the bearer's key; None: none is sent.
+        provider, model, rubric_id: passed on; with a rubric_id the rubric itself is not sent.
+        rubric_overrides, tracks, weights: what the judge lays over a rubric that it has itself, which tracks of it are
+            judged, and their weights (Any: JSON). A rubric that is sent has them in it.
+        event, outcome: what is asked about; None: what there is a rubric for.
+        policy_name: passed on.
+        show_reasoning: whether what the policy thought is sent.
+        asking: how patiently it is asked; `timeout_seconds` is passed on as well.
+    """
+
+    url: str
+    api_key_env: str | None = None
+    provider: str | None = None
+    model: str | None = None
+    rubric_id: str | None = None
+    rubric_overrides: Mapping[str, Any] = field(default_factory=dict)
+    tracks: Sequence[str] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
+    event: bool | None = None
+    outcome: bool | None = None
+    policy_name: str = "policy"
+    show_reasoning: bool = False
+    asking: AskingSettings = field(default_factory=AskingSettings)
+
+    def __post_init__(self) -> None:
+        require_plain_url("HttpJudgeSettings.url", self.url)
+
+    @property
+    def rubric_options(self) -> Json:
+        """What is sent beside a rubric that the judge has itself."""
+        given = {"rubric_overrides": self.rubric_overrides, "tracks": list(self.tracks), "weights": self.weights}
+        return {name: value for name, value in given.items() if value}
+
+
+class HttpJudge:
+    """Asks the service. Use it within one event loop, and close it.
+
+    Args:
+        settings: where it is.
+        cache, budget, clock, sleep: see `ModelJudge`. The budget counts requests, and tokens and money where the
+            service says what it has spent.
+
+    Raises:
+        ConfigError: the key's variable is not set. MissingExtraError: the openai package is not installed.
+    """
+
+    def __init__(
+        self,
+        settings: HttpJudgeSettings,
+        *,
+        cache: JudgementCache | None = None,
+        budget: JudgeBudget | None = None,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self.settings = settings
+        self._url = score_url(settings.url)
+        self._cache = cache
+        key = read_key(settings.api_key_env, "the judge's api_key_env")
+        client = OpenAIClient(self._url, api_key=key, timeout_seconds=settings.asking.timeout_seconds)
+        self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
+
+    @property
+    def name(self) -> str:
+        """Its URL."""
+        return self._url
+
+    @property
+    def retry_counters(self) -> RetryCounters:
+        """Questions, attempts and failures by kind so far."""
+        return self._asking.counters
+
+    async def judge(self, request: JudgeRequest) -> Judgement:
+        """See `Judge.judge`."""
+        settings = self.settings
+        named = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
+        options: Json = {name: value for name, value in named.items() if value is not None}
+        if settings.rubric_id is not None or not request.rubrics.parts:
+            options |= settings.rubric_options
+        body = request_to_wire(
+            request,
+            options={**options, "timeout_s": settings.asking.timeout_seconds},
+            **self._asked(request),
+            policy_name=settings.policy_name,
+            show_reasoning=settings.show_reasoning,
+        )
+        costs: list[JudgeCost] = []
+
+        async def ask() -> Json:
+            answer, cost = await self._ask(body, request)
+            costs.append(cost)
+            return answer
+
+        about = {name: value for name, value in body["options"].items() if name != "metadata"}  # which says whose it is
+        key = digest_of([self._url, {**body, "options": about}])
+        answer = await (ask() if self._cache is None else self._cache.get_or_ask(key, ask))
+        judgement = self._read(answer, request)
+        flags = tuple(dict.fromkeys([*judgement.flags, *suspicions(request.trajectory)]))
+        return replace(judgement, flags=flags, cost=sum(costs, JudgeCost()))
+
+    async def close(self) -> None:
+        """Give the connections back; the cache is its owner's to close."""
+        await self._asking.close()
+
+    async def _ask(self, body: Json, request: JudgeRequest) -> tuple[Json, JudgeCost]:
+        def read(answer: Any) -> Any:
+            try:
+                self._read(answer, request)
+            except JudgeError as error:
+                raise AttemptError(str(error), kind="answer") from error
+            return answer
+
+        def cost_of(answer: Any) -> JudgeCost:
+            try:
+                return replace(self._read(answer, request).cost, num_calls=1)
+            except JudgeError:
+                return JudgeCost(num_calls=1)
+
+        try:
+            return await self._asking.ask(self._url, lambda _: body, read, cost_of, most=JudgeCost(num_calls=1))
+        except RefusedError as error:
+            kind = JudgeBudgetError if error.status == _PAYMENT_REQUIRED else JudgeError
+            raise kind(str(error)) from error
+        except JudgeError:
+            raise
+        except ServiceError as error:
+            raise JudgeError(str(error)) from error
+
+    def _read(self, answer: Any, request: JudgeRequest) -> Judgement:
+        return judgement_from_wire(
+            answer,
+            judge=self.name,
+            num_turns=len(request.trajectory.turns),
+            **self._asked(request),
+        )
+
+    def _asked(self, request: JudgeRequest) -> dict[str, bool]:
+        event, outcome = self.settings.event, self.settings.outcome
+        return {
+            "event": request.rubrics.event is not None if event is None else event,
+            "outcome": request.rubrics.outcome is not None if outcome is None else outcome,
+        }

@@ -1,0 +1,313 @@
+"""What goes over the wire between a trainer and an HTTP judge, in both directions; no I/O.
+
+The hosted trainer's contract (synth-ai 0.2.24 of PyPI, MIT), `POST {judge_url}/judge/v1/score`. Of its later form,
+which calls a judge a verifier, answers are read as well. Where a foreign client or server differs in what it may leave
+out, reading is lenient; a score is never guessed.
+
+An event is one turn: what the model saw (`observation`), the tools that it called, and under `info.message` its whole
+message, which is ours to add, for the contract has no place for text. Rewards are not sent: a judge that sees them
+repeats them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field, ValidationError
+
+from gspo_gym.base.messages import message_to_wire
+from gspo_gym.judge.base import CriterionScore, JudgeCost, JudgeError, Judgement, JudgeRequest, Review
+from gspo_gym.judge.rubric import Rubric
+from gspo_gym.types import Message, Outcome, Trajectory
+
+ROUTE = "/judge/v1/score"
+LATER_ROUTE = "/graphs/verifiers/completions"
+
+Json = dict[str, Any]
+
+
+# A JSON number: no text, no boolean, and neither NaN nor infinity.
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class WireTaskApp(BaseModel):
+    """Where the episode was played."""
+
+    id: str = ""
+    base_url: str | None = None
+
+
+class WireTrace(BaseModel):
+    """The episode: one entry of `event_history` a turn."""
+
+    event_history: list[Json]
+    markov_blanket_message_history: list[Any] = Field(default=[])
+    metadata: Json = Field(default={})
+
+
+class WireOptions(BaseModel):
+    """What is to be judged, and by whom; further fields are ignored."""
+
+    provider: str | None = None
+    model: str | None = None
+    rubric_id: str | None = None
+    event: bool = True
+    outcome: bool = True
+    timeout_s: float | None = None
+    rubric_overrides: Json | None = None
+    tracks: list[str] | None = None
+    weights: dict[str, Number] | None = None
+
+
+class ScoreRequest(BaseModel):
+    """The body of a request; `rubric` has lists of criteria under "event" and "outcome"."""
+
+    policy_name: str = "policy"
+    task_app: WireTaskApp = Field(default=WireTaskApp())
+    trace: WireTrace
+    options: WireOptions = Field(default=WireOptions())
+    rubric: Json | None = None
+
+
+class WireScore(BaseModel):
+    """One criterion's score."""
+
+    score: Number
+    reason: str | None = ""
+
+
+class WireReview(BaseModel):
+    """One event's review, or the outcome's."""
+
+    criteria: dict[str, WireScore] = Field(default={})
+    total: Number | None = None
+    summary: str | None = None
+
+
+class ScoreResponse(BaseModel):
+    """The body of an answer. The last four fields are other clients' and the later form's names."""
+
+    status: Literal["ok", "failed"] = "ok"
+    event_reviews: list[WireReview] = Field(default=[])
+    outcome_review: WireReview | None = None
+    event_totals: list[Number] | None = None
+    details: Json | None = Field(default={})
+    metadata: Json | None = Field(default={})
+    aggregate_score: Number | None = None
+    event_rewards: list[Number] | None = None
+    outcome_reward: Number | None = None
+    reward_info: Json | None = None
+
+
+def score_url(judge_url: str) -> str:
+    """Where a judge is asked: its whole route is taken as it is, /api and other paths get the route, a host both.
+
+    >>> score_url("http://127.0.0.1:9000"), score_url("https://judge.example/api/")
+    ('http://127.0.0.1:9000/api/judge/v1/score', 'https://judge.example/api/judge/v1/score')
+    """
+    url = judge_url.rstrip("/")
+    if url.endswith((ROUTE, LATER_ROUTE)):
+        return url
+    return f"{url}{ROUTE}" if urlsplit(url).path else f"{url}/api{ROUTE}"
+
+
+def request_to_wire(
+    request: JudgeRequest,
+    *,
+    options: Mapping[str, Any],
+    event: bool,
+    outcome: bool,
+    policy_name: str = "policy",
+    show_reasoning: bool = False,
+) -> Json:
+    """The body of a request that asks about events, the outcome or both.
+
+    `options` are provider, model, rubric_id and the like (Any: JSON); with a rubric_id the rubrics are not sent.
+
+    Raises:
+        JudgeError: the episode failed or has no turn.
+    """
+    trajectory, rubrics = request.trajectory, request.rubrics
+    given = {name: rubric for name, rubric in (("event", rubrics.event), ("outcome", rubrics.outcome)) if rubric}
+    body: Json = {
+        "policy_name": policy_name,
+        "task_app": {"id": request.task_app or trajectory.task.env_id},
+        "trace": {
+            "event_history": _events(trajectory, show_reasoning=show_reasoning),
+            "markov_blanket_message_history": [],
+            "metadata": {"env_id": trajectory.task.env_id, "policy_id": policy_name, "length": len(trajectory.turns)},
+        },
+        "options": {"event": event, "outcome": outcome, **options},
+    }
+    if request.metadata:
+        body["options"]["metadata"] = dict(request.metadata)
+    if given and "rubric_id" not in options:
+        body["rubric"] = {
+            name: [criterion.to_dict() for criterion in rubric.criteria] for name, rubric in given.items()
+        }
+        body["options"]["rubric_overrides"] = {name: _rest(rubric) for name, rubric in given.items()}
+    return body
+
+
+def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, outcome: bool) -> Judgement:
+    """What a judge answered (Any: anything), as its own totals say.
+
+    The outcome's total is `outcome_review.total`; without it `aggregate_score`, without that `outcome_reward`.
+
+    Raises:
+        JudgeError: it failed, or what was asked for is missing, of another length, or no finite number.
+    """
+    try:
+        response = ScoreResponse.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise JudgeError(f"{judge}: the answer is not of the contract: {where}: {first['msg']}") from error
+    if response.status != "ok":
+        raise JudgeError(f"{judge}: it could not judge this episode: {response.details!r:.200}")
+    metadata = response.metadata or {}
+    return Judgement(
+        judge=str(metadata.get("judge", judge)),
+        event_reviews=_read_events(response, judge, num_turns) if event else (),
+        outcome_review=_read_outcome(response, judge) if outcome else None,
+        flags=_texts(metadata.get("flags")),
+        cuts=_texts(metadata.get("cuts")),
+        disagreement=_number_or_none(metadata.get("disagreement")),
+        cost=_cost(metadata.get("cost")),
+    )
+
+
+def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indices: Sequence[int]) -> Json:
+    """A judgement as the body of an answer; `event_indices` says which events of the request its turns are."""
+    rubrics = request.rubrics
+    return {
+        "status": "ok",
+        "event_reviews": [_review(review, rubrics.event) for review in judgement.event_reviews],
+        "outcome_review": judgement.outcome_review and _review(judgement.outcome_review, rubrics.outcome),
+        "event_totals": list(judgement.event_totals),
+        "details": {},
+        "metadata": {
+            "judge": judgement.judge,
+            "flags": list(judgement.flags),
+            "cuts": list(judgement.cuts),
+            "event_indices": list(event_indices),
+            "disagreement": judgement.disagreement,
+            "cost": {
+                "num_calls": judgement.cost.num_calls,
+                "input_tokens": judgement.cost.input_tokens,
+                "output_tokens": judgement.cost.output_tokens,
+                "usd": judgement.cost.usd,
+            },
+        },
+    }
+
+
+def shown_message(message: Message, *, show_reasoning: bool) -> Json:
+    """A message of the policy on the wire, with what it thought or without."""
+    wire = message_to_wire(message)
+    if not show_reasoning or message.reasoning_content is None:
+        return wire
+    return {**wire, "reasoning_content": message.reasoning_content}
+
+
+def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
+    said = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    num_turns = len(trajectory.turns)
+    if trajectory.outcome.is_infrastructure_failure or not 0 < num_turns <= len(said):
+        raise JudgeError(
+            f"episode {trajectory.trajectory_id} ({trajectory.outcome.value}): expected an episode that did not fail, "
+            f"with a message for each of its turns, got {num_turns} turns and {len(said)} messages of the model"
+        )
+    starts = said[-num_turns:]
+    events: list[Json] = []
+    before = 0
+    for turn, index in enumerate(starts):
+        message = shown_message(trajectory.messages[index], show_reasoning=show_reasoning)
+        is_last = turn == num_turns - 1
+        info: Json = {"turn": turn, "message": message}
+        if is_last:
+            info["answer"] = [message_to_wire(after) for after in trajectory.messages[index + 1 :]]
+        events.append(
+            {
+                "observation": {"messages": [message_to_wire(m) for m in trajectory.messages[before:index]]},
+                "tool_calls": message.get("tool_calls", []),
+                "reward": None,
+                "done": is_last,
+                "truncated": is_last and trajectory.outcome != Outcome.TERMINATED,
+                "info": info,
+            }
+        )
+        before = index + 1
+    return events
+
+
+def _rest(rubric: Rubric) -> Json:
+    """A rubric without its criteria, which have a place of their own."""
+    return {key: value for key, value in rubric.to_dict().items() if key != "criteria"}
+
+
+def _read_events(response: ScoreResponse, judge: str, num_turns: int) -> tuple[Review, ...]:
+    totals: list[float | None] = [review.total for review in response.event_reviews]
+    for named in (response.event_totals, response.event_rewards):
+        if named:
+            totals = list(named)
+            break
+    reviews = response.event_reviews or [WireReview() for _ in totals]
+    if not len(totals) == len(reviews) == num_turns:
+        raise JudgeError(
+            f"{judge}: expected a review and a total for each of {num_turns} turns, got {len(reviews)} reviews and "
+            f"{len(totals)} totals"
+        )
+    return tuple(_read_review(judge, review, total) for review, total in zip(reviews, totals, strict=True))
+
+
+def _read_outcome(response: ScoreResponse, judge: str) -> Review:
+    review = response.outcome_review or WireReview()
+    later = (response.reward_info or {}).get("outcome_reward")
+    candidates = (review.total, response.aggregate_score, response.outcome_reward, _number_or_none(later))
+    return _read_review(judge, review, next((total for total in candidates if total is not None), None))
+
+
+def _read_review(judge: str, review: WireReview, total: float | None) -> Review:
+    if total is None or not math.isfinite(total):
+        raise JudgeError(f"{judge}: expected a finite total, got {total}")
+    criteria = {id_: CriterionScore(score.score, score.reason or "") for id_, score in review.criteria.items()}
+    return Review(criteria, float(total), review.summary or "")
+
+
+def _review(review: Review, rubric: Rubric | None) -> Json:
+    known = {criterion.id: criterion for criterion in rubric.criteria} if rubric else {}
+    criteria = {
+        id_: {
+            "score": score.score,
+            "reason": score.reason,
+            "weight": known[id_].weight if id_ in known else 1.0,
+            "description": known[id_].description if id_ in known else "",
+        }
+        for id_, score in review.criteria.items()
+    }
+    return {"criteria": criteria, "total": review.total, "summary": review.summary}
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """The texts in a list that anybody may have written; none if it is no list."""
+    return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
+
+
+def _cost(value: Any) -> JudgeCost:
+    """What a judge of ours says that it cost; one call of a stranger's."""
+    if not isinstance(value, Mapping):
+        return JudgeCost(num_calls=1)
+    num_calls, read, written, usd = (
+        max(0.0, _number_or_none(value.get(name)) or 0.0)
+        for name in ("num_calls", "input_tokens", "output_tokens", "usd")
+    )
+    return JudgeCost(int(num_calls), int(read), int(written), usd)
+
+
+def _number_or_none(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None

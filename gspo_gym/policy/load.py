@@ -1,0 +1,377 @@
+"""A name becomes a policy: a model and its tokenizer, from the hub, a folder, or built from nothing (`tiny:NAME`).
+
+Also fits LoRA adapters, and writes a policy into a folder that `load_policy` reads back. What it is not for: resuming a
+run, which needs the optimizer and the random state too (`checkpoints.py`).
+Called by build, the trainer's export, evaluation and the benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from gspo_gym.base.files import writing
+from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError
+from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
+from gspo_gym.policy.lora import add_lora as add_lora
+from gspo_gym.policy.manifest import MANIFEST, verify
+from gspo_gym.policy.parallel import parallel_options, require_even_parts
+from gspo_gym.policy.quantization import (
+    check_quantization,
+    is_quantized,
+    keep_differentiable,
+    quantization_of,
+    quantization_options,
+)
+from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_tokenizer
+
+Quantization = Literal["as_saved", "nf4", "int8"]
+
+_QUANTIZATION_FILE = "quantization.json"  # beside an adapter: what the weights below it were quantized to
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A causal language model and its tokenizer.
+
+    Attributes:
+        model: a transformers `PreTrainedModel` or a `PeftModel` around one. Any, because both packages are untyped.
+        tokenizer: a transformers tokenizer with a chat template. Any for the same reason.
+        base: what it was loaded from, in a form that `load_policy` takes; a tiny model's names its seed.
+    """
+
+    model: Any
+    tokenizer: Any
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """In which form weights are to be loaded: dtype, device, what becomes of linear layers, and how many share each."""
+
+    dtype: torch.dtype
+    device: str
+    quantization: Quantization
+    tp: int
+
+
+def load_policy(
+    base: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seed: int = 0,
+    quantization: Quantization = "as_saved",
+    tp: int = 1,
+) -> Policy:
+    """The policy that `base` names, in eval mode.
+
+    An adapter comes as it was saved, its own weights in float32 on a base of that dtype, and on quantized weights if it
+    was trained on such. Training goes on with it through `adapt_policy`.
+
+    Args:
+        base: a folder (transformers or PEFT layout), `tiny:NAME`, `tiny:NAME@SEED`, or a model id of the hub.
+        dtype: float32, bfloat16 or float16; of all parameters but an adapter's and quantized ones.
+        device: where a torch device string says.
+        seed: decides a tiny model's weights, unless the name does; nothing else is random.
+        quantization: "nf4" loads the linear layers in 4 bits (QLoRA), "int8" in 8; "as_saved" leaves them as they come.
+        tp: ranks of torch's default process group that share each layer, all of them; see `models_parallel`.
+
+    Raises:
+        UnknownNameError: there is no such tiny model, folder or hub model.
+        CheckpointError: the folder is there but holds no model that loads, or is a checkpoint of a run and damaged.
+        ConfigError: an unknown dtype; quantized weights where bitsandbytes or its support of the device is missing, or
+            other ones than the adapter was trained on; a model that cannot be shared out over `tp` ranks.
+
+    >>> load_policy("tiny:qwen3-64", seed=7).base
+    'tiny:qwen3-64@7'
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    check_base(base)
+    form = _Form(_DTYPES[dtype], device, quantization, tp)
+    if quantization != "as_saved":
+        check_quantization(device)
+    if base.startswith(TINY_PREFIX):
+        policy = _load_tiny(base, seed, form)
+    elif Path(base).expanduser().is_dir():
+        _require_sound(Path(base).expanduser())
+        policy = _load_folder(Path(base).expanduser(), form)
+    else:
+        policy = _load_hub(base, form)
+    if tp > 1:
+        _require_plain(policy)
+        require_even_parts(policy.model)
+    keep_differentiable(policy.model)
+    if not is_quantized(policy.model):  # those are where they belong, and transformers refuses to move them
+        policy.model.to(device)
+    policy.model.eval()
+    return policy
+
+
+def check_base(base: str) -> None:
+    """Refuse what cannot be a model: an unknown tiny one, a folder without one, or a text that is no id of the hub.
+
+    Weights are not read, and the hub is not asked.
+
+    Raises:
+        UnknownNameError: there is no such tiny model or folder, and it does not look like one of the hub's ids.
+        CheckpointError: the folder is there but holds no model, or the weights under its adapter are not there.
+    """
+    if base.startswith(TINY_PREFIX):
+        parse_tiny(base)
+        return
+    folder = Path(base).expanduser()
+    if not folder.is_dir():
+        if not _may_be_hub_id(base):
+            raise _unknown_model(base, "it does not look like one of the hub's ids")
+        return
+    if (folder / "adapter_config.json").is_file():
+        if not (folder / "base").is_dir():
+            check_base(_base_name(folder))
+        return
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"model folder {folder}: expected config.json (transformers) or adapter_config.json (PEFT), found "
+            f"{', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}"
+        )
+
+
+def known_context(base: str) -> tuple[str, int | None]:
+    """Return the name of the model and the most tokens that it reads, where a folder here says so; None elsewhere."""
+    folder = Path(base).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        return known_context(str(folder / "base") if (folder / "base").is_dir() else _base_name(folder))
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return base, None
+    return base, said if isinstance(said, int) else None
+
+
+def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
+    """The policy with the trainable LoRA adapter that `settings` describe: a new one, or the one it was loaded with.
+
+    Strict: an adapter of another shape is an error, or widened; see `models_adapters.adapt_lora`. The policy given must
+    not be used after that.
+
+    Raises:
+        ConfigError: the settings do not fit the model or its adapter.
+    """
+    model = adapt_lora(policy.model, settings, seed)
+    model.eval()
+    return Policy(model=model, tokenizer=policy.tokenizer, base=policy.base)
+
+
+def load_tokenizer(base: str) -> Any:
+    """The tokenizer of the policy that `base` names, without loading the model (Any: transformers is untyped).
+
+    Raises:
+        UnknownNameError, CheckpointError: as `load_policy`.
+    """
+    if base.startswith(TINY_PREFIX):
+        parse_tiny(base)
+        return tiny_tokenizer()
+    folder = Path(base).expanduser()
+    if not folder.is_dir():
+        return _from_hub(base, AutoTokenizer.from_pretrained)
+    if (folder / "adapter_config.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(_base_name(folder))
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model folder {folder}: its tokenizer cannot be loaded: {error}") from error
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write the policy so that `load_policy(folder)` gives it back, weights bit for bit.
+
+    A full model is written in the transformers layout, an adapter in the PEFT layout. The base of a tiny model's
+    adapter exists nowhere else, so it is written beside it, into `base/`; but not a quantized one, which its name and
+    seed give again. The folder is made; files in it are overwritten. Not crash-safe: `checkpoints.py` writes to a
+    temporary folder and renames.
+
+    Raises:
+        StorageError: the disk refuses (full, read-only).
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        policy.tokenizer.save_pretrained(folder)
+        if is_adapter(policy.model):
+            _save_adapter(policy, folder)
+            return
+        with no_progress_bars():
+            policy.model.save_pretrained(folder)
+
+
+def _save_adapter(policy: Policy, folder: Path) -> None:
+    # The vocabulary is never resized; told so, PEFT need not look the base up (on the hub, if it finds no folder).
+    policy.model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[ADAPTER])
+    if is_quantized(policy.model):
+        (folder / _QUANTIZATION_FILE).write_text(
+            json.dumps({"base": quantization_of(policy.model)}) + "\n", encoding="utf-8"
+        )
+    elif _base_name(folder).startswith(TINY_PREFIX):
+        save_base(policy, folder / "base")
+
+
+def save_base(policy: Policy, folder: Path) -> None:
+    """Write the frozen weights under a policy's adapter as a full model: the adapter is left out, not merged.
+
+    Raises:
+        StorageError: the disk refuses (full, read-only).
+    """
+    base = policy.model.get_base_model()
+    weights = {
+        re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach().clone()
+        for name, tensor in base.state_dict().items()
+        if "lora_" not in name
+    }
+    with writing(folder):
+        with no_progress_bars():
+            base.save_pretrained(folder, state_dict=weights)
+        policy.tokenizer.save_pretrained(folder)
+
+
+def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
+    name, own_seed = parse_tiny(base)
+    model = build_tiny(name, seed if own_seed is None else own_seed)
+    policy = Policy(model=model, tokenizer=tiny_tokenizer(), base=model.name_or_path)
+    if form.quantization != "as_saved":  # transformers quantizes what it reads from files
+        with tempfile.TemporaryDirectory() as folder:
+            save_policy(policy, Path(folder))
+            quantized = _load_folder(Path(folder), form).model
+        quantized.name_or_path = policy.base
+        return Policy(model=quantized, tokenizer=policy.tokenizer, base=policy.base)
+    if form.tp > 1:
+        options = _options(form, lambda: model.config)
+        with no_progress_bars():
+            shared = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options)
+        return Policy(model=shared, tokenizer=policy.tokenizer, base=policy.base)
+    for parameter in model.parameters():  # and not the buffers: rotary frequencies need float32
+        parameter.data = parameter.data.to(form.dtype)
+    return policy
+
+
+def _require_sound(folder: Path) -> None:
+    """Refuse a run's checkpoint whose files are not those of its manifest; any other folder is as it is."""
+    if (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
+        verify(folder)
+
+
+def _load_folder(folder: Path, form: _Form) -> Policy:
+    try:
+        if (folder / "adapter_config.json").is_file():
+            return _load_adapter(folder, form)
+        with no_progress_bars():
+            options = _options(form, lambda: AutoConfig.from_pretrained(folder, local_files_only=True))
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True, **options
+            )
+        if report["missing_keys"]:  # transformers would go on with random numbers in their place
+            raise CheckpointError(f"model folder {folder}: weights are missing: {sorted(report['missing_keys'])[:5]}")
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except GymError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"model folder {folder}: cannot be loaded: {error}") from error
+    return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
+
+
+def _load_adapter(folder: Path, form: _Form) -> Policy:
+    quantization = form.quantization
+    if (saved := folder / _QUANTIZATION_FILE).is_file():
+        trained_on = json.loads(saved.read_text(encoding="utf-8"))["base"]
+        if quantization not in ("as_saved", trained_on):
+            raise ConfigError(f"{folder}: the adapter was trained on {trained_on} weights, expected {quantization}")
+        quantization = trained_on
+    below = folder / "base"
+    base = load_policy(
+        str(below) if below.is_dir() else _base_name(folder),
+        dtype=str(form.dtype).removeprefix("torch."),
+        device=form.device,
+        quantization=quantization,
+    )
+    model = load_lora(base.model, folder, form.device)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else base.tokenizer
+    return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
+
+
+def _load_hub(base: str, form: _Form) -> Policy:
+    tokenizer = _from_hub(base, AutoTokenizer.from_pretrained)
+    options = _options(form, lambda: _from_hub(base, AutoConfig.from_pretrained))
+    model = _from_hub(base, AutoModelForCausalLM.from_pretrained, **options)
+    return Policy(model=model, tokenizer=tokenizer, base=base)
+
+
+def _options(form: _Form, read_config: Callable[[], Any]) -> dict[str, Any]:
+    """What transformers' `from_pretrained` is told (Any: untyped)."""
+    quantized = (
+        {} if form.quantization == "as_saved" else quantization_options(form.quantization, form.dtype, form.device)
+    )
+    shared = {} if form.tp == 1 else parallel_options(read_config(), form.tp)
+    return {"dtype": form.dtype, **quantized, **shared}
+
+
+def _require_plain(policy: Policy) -> None:
+    if is_adapter(policy.model) or is_quantized(policy.model):
+        raise ConfigError(
+            f"{policy.base}: an adapter or quantized weights cannot be shared out over ranks: set tp to 1"
+        )
+
+
+def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
+    """What `load` gets from the hub or its local cache (Any: transformers is untyped)."""
+    check_base(base)
+    try:
+        return load(base, **options)
+    except (OSError, ValueError) as error:
+        raise _unknown_model(base, error) from error
+
+
+def _unknown_model(base: str, reason: object) -> UnknownNameError:
+    return UnknownNameError(
+        f"model {base!r}: not a folder here ({Path(base).expanduser().absolute()}), not a tiny model "
+        f"({', '.join(list_tiny())}), and the hub has no such model or cannot be reached: {reason}"
+    )
+
+
+def _may_be_hub_id(base: str) -> bool:
+    """Whether to ask the hub at all: a misspelt path is told apart at once, not after the retries of a dead network."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base):
+        return False
+    first, slash, _ = base.partition("/")
+    return not (slash and Path(first).is_dir())
+
+
+def _base_name(folder: Path) -> str:
+    name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(f"{folder}/adapter_config.json: expected base_model_name_or_path, got {name!r}")
+    return str(name)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without transformers' bars, which would run through the trainer's own display at every checkpoint."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,99 @@
+"""How a policy's forward and backward are computed in training: checkpointed, compiled, with Liger's kernels.
+
+Called by build, once, after the policy is loaded and its adapter is on. What is computed stays the same up to rounding,
+parameter names stay, and so does an engine that shares the weights: its modules are copies, without any compiled code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from gspo_gym.errors import ConfigError
+from gspo_gym.policy.lora import is_adapter
+
+_CPU_COMPILERS = ("g++", "clang++")
+_GPU_COMPILERS = ("gcc", "clang")
+
+
+def check_options(*, device: str, torch_compile: bool = False, liger_kernels: bool = False) -> None:
+    """Refuse what cannot be had on this machine; to be called before anything is downloaded.
+
+    Raises:
+        ConfigError: Liger's kernels are not installed or the device is no GPU, or there is no compiler.
+    """
+    device_type = torch.device(device).type
+    if liger_kernels:
+        if device_type != "cuda":
+            raise ConfigError(f"liger_kernels: they run on CUDA only, but the model is to be on {device!r}; set false")
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise ConfigError(
+                "liger_kernels: liger-kernel is not installed: pip install 'gspo-gym[liger]', or set false"
+            )
+    if torch_compile:
+        names = _GPU_COMPILERS if device_type == "cuda" else _CPU_COMPILERS
+        candidates = (os.environ.get("CC" if device_type == "cuda" else "CXX"), *names)
+        if not any(shutil.which(name) for name in candidates if name):
+            raise ConfigError(
+                f"torch_compile: torch writes C++ for {device_type} and finds no compiler ({' or '.join(names)}); "
+                "install one, or set false"
+            )
+
+
+def prepare_for_training(
+    model: Any, *, gradient_checkpointing: bool = False, torch_compile: bool = False, liger_kernels: bool = False
+) -> None:
+    """Switch these on in the model, plain or with an adapter (Any: untyped). Off leaves everything as it is.
+
+    Args:
+        gradient_checkpointing: each decoder layer keeps its input only and is computed again in the backward pass.
+        torch_compile: each decoder layer is compiled at its first use, for shapes that vary. Layers share the code.
+        liger_kernels: fused norms and feed-forward activations. Not the rotary embedding, which Liger can only replace
+            in all models of the process, and no loss: the head and the log-softmax belong to `learning.scoring`.
+
+    Raises:
+        ConfigError: the machine or the model's architecture does not support it.
+    """
+    device = str(next(model.parameters()).device)
+    check_options(device=device, torch_compile=torch_compile, liger_kernels=liger_kernels)
+    inner = model.get_base_model() if is_adapter(model) else model
+    layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
+    name = type(inner).__name__
+    if (gradient_checkpointing or torch_compile) and not layers:
+        raise ConfigError(f"model: {name} has no decoder layers of transformers' kind to checkpoint or compile")
+    if liger_kernels:
+        apply_liger(inner)
+    if gradient_checkpointing:
+        try:
+            inner.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise ConfigError(f"gradient_checkpointing: {error}") from error
+    if torch_compile:
+        for layer in layers:
+            layer.compile(dynamic=True)
+
+
+def apply_liger(model: Any) -> None:
+    """Liger's layers in this model only (Any: untyped); the classes it also replaces in transformers are put back.
+
+    Raises:
+        ConfigError: Liger has no kernels for this kind of model.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ConfigError(f"liger_kernels: there are none for models of type {kind!r}, only for {known}; set false")
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
+        _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    finally:
+        vars(module).update(before)

@@ -1,0 +1,231 @@
+"""A reference policy that is served: what the learner asks of it, over HTTP.
+
+Each score is one request; nothing is retried, for what fails on this machine's loopback has died. Made by
+`build_reference`; the learner knows it as a `learning.reference.ReferencePolicy`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor, nn
+
+from gspo_gym.base.files import writing
+from gspo_gym.errors import ConfigError, ServiceError
+from gspo_gym.learning.batching import TokenBatch
+from gspo_gym.learning.reference import check_same_reference
+from gspo_gym.policy.reference.wire import TOKEN_HEADER, ScoringSettings
+
+_SCORE_SECONDS = 600.0  # one micro-batch; what takes longer hangs
+_HEALTH_SECONDS = 5.0
+
+
+class ReferenceClient:
+    """Talks to one reference server.
+
+    Args:
+        url: where it answers. token: allows changing its weights; None for servers of others.
+        explain: what may have gone wrong, for errors: the last lines of the server's log; "" if not known.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, explain: Callable[[], str] = lambda: "") -> None:
+        self._url = urlsplit(url)
+        self._token = token
+        self._explain = explain
+
+    def health(self) -> Mapping[str, Any] | None:
+        """What the server says of itself (Any: JSON values); None while it does not answer or is loading.
+
+        Raises:
+            ServiceError: what answers is no reference server.
+        """
+        try:
+            status, body = self._request("GET", "/health", b"", _HEALTH_SECONDS)
+        except (OSError, http.client.HTTPException):
+            return None
+        return self._read_json(body) if status == http.client.OK else None
+
+    def wait_until_healthy(
+        self,
+        *,
+        max_wait_seconds: float,
+        interval_seconds: float,
+        require_alive: Callable[[], None] = lambda: None,
+        pid: int | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Mapping[str, Any]:
+        """What the server says of itself once it is ready (Any: JSON values).
+
+        Raises:
+            ServiceError: it is not ready in time; or `require_alive`, asked before each check, says it never will be;
+                or what answers is another process than `pid`, where that is known.
+        """
+        begun = clock()
+        while True:
+            require_alive()
+            health = self.health()
+            if health is not None and pid not in (None, health.get("pid")):
+                raise self._error(f"cannot be reached: another server answers at its port, process {health.get('pid')}")
+            if health is not None:
+                return health
+            if clock() - begun >= max_wait_seconds:
+                raise self._error(f"is not ready after reference.health_max_wait_s = {max_wait_seconds:g} seconds")
+            sleep(interval_seconds)
+
+    def score(self, batch: TokenBatch, settings: ScoringSettings) -> Tensor:
+        """[B, T] logprobs of the sampled tokens, on the batch's device.
+
+        Raises:
+            ServiceError: the server does not answer, or refuses.
+        """
+        tensors = {
+            "token_ids": batch.token_ids,
+            "attention_mask": batch.attention_mask,
+            "action_mask": batch.action_mask,
+        }
+        body = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+        answer = self._post(f"/score?{settings.to_query()}", body)
+        try:
+            logprobs: Tensor = load(answer)["logprobs"]
+        except (SafetensorError, KeyError) as error:
+            raise self._error(f"gave no logprobs: {error}") from error
+        if logprobs.shape != batch.token_ids.shape or not bool(torch.isfinite(logprobs).all()):
+            raise self._error(
+                f"gave logprobs {list(logprobs.shape)}, expected finite ones {list(batch.token_ids.shape)}"
+            )
+        return logprobs.to(batch.token_ids.device)
+
+    def load(self, file: Path, version: int) -> None:
+        """Give the server other parameters, from a file that it can read.
+
+        Raises:
+            ServiceError: it does not answer, or refuses.
+        """
+        self._post("/load", json.dumps({"file": str(file.absolute()), "version": version}).encode())
+
+    def _post(self, path: str, body: bytes) -> bytes:
+        try:
+            status, answer = self._request("POST", path, body, _SCORE_SECONDS)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._error(f"does not answer {path.split('?')[0]}: {type(error).__name__}: {error}") from error
+        if status != http.client.OK:
+            raise self._error(f"refused {path.split('?')[0]} ({status}): {answer.decode(errors='replace')[:500]}")
+        return answer
+
+    def _request(self, method: str, path: str, body: bytes, timeout_seconds: float) -> tuple[int, bytes]:
+        secure = self._url.scheme == "https"
+        make = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = make(self._url.hostname or "", self._url.port, timeout=timeout_seconds)
+        headers = {} if self._token is None else {TOKEN_HEADER: self._token}
+        try:
+            connection.request(method, self._url.path.rstrip("/") + path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def _read_json(self, body: bytes) -> Mapping[str, Any]:
+        try:
+            value = json.loads(body)
+        except ValueError as error:
+            raise self._error(f"says {body[:80]!r} of its health, expected JSON") from error
+        if not isinstance(value, dict) or "vocab_size" not in value:
+            raise self._error(f"says {body[:80]!r} of its health: this is no reference server")
+        return value
+
+    def _error(self, what: str) -> ServiceError:
+        explanation = self._explain()
+        return ServiceError(
+            f"the reference server at {self._url.geturl()} {what}" + (f"\n{explanation}" if explanation else "")
+        )
+
+
+class ServedReference:
+    """The reference of a learner, at a server; see `learning.reference.ReferencePolicy`.
+
+    Args:
+        model: the policy that is trained; its parameters become the reference's in `refresh`.
+        settings: of which distribution logprobs are.
+        folder: where the parameters of a reference that is a copy of the policy are held; None: it never changes, and
+            restarts need nothing.
+    """
+
+    def __init__(
+        self, client: ReferenceClient, model: nn.Module, settings: ScoringSettings, *, folder: Path | None
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._settings = settings
+        self._folder = folder
+        self._file: Path | None = None
+        self._version = 0
+        if folder is not None:
+            self._hold(dict(model.named_parameters()))
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """[B, T] of the sampled tokens.
+
+        Raises:
+            ServiceError: the server does not answer, or refuses.
+        """
+        return self._client.score(batch, self._settings)
+
+    def refresh(self) -> None:
+        """Make the reference the policy as it is now.
+
+        Raises:
+            ConfigError: it never changes. ServiceError: the server does not take it.
+        """
+        if self._folder is None:
+            raise ConfigError("reference.update_every_n_iters: this reference cannot change: set it to 0")
+        self._hold(dict(self._model.named_parameters()))
+        self._send()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The parameters that the server holds, named `reference.<parameter>`; empty if they never change."""
+        if self._file is None:
+            return {}
+        return {f"reference.{name}": tensor for name, tensor in load_file(self._file).items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `tensors()` gave; also of a reference that was in the learner's process.
+
+        Raises:
+            CheckpointError: the copy of other parameters. ServiceError: the server does not take it.
+        """
+        check_same_reference(tensors, self.tensors())
+        if self._file is not None:
+            self._hold({name: tensors[f"reference.{name}"] for name, _ in self._model.named_parameters()})
+            self._send()
+
+    def _hold(self, parameters: Mapping[str, Tensor]) -> None:
+        """Write parameters to a new file, and let go of the last one.
+
+        Raises:
+            StorageError: the disk refuses (full, read-only).
+        """
+        assert self._folder is not None
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".safetensors", delete=False) as file:
+                path = Path(file.name)
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items()}, path)
+        if self._file is not None:
+            self._file.unlink()
+        self._file = path
+
+    def _send(self) -> None:
+        assert self._file is not None
+        self._version += 1
+        self._client.load(self._file, self._version)

@@ -1,0 +1,228 @@
+"""`python -m gspo_gym.policy.reference.server --model FOLDER`: a frozen policy in a process of its own, which scores tokens.
+
+It answers on the loopback interface only: who comes from another machine brings a tunnel. Started by `build_reference`
+for runs with reference.placement = "dedicated", or by hand for [services] reference_url. The protocol is in
+`reference_wire.py`. With --tp, other processes share the model with this one: `reference_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import hmac
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from gspo_gym.base.strict_json import read_json
+from gspo_gym.errors import GymError
+from gspo_gym.policy.reference.model import FrozenModel
+from gspo_gym.policy.reference.ranks import Ranks, start_ranks
+from gspo_gym.policy.reference.wire import MAX_BODY_BYTES, TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings, check_inputs
+
+
+class ReferenceModel:
+    """The model that is served, one request at a time; until `load` has ended it answers nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranks = Ranks()
+        self._model: FrozenModel | None = None
+
+    def load(self, base: str, *, dtype: str, device: str, ranks: Ranks | None = None) -> None:
+        """Load what `models.load_policy` takes, shared out over `ranks`; None: in this process alone."""
+        self._ranks = self._ranks if ranks is None else ranks
+        order = {"do": "load", "base": base, "dtype": dtype, "device": device}
+        with self._ranks.together(order, is_timed=False):
+            model = FrozenModel(base, dtype=dtype, device=device, tp=self._ranks.size)
+        self._model = model
+
+    def info(self) -> Mapping[str, Any]:
+        """What `/health` says (Any: JSON values)."""
+        return {"status": "loading"} if self._model is None else {**self._model.info, "pids": self._ranks.pids}
+
+    def score(self, tensors: Mapping[str, Tensor], settings: ScoringSettings) -> Tensor:
+        """[B, T] logprobs, on the processor.
+
+        Raises:
+            RecordError, ConfigError: what is asked for cannot be scored.
+        """
+        assert self._model is not None
+        check_inputs(tensors, self._model.info["vocab_size"])
+        order = {"do": "score", "settings": settings.to_query()}
+        with self._lock, self._ranks.together(order, tensors):
+            return self._model.score(tensors, settings)
+
+    def replace(self, file: Path, version: int) -> None:
+        """Take other parameters, from a safetensors file that names them as the model does.
+
+        Raises:
+            RecordError: the file holds others, or cannot be read.
+        """
+        assert self._model is not None
+        order = {"do": "replace", "file": str(file), "version": version}
+        with self._lock, self._ranks.together(order):
+            self._model.replace(file, version)
+
+
+def make_server(port: int, model: ReferenceModel, token: str | None) -> ThreadingHTTPServer:
+    """A server on the loopback interface; `token` allows `/load` to who knows it, None forbids it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    class Handler(_Handler):
+        served, secret = model, token
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: ReferenceModel
+    secret: str | None
+    timeout = 60.0  # seconds without a byte from the client
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path != "/health":
+            self._say(HTTPStatus.NOT_FOUND, "expected /health")
+            return
+        info = self.served.info()
+        is_ready = info["status"] == "ready"
+        self._answer(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, json.dumps(info).encode())
+
+    def do_POST(self) -> None:
+        given = self.headers.get("Content-Length", "")
+        length = int(given) if given.isascii() and given.isdigit() and len(given) < 20 else -1
+        if not 0 <= length <= MAX_BODY_BYTES:
+            self._say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected 0 to {MAX_BODY_BYTES} bytes and their number")
+            return
+        body = self.rfile.read(length)
+        try:
+            self._serve(urlsplit(self.path).path, urlsplit(self.path).query, body)
+        except (GymError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            self._say(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}")
+        except Exception as error:  # a client is told; the next request may be answered
+            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
+            raise
+
+    def _serve(self, path: str, query: str, body: bytes) -> None:
+        if self.served.info()["status"] != "ready":
+            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "the model is being loaded")
+        elif path == "/score":
+            logprobs = self.served.score(load(body), ScoringSettings.from_query(query))
+            self._answer(HTTPStatus.OK, save({"logprobs": logprobs.contiguous()}), "application/octet-stream")
+        elif path == "/load" and self._is_owner():
+            wanted = read_json(body)
+            self.served.replace(Path(wanted["file"]), int(wanted["version"]))
+            self._answer(HTTPStatus.OK, json.dumps(self.served.info()).encode())
+        else:
+            self._say(HTTPStatus.FORBIDDEN if path == "/load" else HTTPStatus.NOT_FOUND, f"POST {path}: not here")
+
+    def _is_owner(self) -> bool:
+        given = self.headers.get(TOKEN_HEADER, "")
+        return self.secret is not None and hmac.compare_digest(given.encode(), self.secret.encode())
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002  # the base class has it
+        """As the base class's for what is no request of this protocol; a method that is not here is 405, not 501."""
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        self.close_connection = True  # what follows in the stream is of the request that was not read
+        self._say(status, message or status.phrase)
+
+    def _say(self, status: HTTPStatus, text: str) -> None:
+        self._answer(status, json.dumps({"error": text}).encode())
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Nothing: requests come by the thousand."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until stopped; 1 if the port is taken or the model cannot be loaded."""
+    arguments = _parser().parse_args(argv)
+    num_threads = (arguments.num_threads or torch.get_num_threads()) // arguments.tp or 1
+    torch.set_num_threads(num_threads)
+    model = ReferenceModel()
+    if arguments.ends_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        server = make_server(arguments.port, model, os.environ.get(TOKEN_VARIABLE))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        print(f"reference server: port {arguments.port} is taken: choose another one", file=sys.stderr)
+        return 1
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        model.load(
+            arguments.model, dtype=arguments.dtype, device=arguments.device, ranks=_ranks(arguments, num_threads)
+        )
+    except GymError as error:
+        print(f"reference server: {error}", file=sys.stderr)
+        return 1
+    print(f"reference server: {arguments.model} at http://127.0.0.1:{server.server_port}", flush=True)
+    threading.Event().wait()
+    return 0
+
+
+def _ranks(arguments: argparse.Namespace, num_threads: int) -> Ranks | None:
+    if arguments.tp == 1:
+        return None
+    return start_ranks(
+        arguments.tp, device=arguments.device, num_threads=num_threads, max_seconds=arguments.max_request_s
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m gspo_gym.policy.reference.server", description="Serve a frozen policy."
+    )
+    parser.add_argument("--model", required=True, help="a folder, tiny:NAME@SEED, or a model id of the hub")
+    parser.add_argument("--port", type=int, default=8002)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu", help="a torch device; cpu or cuda with --tp")
+    parser.add_argument(
+        "--tp", type=_at_least_one, default=1, help="processes that share each layer, each on a GPU if on any"
+    )
+    parser.add_argument("--num-threads", type=int, default=0, help="of torch, of all processes; 0: its own choice")
+    parser.add_argument("--max-request-s", type=float, default=300.0, help="with --tp: then a process hangs; seconds")
+    parser.add_argument("--ends-with-stdin", action="store_true", help="exit when the standard input is closed")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
+
+
+def _end_with_stdin() -> None:
+    """A run that is killed cannot stop its server, but its end of the pipe is closed."""
+    while sys.stdin.buffer.read(1024):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,375 @@
+"""New weights for engines that do not share memory: immutable folders, one a version, or tensors handed over.
+
+    ROOT/policy-v{N}/
+        config.json, model*.safetensors, ...   all weights, transformers layout ("full"); a LoRA merged into its base
+        adapter_config.json, adapter_model.safetensors     the LoRA alone, PEFT layout ("adapter")
+        manifest.json                          size and SHA-256 of every file; written last
+
+A path is never written twice: engines read lazily, and some take what they read at a path before for what is there now.
+A folder is complete or not there. Not for resuming a run, which needs the optimizer too (`checkpoints.py`). Called by
+`weight_sync`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from gspo_gym.base.files import writing
+from gspo_gym.engine.base import TensorMeta, UpdateKind, WeightUpdate
+from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
+from gspo_gym.policy.load import Policy, no_progress_bars
+from gspo_gym.policy.lora import ADAPTER, is_adapter
+from gspo_gym.policy.quantization import is_quantized
+
+MANIFEST = "manifest.json"
+_MEMORY = Path("/dev/shm")
+
+
+class Staging:
+    """The folders of one run; one process writes.
+
+    Args:
+        policy: whose weights are staged, as they are when `stage` is called. They are not changed.
+        root: a folder of its own, as `staging_root` gives it; removed by `close`.
+        keep: versions that stay: the committed one, those that rollouts may still be sampled from, and one in the
+            making, hence max_staleness + 2. An older one goes one commit later, for an engine may read lazily.
+        dtype: "float32", "bfloat16" or "float16", the engine's; None writes weights as they are.
+        max_shard_size: of a file of weights, as transformers writes it.
+    """
+
+    def __init__(
+        self, policy: Policy, root: Path, *, keep: int = 2, dtype: str | None = None, max_shard_size: str = "5GB"
+    ) -> None:
+        if keep < 2:
+            raise ConfigError(f"Staging.keep: expected at least 2 (the committed version and the next), got {keep}")
+        self._policy = policy
+        self._root = root
+        self._keep = keep
+        self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        self._max_shard_size = max_shard_size
+        self._staged: dict[int, Path] = {}
+        self._expired: list[int] = []
+        self._used: set[Path] = set()
+
+    @property
+    def root(self) -> Path:
+        return self._root
+
+    def stage(self, version: int, kind: UpdateKind) -> WeightUpdate:
+        """Write the policy's present weights; the folder is there when it is complete, or not at all.
+
+        Raises:
+            ConfigError: "adapter" of a policy without one, or "full" of quantized weights, which no merge gives back.
+            UsageError: this version was staged before, or is not for a folder.
+            EngineError: the disk refuses (full, read-only).
+        """
+        if kind not in ("full", "adapter"):
+            raise UsageError(f"Staging.stage: weights of kind {kind!r} are not written into folders")
+        target = self._root / f"policy-v{version}"
+        if target in self._used:
+            raise UsageError(f"{target}: was staged before; a path is never written twice")
+        draft = self._root / f".draft-{target.name}"
+        try:
+            with writing(target):
+                self._root.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(draft, ignore_errors=True)
+                if kind == "adapter":
+                    self._write_adapter(draft)
+                else:
+                    self._write_full(draft)
+                files = _seal(draft, version, kind)
+                draft.rename(target)
+        except StorageError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            reason = str(error).removeprefix(f"{target}: cannot be written: ")
+            raise EngineError(f"{target}: version {version} could not be staged: {reason}") from error
+        self._used.add(target)
+        self._staged[version] = target
+        return WeightUpdate(version, kind, target, files)
+
+    def retire(self, committed: int) -> None:
+        """Note that a version is committed: remove what expired at the commit before, and see what expires now."""
+        for version in self._expired:
+            shutil.rmtree(self._staged.pop(version), ignore_errors=True)
+        others = [version for version in sorted(self._staged) if version != committed]
+        self._expired = others[: max(len(others) - (self._keep - 1), 0)]
+
+    def close(self) -> None:
+        """Remove everything."""
+        self._staged.clear()
+        self._expired.clear()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _write_adapter(self, folder: Path) -> None:
+        model = self._policy.model
+        if not is_adapter(model):
+            raise ConfigError('stage: expected a policy with a LoRA adapter for an update of kind "adapter"')
+        # The vocabulary is never resized; told so, PEFT need not look the base up.
+        model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[ADAPTER])
+
+    def _write_full(self, folder: Path) -> None:
+        model = self._policy.model
+        _require_whole(model)
+        base = model.get_base_model() if is_adapter(model) else model
+        once = frozenset(_names_once(model))  # cast, tied weights would no longer be seen to be one
+        weights = {name: _cast(tensor, self._dtype) for name, tensor in full_weights(model) if name in once}
+        with no_progress_bars():
+            base.save_pretrained(folder, state_dict=weights, max_shard_size=self._max_shard_size)
+        self._policy.tokenizer.save_pretrained(folder)
+        if self._dtype is not None:
+            _say_dtype(folder / "config.json", self._dtype)
+
+
+class Handover:
+    """The same interface for engines that take tensors from memory: nothing is written, nothing is kept.
+
+    Args:
+        policy: as `Staging`'s. An update is of its weights as they were when it was made, and cannot be had again when
+            they have changed.
+        dtype: as `Staging`'s.
+    """
+
+    def __init__(self, policy: Policy, *, dtype: str | None = None) -> None:
+        self._policy = policy
+        self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+
+    def stage(self, version: int, kind: UpdateKind) -> WeightUpdate:
+        """The policy's present weights, read whenever the update is iterated.
+
+        Raises:
+            ConfigError: quantized weights, which no merge gives back.
+            UsageError: any other kind than "transfer".
+        """
+        if kind != "transfer":
+            raise UsageError(f"Handover.stage: weights of kind {kind!r} are not handed over")
+        _require_whole(self._policy.model)
+        return WeightUpdate(version, kind, tensors=PolicyTensors(self._policy.model, self._dtype))
+
+    def retire(self, committed: int) -> None:
+        """Nothing was kept."""
+
+    def close(self) -> None:
+        """Nothing was written."""
+
+
+class PolicyTensors:
+    """What `Staging` would write of a model, as a `TensorSource`: merged, cast, tied weights once, named as in files.
+
+    No copy is made of what is neither merged nor cast. Where transformers holds tensors that the files have in parts
+    (experts), those parts are made at once and not one after another.
+
+    Args:
+        model: a policy's (Any: untyped). Iterating refuses, at its begin and its end, if its weights are others now.
+        dtype: of tensors of floating point; None leaves them as they are.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None) -> None:
+        self._model = model
+        self._base = model.get_base_model() if is_adapter(model) else model
+        self._dtype = dtype
+        self._fingerprint = _fingerprint(model)
+        self._names = frozenset(_names_once(model))
+        plain = {
+            name: torch.empty_like(tensor, device="meta", dtype=_cast_dtype(tensor, dtype))
+            for name, tensor in _base_weights(model)
+            if name in self._names
+        }
+        saved = revert_weight_conversion(self._base, plain)
+        self._is_split = saved is not plain
+        self._metadata = tuple(TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self._model.device
+        return device
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """What iterating gives, in that order."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._require_unchanged()
+        pairs = (
+            (name, _cast(tensor, self._dtype)) for name, tensor in full_weights(self._model) if name in self._names
+        )
+        yield from revert_weight_conversion(self._base, dict(pairs)).items() if self._is_split else pairs
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        if _fingerprint(self._model) != self._fingerprint:
+            raise EngineError(
+                "the policy's weights were changed since this version of them was to be sent: they can only be sent as "
+                "a new version"
+            )
+
+
+def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a policy under the names of its base, each detached; a LoRA's are merged, and changed nowhere.
+
+    Merged in the precision of the adapter (float32) and then rounded once to the base's, one at a time. PEFT's own
+    `merge_adapter` changes the model, and its `unmerge_adapter` does not give a 16-bit base back. (Any: models are
+    untyped.)
+    """
+    deltas = dict(_deltas(model.get_base_model())) if is_adapter(model) else {}
+    for name, tensor in _base_weights(model):
+        if (delta := deltas.pop(name, None)) is None:
+            yield name, tensor
+        else:
+            with torch.no_grad():
+                merged = (tensor + delta()).to(tensor.dtype)
+            yield name, merged
+    if deltas:
+        raise ConfigError(f"stage: the adapter's {sorted(deltas)[0]!r} is not among the weights of its base")
+
+
+def _base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights below an adapter, or all, detached, under the names that they have without one (Any: untyped)."""
+    if not is_adapter(model):
+        yield from ((name, tensor.detach()) for name, tensor in model.state_dict().items())
+        return
+    for name, tensor in model.get_base_model().state_dict().items():
+        if "lora_" not in name:
+            yield re.sub(r"(\.base_layer)+\.", ".", name), tensor.detach()
+
+
+def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """What computes the adapter's addition to each matrix, by the matrix's name (Any: peft is untyped)."""
+    from peft.tuners.lora import LoraLayer  # here: it takes seconds to load, and full training needs none of it
+
+    for path, layer in base.named_modules():
+        if isinstance(layer, LoraLayer) and ADAPTER in layer.r:
+            name = re.sub(r"(\.base_layer)+$", "", path)
+            yield f"{name}.{getattr(layer, 'parameter_name', 'weight')}", partial(layer.get_delta_weight, ADAPTER)
+
+
+def _names_once(model: Any) -> Iterator[str]:
+    """The names of all weights but those that are another name's memory: a head tied to the embeddings (Any: untyped).
+
+    In the order of the model, in which the embeddings come first, as transformers and vLLM expect it.
+    """
+    seen = set()
+    for name, tensor in _base_weights(model):
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or place not in seen:
+            yield name
+        seen.add(place)
+
+
+def _fingerprint(model: Any) -> list[int]:
+    """A number for each parameter that other values would change: the sum of its bits as 64-bit words (Any: untyped).
+
+    A read of all weights, which is little beside sending them. torch's own count of writes misses fused optimizers.
+    """
+    return [int(total) for total in torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().flatten()
+    in_words = (flat.numel() * flat.element_size()) % 8 == (flat.storage_offset() * flat.element_size()) % 8 == 0
+    return flat.view(torch.int64 if in_words else torch.uint8).sum()
+
+
+def _require_whole(model: Any) -> None:
+    if is_quantized(model):
+        raise ConfigError(
+            'stage: quantized weights cannot be sent whole; the engine must take an update of kind "adapter"'
+        )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(_cast_dtype(tensor, dtype))
+
+
+def _cast_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+
+def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
+    """A fresh folder for a run's staged weights; what an earlier process of the same run left behind is removed.
+
+    In memory if asked for, if this machine has such a file system and `num_bytes` take at most half of what is free
+    there; else in the run's folder. Its name is new each time, for an engine may outlive the process that wrote.
+    """
+    run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
+    for above, prefix in ((_MEMORY, f"gspo_gym-{run}-"), (run_folder, ".weights-")):
+        for leftover in above.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    if in_memory and _MEMORY.is_dir() and 2 * num_bytes <= shutil.disk_usage(_MEMORY).free:
+        return Path(tempfile.mkdtemp(prefix=f"gspo_gym-{run}-", dir=_MEMORY))
+    run_folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".weights-", dir=run_folder))
+
+
+def num_weight_bytes(model: Any) -> int:
+    """What all weights of a model take (Any: untyped)."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+def tensor_digests(update: WeightUpdate) -> dict[str, str]:
+    """SHA-256 of the bytes of each tensor, by name; an engine that says the same of its own holds just these."""
+    tensors = _staged_tensors(update.folder) if update.tensors is None else update.tensors
+    return {name: hashlib.sha256(_bytes_of(tensor)).hexdigest() for name, tensor in tensors}
+
+
+def verify_staged(update: WeightUpdate) -> None:
+    """Compare every file of a staged folder, if the weights are in one, with what was written.
+
+    Raises:
+        EngineError: a file is missing or changed; names it.
+    """
+    for name, digest in update.checksums.items():
+        assert update.folder is not None
+        path = update.folder / name
+        if not path.is_file() or _sha256(path) != digest:
+            raise EngineError(f"{path}: is missing or was changed after it was staged")
+
+
+def _staged_tensors(folder: Path | None) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    assert folder is not None
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 not a mapping
+                yield name, file.get_tensor(name)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _seal(folder: Path, version: int, kind: UpdateKind) -> Mapping[str, str]:
+    """Write the manifest and give the digest of every other file by name. Nothing is forced to the disk: what a power
+    cut leaves is removed before the next process stages anything."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    digests = {name: _sha256(path) for name, path in files.items()}
+    entries = {name: {"bytes": path.stat().st_size, "sha256": digests[name]} for name, path in files.items()}
+    manifest = {"schema": 1, "version": version, "kind": kind, "files": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return digests
+
+
+def _say_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Make a config say in which precision the weights beside it are."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

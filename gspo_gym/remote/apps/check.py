@@ -1,0 +1,229 @@
+"""Probe rollouts of a task app: with the real gateway, and a model that is a script.
+
+The script says what models say: plausible words, the same word for ever, nonsense, nothing; or the model is down, or
+the trainer hangs up. Each time the app must end with a result that can be trained on, or with none at all, and go on.
+Nothing is trained here. Used by `gspo-gym app check`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.engine.scripted import ScriptedEngine
+from gspo_gym.errors import EngineError
+from gspo_gym.policy.tiny import tiny_tokenizer
+from gspo_gym.remote.apps.auth import AppKeys
+from gspo_gym.remote.apps.client import TaskAppClient
+from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
+from gspo_gym.remote.apps.errors import AppError
+from gspo_gym.remote.apps.probe import ProbeReport, is_result, report_of
+from gspo_gym.remote.apps.rewards import AppRollout
+from gspo_gym.remote.gateway.app import create_gateway_app
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.loop_server import LoopServer
+from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.types import Task
+
+MAX_MODEL_LEN = 400_000  # a token is a byte here, and a prompt may be long
+_MAX_OUTPUT_TOKENS = 512
+_WORDS = ("1", "2", "7", "yes", "no", "A", "left", "look", "hello", "42")
+_TOOL = re.compile(r"^([A-Za-z_][\w.-]*)\((.*?)\)", re.MULTILINE)  # as the tiny models' template lists it
+_OPENED = re.compile(r'"arguments":\s*$')  # a prompt that begins the call itself
+_VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """How an app is probed.
+
+    Attributes:
+        env_name: the app's name of its environment. env_config: for the app as it stands (Any: each has its own).
+        seed: of the task. max_turns: decisions of an episode.
+        timeout_seconds: of one rollout.
+        gateway_host: where the gateway listens. gateway_url: how the app reaches it; None: there.
+    """
+
+    env_name: str
+    env_config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    max_turns: int = 4
+    timeout_seconds: float = 60.0
+    gateway_host: str = "127.0.0.1"
+    gateway_url: str | None = None
+
+
+class Script:
+    """What the model says, by `mode`: "words", "repeats", "nonsense", "nothing", "fails once" or "is down".
+
+    `has_begun` is set when a call arrives.
+    """
+
+    def __init__(self) -> None:
+        self.mode = "words"
+        self.has_begun = asyncio.Event()
+        self._tokenizer = tiny_tokenizer()
+        self._stop = Renderer(self._tokenizer).stop_token_ids[0]
+        self._num_calls = 0
+
+    def begin(self, mode: str) -> None:
+        """Say other things from now on."""
+        self.mode, self._num_calls = mode, 0
+        self.has_begun.clear()
+
+    def reply(self, prompt: tuple[int, ...], _turn: int) -> Sequence[int]:
+        """The ids of the next answer.
+
+        Raises:
+            EngineError: the mode says so.
+        """
+        number = self._num_calls
+        self._num_calls += 1
+        self.has_begun.set()
+        if self.mode == "is down" or (self.mode == "fails once" and number == 0):
+            raise EngineError("app check: the model fails on purpose")
+        text = self._text(self._tokenizer.decode(list(prompt)), number)
+        return [*self._tokenizer.encode(text, add_special_tokens=False), self._stop]
+
+    def _text(self, prompt: str, number: int) -> str:
+        if self.mode == "nothing":
+            return ""
+        if self.mode == "nonsense":
+            return "?!" * 20
+        word = _WORDS[0] if self.mode == "repeats" else _WORDS[number % len(_WORDS)]
+        tools = _TOOL.findall(prompt.partition("Tools, used as")[2].partition("<|im_end|>")[0])
+        if not tools:
+            return word
+        name, parameters = tools[0 if self.mode == "repeats" else number % len(tools)]
+        opened = _OPENED.search(prompt)
+        if opened:
+            named = re.findall(r'"name":\s*"([^"]+)"', prompt)[-1]
+            parameters = dict(tools).get(named, parameters)
+        arguments = json.dumps(_arguments(parameters, word))
+        return f"{arguments}}}\n</tool_call>" if opened else _called(name, arguments)
+
+
+def _called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def _arguments(parameters: str, word: str) -> dict[str, Any]:
+    """A value for each parameter of `name: type, name: type` (Any: JSON)."""
+    found = re.findall(r"([\w.-]+)(?::\s*([\w\[\]', ]+?))?(?:,\s|$)", parameters)
+    return {name: _VALUES.get(kind, word) for name, kind in found}
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """One probe: how the script goes, what the app is to cope with, and how its report is judged."""
+
+    name: str
+    mode: str
+    asked: str
+    judge: Callable[[ProbeReport], ProbeReport] = lambda report: report
+
+
+def _may_give_up(report: ProbeReport) -> ProbeReport:
+    """An app that does not ask again fails, which costs an attempt and is no mistake."""
+    if is_result(report):
+        return report
+    return replace(report, problems=(), notices=("the app gives up when a call of the model fails once (HTTP 503)",))
+
+
+def _must_have_no_result(report: ProbeReport) -> ProbeReport:
+    """Without a model there is no result; whatever else the app says is not believed."""
+    if report.episode_return is not None:
+        return replace(report, problems=("the model was never there, and the episode has a return all the same",))
+    said = report.app_return
+    notices = () if said is None else (f"the app makes up a return of {said:g} without a model; it is not believed",)
+    return replace(report, problems=(), notices=notices)
+
+
+_PROBES = (
+    _Probe("words", "words", "a model that says another plausible word in every turn"),
+    _Probe("repeats", "repeats", "a model that says the same in every turn"),
+    _Probe("nonsense", "nonsense", "a model that says what means nothing"),
+    _Probe("nothing", "nothing", "a model that says nothing at all"),
+    _Probe("model fails once", "fails once", "a model whose first call fails with 503", _may_give_up),
+    _Probe("model is down", "is down", "a model of which every call fails with 503", _must_have_no_result),
+)
+
+
+async def check_app(url: str, settings: CheckSettings, *, keys: AppKeys | None = None) -> tuple[ProbeReport, ...]:
+    """Play all probes against the app at `url`, one after another; `keys` are sent to it.
+
+    Raises:
+        AppError: the app cannot be reached, or takes no call of ours. ConfigError: the gateway cannot listen.
+    """
+    script = Script()
+    engine = ScriptedEngine(script.reply, max_model_len=MAX_MODEL_LEN)
+    gateway = Gateway(engine, tiny_tokenizer())
+    async with contextlib.AsyncExitStack() as stack:
+        app = await stack.enter_async_context(TaskAppClient(url, keys=keys))
+        await app.health()
+        server = LoopServer(create_gateway_app(gateway), host=settings.gateway_host, port=0, has_key=True)
+        await server.start()
+        stack.push_async_callback(server.stop)
+        stack.push_async_callback(gateway.close)
+        checker = _Checker(app, gateway, script, settings, settings.gateway_url or server.url)
+        reports = [await checker.probe(probe) for probe in _PROBES]
+        return (*reports, await checker.hang_up())
+
+
+class _Checker:
+    """Plays probes, each with counters of its own."""
+
+    def __init__(
+        self, app: TaskAppClient, gateway: Gateway, script: Script, settings: CheckSettings, gateway_url: str
+    ) -> None:
+        self._app, self._gateway, self._script, self._settings = app, gateway, script, settings
+        session = GatewaySessionSettings(
+            "", sampling_seed=0, max_output_tokens=_MAX_OUTPUT_TOKENS, max_model_len=MAX_MODEL_LEN
+        )
+        self._episodes = AppEpisodeSettings(
+            env_name=settings.env_name,
+            session=session,
+            model="policy",
+            gateway_url=gateway_url,
+            max_turns=settings.max_turns,
+            env_config=settings.env_config,
+            episode_timeout_seconds=settings.timeout_seconds,
+            max_tries=1,
+        )
+
+    async def probe(self, probe: _Probe) -> ProbeReport:
+        """One rollout."""
+        self._script.begin(probe.mode)
+        answers: list[AppRollout] = []
+        episodes = AppEpisodes(self._app, self._gateway, self._episodes, on_answer=answers.append)
+        trajectory = await episodes.play(
+            trajectory_id=f"app-check/{probe.mode.replace(' ', '-')}",
+            attempt=0,
+            task=Task(self._settings.env_name, self._settings.seed),
+            sampling_seed=0,
+        )
+        return probe.judge(
+            report_of(probe.name, probe.asked, trajectory, episodes.counters, answers[-1] if answers else None)
+        )
+
+    async def hang_up(self) -> ProbeReport:
+        """Leave in the middle of a rollout, and play another one."""
+        asked = "a trainer that hangs up in the middle of a rollout and then asks for another one"
+        again = _Probe("trainer hangs up", "words", asked)
+        leaving = asyncio.ensure_future(self.probe(again))
+        begun = asyncio.ensure_future(self._script.has_begun.wait())
+        await asyncio.wait([leaving, begun], return_when=asyncio.FIRST_COMPLETED)
+        for task in (leaving, begun):
+            task.cancel()
+        await asyncio.gather(leaving, begun, return_exceptions=True)
+        try:
+            await self._app.health()
+        except AppError as error:
+            return ProbeReport(again.name, asked, "env_error", str(error), problems=(f"the app has died: {error}",))
+        return await self.probe(again)

@@ -1,0 +1,286 @@
+"""TaskAppClient: speaks to one remote task app. It plays nothing and retries no rollout; `app_episodes.py` does.
+
+Requests go to the operator's base URL and nowhere else: no redirects, no proxies of the environment. An answer is
+limited in size while it comes in and in time until its last byte, and is believed only as far as `contracts.py` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import Field, ValidationError
+
+from gspo_gym.base.endpoint import retry_after_seconds
+from gspo_gym.base.retries import Retries, RetrySettings, Sleep
+from gspo_gym.base.settings import Settings
+from gspo_gym.errors import MissingExtraError
+from gspo_gym.remote.apps.auth import AppKeys, error_of, is_missing_key, is_unauthorised
+from gspo_gym.remote.apps.contracts import AppInfo, OutcomeResponse, RolloutRequest, TaskInfo, read_info, read_response
+from gspo_gym.remote.apps.errors import (
+    AppAnswerError,
+    AppAttemptError,
+    AppError,
+    AppRefusedError,
+    AppTimeoutError,
+    AppUnauthorisedError,
+)
+from gspo_gym.remote.apps.rewards import AppRollout, read_rollout
+from gspo_gym.remote.apps.urls import operator_url
+
+if TYPE_CHECKING:
+    import httpx
+
+Record = TypeVar("Record")
+
+_SHOWN = 300  # characters of a body that an error repeats
+_SEEDS_PER_CALL = 50  # a URL has an end, too
+_CONNECT_SECONDS = 10.0
+_INLINE_BYTES = 200_000  # longer answers are parsed in a thread
+
+
+class TaskAppSettings(Settings):
+    """How patiently an app is spoken to."""
+
+    request_timeout_seconds: float = Field(default=30.0, gt=0, description="for any answer but a rollout's")
+    rollout_timeout_seconds: float = Field(default=600.0, gt=0, description="for a rollout, its last byte included")
+    max_answer_bytes: int = Field(default=32_000_000, gt=0, description="of one answer; a longer one is refused")
+    max_attempts: int = Field(default=3, gt=0, description="of a request that may be repeated; a rollout is not")
+    max_connections: int = Field(default=256, gt=0, description="to the app at once")
+
+
+class TaskAppClient:
+    """One app. `async with TaskAppClient(url) as app:`, or close it; use it within one event loop.
+
+    Args:
+        url: base URL of the app, from the operator's configuration.
+        settings: time, size and number of attempts; None: the defaults.
+        keys: sent in all three headers that apps look at; None: none are sent.
+        retry_seed: of the jitter between attempts.
+        sleep: replaces the clock between attempts.
+
+    Raises:
+        ConfigError: `url` is no base URL.
+        MissingExtraError: the httpx package is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        settings: TaskAppSettings | None = None,
+        keys: AppKeys | None = None,
+        retry_seed: int = 0,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingExtraError("a task app needs: pip install 'gspo-gym[apps]'") from error
+        self.url = operator_url(url)
+        self.settings = settings or TaskAppSettings()
+        self._keys = keys or AppKeys(())
+        retries = RetrySettings(max_attempts=self.settings.max_attempts)
+        self._retries = Retries(retries, gives_up_with=AppError, seed=retry_seed, sleep=sleep)
+        self._client = httpx.AsyncClient(
+            headers={"accept": "application/json", "accept-encoding": "identity", **self._keys.headers()},
+            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),  # the rest is under one deadline
+            limits=httpx.Limits(max_connections=self.settings.max_connections, keepalive_expiry=2.0),
+            trust_env=False,
+            follow_redirects=False,
+            # False: nothing is verified because nothing is TLS; reading the authorities takes long.
+            verify=ssl.create_default_context() if self.url.startswith("https:") else False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._client.aclose()
+
+    async def health(self) -> None:
+        """Ask whether the app is well, and takes our key.
+
+        Raises:
+            AppUnauthorisedError: it does not take it. AppError: it is not well, or not there.
+        """
+        answer = await self._get("/health")
+        if answer.get("healthy") is False:
+            raise AppError(f"{self.url}/health: the app says that it is not healthy: {self._shown(answer)}")
+
+    async def info(self) -> AppInfo:
+        """What the app says of itself, as far as it can be read.
+
+        Raises:
+            AppError: as `health`.
+        """
+        return read_info(await self._get("/info"))
+
+    async def taskset(self) -> Mapping[str, Any]:
+        """The app's description of its tasks, in its own words (Any: JSON): names, splits, sizes, a range of seeds.
+
+        Raises:
+            AppError: as `health`; AppAnswerError: there is none.
+        """
+        answer = await self._get("/task_info")
+        described = answer.get("taskset")
+        if not isinstance(described, dict):
+            raise AppAnswerError(f"{self.url}/task_info: expected an object taskset, got {self._shown(answer)}")
+        return described
+
+    async def task_info(self, seeds: Sequence[int]) -> tuple[TaskInfo, ...]:
+        """The tasks of these seeds, in their order.
+
+        Raises:
+            AppError: as `health`; AppAnswerError: not one task a seed, or not of the contract.
+        """
+        infos: list[TaskInfo] = []
+        for start in range(0, len(seeds), _SEEDS_PER_CALL):
+            asked = seeds[start : start + _SEEDS_PER_CALL]
+            path = "/task_info?" + "&".join(f"seed={int(seed)}" for seed in asked)
+            answer = await self._get_json(path)
+            listed = [answer] if len(asked) == 1 and isinstance(answer, dict) else answer
+            if not isinstance(listed, list) or len(listed) != len(asked):
+                got = f"{len(listed)} tasks" if isinstance(listed, list) else self._shown(answer)
+                raise AppAnswerError(
+                    f"{self.url}/task_info: expected one task for each of {len(asked)} seeds, got {got}"
+                )
+            infos += [self._read(TaskInfo.model_validate, info, "/task_info") for info in listed]
+        return tuple(infos)
+
+    async def done(self) -> None:
+        """Tell the app that nothing more is coming. For apps that wait for it; others answer 404.
+
+        Raises:
+            AppError: as `health`.
+        """
+        await self._retries.run(lambda _: self._send("POST", "/done", {}, self.settings.request_timeout_seconds))
+
+    async def rollout(self, request: RolloutRequest, *, timeout_seconds: float | None = None) -> AppRollout:
+        """Let the app play one episode. One request, never repeated: what it may have begun is known to nobody.
+
+        Args:
+            request: what to play; `run_id` names this attempt and no other.
+            timeout_seconds: until the answer's last byte; None: `rollout_timeout_seconds`.
+
+        Raises:
+            AppAttemptError: no connection, 429 or 5xx. A new attempt needs a new run id and a new inference URL.
+            AppTimeoutError: no complete answer in time.
+            AppUnauthorisedError, AppRefusedError: the app will not do it.
+            AppAnswerError: the answer is not of the contract, or is to another attempt.
+        """
+        body = request.model_dump(mode="json", exclude_none=True)
+        seconds = self.settings.rollout_timeout_seconds if timeout_seconds is None else timeout_seconds
+        answer = await self._send("POST", "/rollout", body, seconds)
+        if not isinstance(answer, dict):
+            raise AppAnswerError(f"{self.url}/rollout: expected a JSON object, got {self._shown(answer)}")
+        response = self._read(read_response, answer, "/rollout")
+        if isinstance(response, OutcomeResponse):
+            asked, answered = request.trace_correlation_id, response.trace_correlation_id
+        else:
+            asked, answered = request.run_id, response.run_id
+        if asked != answered:
+            raise AppAnswerError(
+                f"{self.url}/rollout: the answer is to another attempt, {answered!r:.80}, and is dropped (asked for "
+                f"{request.run_id!r})"
+            )
+        return self._read(lambda told: read_rollout(told, request), response, "/rollout")
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        answer = await self._get_json(path)
+        if not isinstance(answer, dict):
+            raise AppAnswerError(f"{self.url}{path}: expected a JSON object, got {self._shown(answer)}")
+        return answer
+
+    async def _get_json(self, path: str) -> Any:
+        return await self._retries.run(lambda _: self._send("GET", path, None, self.settings.request_timeout_seconds))
+
+    # Any, here and below: JSON of unknown shape.
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+        """The JSON of one answer with a good status.
+
+        Raises:
+            AppError: anything else; AppAttemptError: another attempt may have it.
+        """
+        import httpx
+
+        where = f"{self.url}{path.partition('?')[0]}"
+        try:
+            async with asyncio.timeout(seconds):
+                async with self._client.stream(method, f"{self.url}{path}", json=body) as response:
+                    content = await self._read_body(response, where)
+                return await self._read_answer(response, content, where)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            text = f"{where}: {type(error).__name__}: {error}"
+            raise AppAttemptError(self._keys.redacted(text), kind="connection") from error
+        except TimeoutError as error:
+            if isinstance(error, AppTimeoutError):
+                raise
+            raise AppTimeoutError(f"{where}: no complete answer within {seconds:g} seconds") from None
+
+    async def _read_body(self, response: httpx.Response, where: str) -> bytes:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise AppAnswerError(f"{where}: the answer is compressed although it was asked not to be")
+        content = bytearray()
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > self.settings.max_answer_bytes:
+                raise AppAnswerError(
+                    f"{where}: the answer has more than max_answer_bytes = {self.settings.max_answer_bytes} bytes"
+                )
+        return bytes(content)
+
+    async def _read_answer(self, response: httpx.Response, content: bytes, where: str) -> Any:
+        status = response.status_code
+        try:
+            # Parsing megabytes would hold up every other episode.
+            answer = (
+                json.loads(content) if len(content) < _INLINE_BYTES else await asyncio.to_thread(json.loads, content)
+            )
+        except (ValueError, RecursionError) as error:
+            if status < 300:
+                text = f"{where}: the answer is no JSON ({error}): {self._shown(content.decode(errors='replace'))}"
+                raise AppAnswerError(text) from None
+            answer = content.decode(errors="replace")
+        if 200 <= status < 300:
+            return answer
+        raise self._status_error(response, answer, where)
+
+    def _status_error(self, response: httpx.Response, answer: Any, where: str) -> AppError:
+        status = response.status_code
+        code, message = error_of(answer)
+        if is_missing_key(status, code) or is_unauthorised(status, code):  # its body may hold keys: not repeated
+            what = self._keys.what_to_set(app_has_no_key=is_missing_key(status, code))
+            return AppUnauthorisedError(f"{where}: HTTP {status}: not authorised: {what}")
+        text = f"{where}: HTTP {status}: {self._shown(': '.join(filter(None, (code, message))) or answer)}"
+        if status == 429 or status >= 500:
+            seconds = retry_after_seconds(response.headers)
+            return AppAttemptError(text, kind=str(status), retry_after_seconds=seconds)
+        if 300 <= status < 400:
+            text = f"{where}: HTTP {status}: redirects are not followed; give the URL that the app really has"
+        return AppRefusedError(text)
+
+    def _read(self, read: Callable[[Any], Record], value: Any, path: str) -> Record:
+        try:
+            return read(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "answer"
+            raise AppAnswerError(
+                f"{self.url}{path}: {place}: {first['msg']}, got {self._shown(first['input'])} "
+                f"({error.error_count()} problems in all)"
+            ) from None
+
+    def _shown(self, value: Any) -> str:
+        text = self._keys.redacted(value if isinstance(value, str) else repr(value))
+        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

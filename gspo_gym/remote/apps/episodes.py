@@ -1,0 +1,395 @@
+"""AppEpisodes: lets a task app play episodes, and makes of what the gateway captured what `run_episode` would have.
+
+One attempt is one gateway session and one request. Whatever went wrong is in the record; what an app says after its
+model failed is no reward. An attempt that the app turned away (no connection, 429, 5xx) is made again with a fresh
+session and a fresh run id, so that an earlier one that was begun after all talks to a closed session and its answer
+goes nowhere. Called by a rollout pool, through `build_apps.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from gspo_gym.base.retries import Retries, RetrySettings, Sleep
+from gspo_gym.errors import ConfigError, EnginePoisonedError
+from gspo_gym.remote.apps.client import TaskAppClient
+from gspo_gym.remote.apps.contracts import (
+    PolicyInjection,
+    RolloutEnv,
+    RolloutPolicy,
+    RolloutRecord,
+    RolloutRequest,
+    RolloutSafety,
+)
+from gspo_gym.remote.apps.errors import AppAttemptError, AppError, AppTimeoutError
+from gspo_gym.remote.apps.rewards import AppRollout, join_rewards
+from gspo_gym.remote.apps.urls import operator_url
+from gspo_gym.remote.gateway.capture import Capture, FailedCall
+from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.gateway.urls import rollout_url
+from gspo_gym.types import Message, Outcome, Task, Timing, Trajectory, Turn
+
+_log = logging.getLogger(__name__)
+
+_MAX_ERROR_CHARACTERS = 500
+# Refusals that the episode's own limits are: what the app makes of them is a result.
+_OUR_LIMITS: Mapping[str, Outcome] = {"overflow": Outcome.CONTEXT_OVERFLOW, "limit": Outcome.MAX_TURNS}
+# Refusals of what the app asked for, which asking again does not change: how it goes on is its own affair.
+_REFUSALS = ("template", "config")
+_MAX_RETURNS = 65_536  # attempts whose returns are remembered until their step has ended
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")  # run ids stand in URLs and file names of some apps
+
+
+@dataclass(frozen=True, slots=True)
+class AppEpisodeSettings:
+    """What an app is asked to play, and with whom.
+
+    Attributes:
+        env_name: the app's name of the environment.
+        session: of the gateway; name and sampling seed are those of each attempt.
+        model: the name under which the app asks the gateway for the model.
+        gateway_url: base URL under which the app reaches the gateway.
+        max_turns: decisions of an episode; the app is sent `ops` so often.
+        env_config, policy_name, policy_config: handed to the app as they stand (Any: each app has its own).
+        ops: of one decision.
+        mode: "rl" to train, "eval" to measure.
+        episode_timeout_seconds: of one attempt, the answer's last byte included.
+        max_tries: requests of one attempt at an episode, where the app turns them away. Eight wait half a minute to a
+            minute in all, so that an app can be restarted under a run.
+    """
+
+    env_name: str
+    session: GatewaySessionSettings
+    model: str
+    gateway_url: str
+    max_turns: int
+    env_config: Mapping[str, Any] = field(default_factory=dict)
+    policy_name: str | None = None
+    policy_config: Mapping[str, Any] = field(default_factory=dict)
+    ops: tuple[str, ...] = ("agent", "env")
+    mode: Literal["rl", "eval"] = "rl"
+    episode_timeout_seconds: float = 600.0
+    max_tries: int = 8
+
+    def __post_init__(self) -> None:
+        operator_url(self.gateway_url)
+        if self.max_turns < 1 or self.max_tries < 1 or not self.ops or not self.episode_timeout_seconds > 0:
+            raise ConfigError(
+                "AppEpisodeSettings: expected max_turns, max_tries and episode_timeout_seconds > 0 and ops, got "
+                f"{self.max_turns}, {self.max_tries}, {self.episode_timeout_seconds} and {self.ops}"
+            )
+        ours = sorted({"model", "inference_url", "trace_correlation_id"} & set(self.policy_config))
+        if ours:
+            raise ConfigError(f"rollout.policy_config: {', '.join(ours)} is set for each rollout; leave it out")
+        for name in ("temperature", "top_p"):
+            given, sampled = self.policy_config.get(name), getattr(self.session, name)
+            if given is not None and given != sampled:
+                raise ConfigError(
+                    f"rollout.policy_config.{name} is {given!r} and the episodes are sampled with {sampled!r}; the "
+                    "learner scores under one, so make them equal or leave it out"
+                )
+
+
+@dataclass(slots=True)
+class AppCounters:
+    """What has happened so far. Mutable.
+
+    `num_attempts` counts requests to the app, `calls` the calls of the model by what became of them ("trained", or why
+    not), `warnings` by kind, `first_warnings` the whole text of the first of each kind; tokens are those that were
+    sampled in episodes that were not failures. `num_untrained_episodes` are those with a return of which no token is
+    trained on. `returns` are what the app said of every attempt that it finished, used or not, by trajectory and
+    attempt; the oldest are forgotten.
+    """
+
+    num_attempts: int = 0
+    num_sampled_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_untrained_episodes: int = 0
+    returns: dict[tuple[str, int], float] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    warnings: Counter[str] = field(default_factory=Counter)
+    first_warnings: dict[str, str] = field(default_factory=dict)
+
+    def note_return(self, trajectory_id: str, attempt: int, episode_return: float) -> None:
+        """Remember what the app said that an attempt is worth."""
+        self.returns[trajectory_id, attempt] = episode_return
+        if len(self.returns) > _MAX_RETURNS:
+            del self.returns[next(iter(self.returns))]
+
+    @property
+    def trained_fraction(self) -> float:
+        """The share of sampled tokens that reach training; 0 if none was sampled."""
+        return self.num_trained_tokens / max(1, self.num_sampled_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One request that has ended: what the gateway captured meanwhile, and the app's word or why there is none."""
+
+    capture: Capture
+    rollout: AppRollout | None
+    error: AppError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How an attempt ended; `error` is None unless it is a failure."""
+
+    outcome: Outcome
+    error: str | None = None
+
+
+class AppEpisodes:
+    """Episodes of one app. Attempts may overlap; use it within one event loop, the gateway's.
+
+    Args:
+        client: of the app.
+        gateway: that captures.
+        settings: what is played.
+        retry_seed: of the jitter between tries.
+        clock, sleep: seconds, monotonic.
+        on_answer: receives what the app answers to each rollout, before it is judged; None: nothing does.
+
+    Attributes:
+        counters: what has happened so far.
+    """
+
+    def __init__(
+        self,
+        client: TaskAppClient,
+        gateway: Gateway,
+        settings: AppEpisodeSettings,
+        *,
+        retry_seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+        on_answer: Callable[[AppRollout], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self._on_answer = on_answer
+        self.counters = AppCounters()
+        self._client = client
+        self._gateway = gateway
+        self._clock = clock
+        retries = RetrySettings(
+            max_attempts=settings.max_tries,
+            first_delay_seconds=0.5,
+            max_delay_seconds=30.0,
+            budget_fraction=settings.max_tries,  # none: an episode holds its slot while it waits
+        )
+        self._retries = Retries(retries, gives_up_with=AppError, seed=retry_seed, sleep=sleep)
+
+    async def play(self, *, trajectory_id: str, attempt: int, task: Task, sampling_seed: int) -> Trajectory:
+        """One attempt at one episode. Its failure is a record and no exception, and keeps what was captured until then.
+
+        Raises:
+            asyncio.CancelledError: cancelled from outside; the session is closed.
+            EnginePoisonedError: no episode can be played with this engine any more.
+        """
+        started = self._clock()
+        capture, parts, success, reports_events = None, None, None, True
+        final_messages: tuple[Message, ...] = ()
+        try:
+            played = await self._play(f"{trajectory_id}/{attempt}", task, sampling_seed)
+            capture, said = played.capture, played.rollout
+            if said is not None and self._on_answer is not None:
+                self._on_answer(said)
+            if said is not None and said.episode_return is not None and not said.aborted:
+                self.counters.note_return(trajectory_id, attempt, said.episode_return)
+            parts = build_trajectory_parts(capture)
+            ending = _ending_of(played, parts)
+            if said is not None and ending.error is None:
+                parts = replace(parts, turns=self._scored(parts, said))
+                success, final_messages, reports_events = said.success, said.final_messages, said.reports_events
+        except EnginePoisonedError:
+            raise
+        except Exception as error:  # a bad rollout is a record, whatever was bad about it
+            _log.debug("episode %s/%d failed", trajectory_id, attempt, exc_info=True)
+            ending = _Ending(Outcome.ENGINE_ERROR, _one_line(f"{type(error).__name__}: {error}"))
+        total_seconds = self._clock() - started
+        engine_seconds = capture.engine_seconds if capture is not None else 0.0
+        return Trajectory(
+            trajectory_id=trajectory_id,
+            attempt=attempt,
+            task=task,
+            sampling_seed=sampling_seed,
+            segments=parts.segments if parts is not None else (),
+            turns=parts.turns if parts is not None else (),
+            messages=(*parts.messages, *final_messages) if parts is not None else (),
+            outcome=ending.outcome,
+            success=success,
+            error=ending.error,
+            timing=Timing(total_seconds, max(0.0, total_seconds - engine_seconds), engine_seconds),
+            reports_events=reports_events,
+        )
+
+    async def _play(self, name: str, task: Task, sampling_seed: int) -> _Played:
+        """The first request that the app did not turn away, or the last one; all within the episode's time."""
+        ended: list[_Played] = []
+        deadline = self._clock() + self.settings.episode_timeout_seconds
+
+        async def ask(number: int) -> None:
+            session = replace(
+                self.settings.session, name=f"{name}/{number}" if number else name, sampling_seed=sampling_seed
+            )
+            played = await self._play_once(session, task, timeout_seconds=max(0.0, deadline - self._clock()))
+            ended.append(played)
+            # Once the model was called, the same answers would lead to the same failure: another attempt has others.
+            if isinstance(played.error, AppAttemptError) and not (played.capture.calls or played.capture.failed):
+                raise played.error
+
+        try:
+            await self._retries.run(ask)
+        except AppError as error:
+            return replace(ended[-1], error=error)
+        return ended[-1]
+
+    async def _play_once(self, settings: GatewaySessionSettings, task: Task, *, timeout_seconds: float) -> _Played:
+        rollout, error = None, None
+        self.counters.num_attempts += 1
+        session = self._gateway.open_session(settings)
+        try:
+            try:
+                request = self._request(settings.name, session.id, task)
+                rollout = await self._client.rollout(request, timeout_seconds=timeout_seconds)
+            except AppError as failure:
+                error = failure
+            return _Played(await session.freeze(), rollout, error)
+        finally:
+            await session.abort()
+
+    def _request(self, name: str, session_id: str, task: Task) -> RolloutRequest:
+        settings = self.settings
+        # The same name comes again in another run, and an app may know answers by run id.
+        run_id = f"{_UNSAFE.sub('-', name)}-{secrets.token_hex(4)}"
+        injected = PolicyInjection(
+            model=settings.model,
+            inference_url=rollout_url(settings.gateway_url, session_id),
+            trace_correlation_id=session_id,
+            temperature=settings.session.temperature,
+            top_p=settings.session.top_p,
+            max_tokens=settings.session.max_output_tokens,
+        )
+        # What the operator wrote of sampling stands: it says the same (see AppEpisodeSettings), or asks for less.
+        policy_config = {**injected.model_dump(), **settings.policy_config}
+        ops = [*settings.ops] * settings.max_turns
+        return RolloutRequest(
+            run_id=run_id,
+            env=RolloutEnv(env_name=settings.env_name, config={**settings.env_config, **task.options}, seed=task.seed),
+            policy=RolloutPolicy(policy_name=settings.policy_name, config=policy_config),
+            ops=ops,
+            record=RolloutRecord(),
+            on_done="terminate",  # one rollout is one episode
+            safety=RolloutSafety(max_ops=len(ops), max_time_s=settings.episode_timeout_seconds),
+            mode=settings.mode,
+            trace_correlation_id=session_id,
+        )
+
+    def _scored(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
+        """The turns with their rewards; counts and says what does not fit together."""
+        joined = join_rewards(parts.turns, rollout, parts.decision_turns)
+        warnings = [*rollout.warnings, *([joined.warning] if joined.warning else [])]
+        if "step_rewards" in self.settings.env_config and self.settings.mode == "rl" and not rollout.reports_events:
+            warnings.append("no step rewards: the app was asked for them and reports none; its return counts instead")
+        for warning in warnings:
+            kind = warning.partition(":")[0]
+            self.counters.warnings[kind] += 1
+            if self.counters.warnings[kind] == 1:
+                self.counters.first_warnings[kind] = warning
+                _log.warning("%s: %s (said once; all are counted)", self._client.url, warning)
+        self.counters.calls.update(parts.counts)
+        self.counters.num_sampled_tokens += parts.num_sampled_tokens
+        self.counters.num_trained_tokens += parts.num_trained_tokens
+        self.counters.num_untrained_episodes += parts.num_trained_tokens == 0
+        return joined.turns
+
+
+def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
+    """How the attempt ended: by what the gateway saw first, and by what the app says only then.
+
+    Raises:
+        EnginePoisonedError: a call met an engine that will never answer again.
+    """
+    capture, rollout = played.capture, played.rollout
+    poisoned = next((failed for failed in capture.failed if failed.kind == "poisoned"), None)
+    if poisoned is not None:
+        raise EnginePoisonedError(poisoned.error)
+    failed = _unanswered(capture)
+    if failed is not None and failed.kind in _REFUSALS and parts.turns:
+        failed = None
+    if rollout is None:
+        return _failure_of(played.error, failed)
+    if (
+        failed is not None
+        and failed.kind == "cancelled"
+        and not rollout.ends_in_error
+        and _had_another(failed, capture)
+    ):
+        failed = None
+    if rollout.aborted:
+        return _Ending(Outcome.ENV_ERROR, "the app aborted the rollout")
+    if failed is not None and failed.kind in _OUR_LIMITS:
+        error = None if parts.turns else _one_line(f"the first call of the model was refused: {failed.error}")
+        return _Ending(_OUR_LIMITS[failed.kind], error)
+    cause = _why_made_up(capture, failed, rollout)
+    if cause is not None:
+        said = "".join(f"; the app says: {error}" for error in rollout.errors[-1:])
+        text = f"the app answers with a return of {rollout.episode_return}, but its model did not play: {cause}{said}"
+        return _Ending(Outcome.ENGINE_ERROR, _one_line(text))
+    return _Ending(rollout.outcome)
+
+
+def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollout) -> str | None:
+    """Why the app's reward is not of what the model did; None if it is."""
+    if failed is not None:
+        return f"the last call failed ({failed.kind}): {failed.error}"
+    if not capture.calls:
+        return "it was never called"
+    num_decisions = len(rollout.decisions)
+    if rollout.ends_in_error and num_decisions > len(capture.calls):  # a call of which nothing arrived here
+        return f"it answered {len(capture.calls)} calls, and the app lists {num_decisions} decisions, with an error"
+    return None
+
+
+def _failure_of(error: AppError | None, failed: FailedCall | None) -> _Ending:
+    """The ending of an attempt that the app gave no result for."""
+    text = f"{type(error).__name__}: {error}"
+    if failed is not None:
+        text += f"; the last call of the model had failed ({failed.kind}): {failed.error}"
+    if isinstance(error, AppTimeoutError):
+        return _Ending(Outcome.EPISODE_TIMEOUT, _one_line(text))
+    is_engine = failed is not None and failed.kind == "engine"
+    return _Ending(Outcome.ENGINE_ERROR if is_engine else Outcome.ENV_ERROR, _one_line(text))
+
+
+def _unanswered(capture: Capture) -> FailedCall | None:
+    """The last call, if the app got no answer to it, nor to another one that asked the same."""
+    answered = {call.request_key for call in capture.calls if call.is_delivered}
+    lost = [
+        FailedCall(call.index, "cancelled", "its answer reached nobody")
+        for call in capture.calls
+        if not call.is_delivered and call.request_key not in answered
+    ]
+    last_answered = max((call.index for call in capture.calls if call.is_delivered), default=-1)
+    later = [failed for failed in (*capture.failed, *lost) if failed.index > last_answered]
+    return max(later, key=lambda failed: failed.index, default=None)
+
+
+def _had_another(failed: FailedCall, capture: Capture) -> bool:
+    """Whether the agent had an answer to another call while that one was open: it asked twice at once, and took one."""
+    return any(call.is_delivered and failed.index < call.num_begun for call in capture.calls)
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."

@@ -1,0 +1,89 @@
+"""What the rollouts of task apps came to, step by step, as metrics by name. Nothing here feeds back into training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from gspo_gym.remote.apps.selection import PlayedReturns
+from gspo_gym.remote.gateway.capture import Untrained
+from gspo_gym.types import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from gspo_gym.remote.apps.episodes import AppCounters
+
+METRICS: Mapping[str, str] = MappingProxyType(
+    {
+        "gateway/calls": "calls of the model by apps, in rollouts that are episodes",
+        "gateway/trained_fraction": "share of the tokens sampled in those calls that reach training",
+        "gateway/untrained_calls": "calls of them that are not trained on, for whatever reason",
+        "gateway/auxiliary_calls": "of these, beside the task: a title, a summary",
+        "gateway/undelivered_calls": "of these, not attributable: the answer reached nobody, and nobody asked again",
+        "gateway/constrained_calls": "of these, sampled under a JSON schema",
+        "gateway/other_sampling_calls": "of these, sampled at a temperature or top_p of their own",
+        "gateway/untrained_episodes": "episodes with a return of which no token is trained on",
+        "gateway/played_return_mean": "mean return, as apps say, of every attempt that they finished at the step's "
+        "episodes",
+        "gateway/kept_return_mean": "the same of those attempts that are kept; event return_selection if they part",
+        "gateway/app_requests": "rollouts that apps were asked for, those that failed included",
+        "gateway/app_warnings": "answers of apps that do not fit together, such as two different returns",
+    }
+)
+_TRAINED = "trained"  # in `AppCounters.calls`; every other name there is a reason why not
+_NAMED = {
+    "gateway/auxiliary_calls": Untrained.AUXILIARY,
+    "gateway/undelivered_calls": Untrained.UNDELIVERED,
+    "gateway/constrained_calls": Untrained.CONSTRAINED,
+    "gateway/other_sampling_calls": Untrained.OTHER_SAMPLING,
+}
+
+
+class AppMetrics:
+    """Reads counters step by step; several apps are one."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+
+    def since_last(self, counters: Sequence[AppCounters]) -> dict[str, float]:
+        """The metrics of what was counted since the last call; the fraction only if anything was sampled."""
+        totals = _totals(counters)
+        new = {name: total - self._before.get(name, 0) for name, total in totals.items()}
+        self._before = totals
+        metrics = {name: float(new[name]) for name in METRICS if name in new}
+        if new["sampled"]:
+            metrics["gateway/trained_fraction"] = new["trained"] / new["sampled"]
+        return metrics
+
+
+def take_returns(counters: Sequence[AppCounters], groups: Sequence[TrajectoryGroup]) -> PlayedReturns:
+    """Return what apps said of the attempts at the episodes of these groups, and remove it from the counters."""
+    is_kept = {(t.trajectory_id, t.attempt) for group in groups for t in group.trajectories}
+    wanted = {name for name, _ in is_kept} | {lost.trajectory_id for group in groups for lost in group.dropped}
+    kept: list[float] = []
+    lost: list[float] = []
+    for each in counters:
+        for key in [key for key in each.returns if key[0] in wanted]:
+            (kept if key in is_kept else lost).append(each.returns.pop(key))
+    return PlayedReturns(tuple(kept), tuple(lost))
+
+
+def return_metrics(returns: PlayedReturns) -> dict[str, float]:
+    """The two means, where there are any."""
+    means = {"gateway/played_return_mean": returns.mean_played, "gateway/kept_return_mean": returns.mean_kept}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def _totals(counters: Sequence[AppCounters]) -> dict[str, int]:
+    calls = [each.calls for each in counters]
+    num_calls = sum(each.total() for each in calls)
+    return {
+        "gateway/calls": num_calls,
+        "gateway/untrained_calls": num_calls - sum(each[_TRAINED] for each in calls),
+        **{name: sum(each[why.value] for each in calls) for name, why in _NAMED.items()},
+        "gateway/untrained_episodes": sum(each.num_untrained_episodes for each in counters),
+        "gateway/app_requests": sum(each.num_attempts for each in counters),
+        "gateway/app_warnings": sum(each.warnings.total() for each in counters),
+        "sampled": sum(each.num_sampled_tokens for each in counters),
+        "trained": sum(each.num_trained_tokens for each in counters),
+    }

@@ -1,0 +1,236 @@
+"""A frozen session -> the parts of a `Trajectory`: which calls are trained on, in which segments, and why not others.
+
+Calls form trees: a call whose prompt appends to another's tokens is its child. Each path from a root to a leaf is one
+segment, as the model read it; a completion is trained on in the first path that holds it, and is context in others. So
+every trained completion counts exactly once, whatever the agent branched into. `capture_rules.py` decides which are
+trained on. Where none is, the delivered ones are turns all the same, and masked: the episode was played and is worth
+what its app says, which its group's statistics need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gspo_gym.remote.gateway.capture import Capture, CapturedCall, Untrained
+from gspo_gym.remote.gateway.capture_rules import untrained_calls
+from gspo_gym.rollout.segments import OpenSegment, SampledTokens
+from gspo_gym.types import Message, Segment, Turn
+
+CallKind = Literal["root", "extends", "rewrites", "failed"]
+_NO_DECISIONS = (Untrained.UNDELIVERED, Untrained.AUXILIARY)
+
+
+@dataclass(frozen=True, slots=True)
+class CallUse:
+    """What became of one call.
+
+    Attributes:
+        index: which call.
+        kind: "root" (a conversation of its own), "extends" (its prompt appends to its parent's tokens), "rewrites" (it
+            continues its parent, but the template rewrote the tokens) or "failed".
+        num_sampled_tokens: what was sampled for it.
+        turn: the number of its turn that is trained on; None if it is not.
+        untrained: why not; None if it is.
+    """
+
+    index: int
+    kind: CallKind
+    num_sampled_tokens: int
+    turn: int | None = None
+    untrained: Untrained | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CaptureBuild:
+    """All that a `Trajectory` takes from the gateway.
+
+    Attributes:
+        segments, turns: as in `Trajectory`; no turn is scored.
+        messages: the conversations that led to the turns, each message once, in the order in which the calls began. The
+            last of the assistant's are the turns, as in every trajectory: what the model said elsewhere, or an agent
+            says that it said, is a user's "(earlier) ..." behind the first turn. What an app never showed the model
+            (its last observation) is not among them.
+        turn_calls: the index of the call of each turn.
+        decision_turns: of each call that may be a decision of the task (its answer was delivered, and it is not beside
+            the task), the number of its turn; None if it has none, because others are trained on and it is not.
+        uses: of every call, in their order.
+    """
+
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    turn_calls: tuple[int, ...]
+    decision_turns: tuple[int | None, ...]
+    uses: tuple[CallUse, ...]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that were sampled in the session."""
+        return sum(use.num_sampled_tokens for use in self.uses)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Those of them that are trained on."""
+        return sum(use.num_sampled_tokens for use in self.uses if use.turn is not None)
+
+    @property
+    def trained_fraction(self) -> float:
+        """The share of sampled tokens that are trained on; 0 if none was sampled."""
+        return self.num_trained_tokens / max(1, self.num_sampled_tokens)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Calls by what became of them: "trained", and the values of `Untrained`."""
+        counts: dict[str, int] = {}
+        for use in self.uses:
+            name = "trained" if use.untrained is None else use.untrained.value
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+
+def build_trajectory_parts(capture: Capture) -> CaptureBuild:
+    """Segments, turns and messages of a session.
+
+    Turns are numbered in the order in which their calls began, and segments stand in the order of their first turns.
+    """
+    untrained = untrained_calls(capture.calls)
+    calls = {call.index: call for call in capture.calls}
+    decisions = _decisions(calls, untrained)
+    masked = frozenset() if any(index not in untrained for index in calls) else frozenset(decisions)
+    turn_calls = tuple(index for index in calls if index not in untrained or index in masked)
+    numbers = {index: turn for turn, index in enumerate(turn_calls)}
+    paths = sorted(_owned_paths(calls, numbers), key=lambda path: min(numbers[index] for index in path.owned))
+    segments: list[Segment] = []
+    turns: dict[int, Turn] = {}
+    for path in paths:
+        segment, its_turns = _segment_of(path, calls, numbers, number=len(segments), masked=masked)
+        segments.append(segment)
+        turns |= {turn.index: turn for turn in its_turns}
+    return CaptureBuild(
+        segments=tuple(segments),
+        turns=tuple(turns[turn] for turn in range(len(turn_calls))),
+        messages=_messages(calls, turn_calls),
+        turn_calls=turn_calls,
+        decision_turns=tuple(numbers.get(index) for index in decisions),
+        uses=_uses(capture, numbers, untrained),
+    )
+
+
+def _decisions(calls: Mapping[int, CapturedCall], untrained: Mapping[int, Untrained]) -> tuple[int, ...]:
+    """The calls whose answers the agent had, but for those beside the task."""
+    continued = {call.parent for call in calls.values()}
+    return tuple(
+        index
+        for index, call in calls.items()
+        if untrained.get(index) not in _NO_DECISIONS and (call.is_delivered or index in continued)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Calls whose prompts append to each other, from a root on, and those of them that are trained on here."""
+
+    calls: tuple[int, ...]
+    owned: frozenset[int]
+
+
+def _owned_paths(calls: Mapping[int, CapturedCall], trained: Iterable[int]) -> list[_Path]:
+    """A path to every trained call behind which no other trained one follows; in the order of their last calls."""
+    trained = set(trained)
+    inner = {index for end in trained for index in _line(calls[end], calls)[:-1]}
+    paths, taken = [], set[int]()
+    for leaf in sorted(trained - inner):
+        line = _line(calls[leaf], calls)
+        owned = frozenset(index for index in line if index in trained and index not in taken)
+        taken |= owned
+        paths.append(_Path(tuple(line), owned))
+    return paths
+
+
+def _line(call: CapturedCall, calls: Mapping[int, CapturedCall]) -> list[int]:
+    """The calls to whose tokens this one's prompt appends, from the first on, and itself."""
+    line = [call.index]
+    while call.appends and call.parent is not None:
+        call = calls[call.parent]
+        line.append(call.index)
+    return line[::-1]
+
+
+def _segment_of(
+    path: _Path,
+    calls: Mapping[int, CapturedCall],
+    turn_numbers: Mapping[int, int],
+    *,
+    number: int,
+    masked: Collection[int],
+) -> tuple[Segment, list[Turn]]:
+    """The tokens of a path and its turns; those of `masked` calls are in no mask."""
+    segment = OpenSegment()
+    turns: list[Turn] = []
+    observed = 0  # up to where the tokens belong to an earlier turn
+    for call in (calls[index] for index in path.calls):
+        segment.append_context(call.context_ids.tolist())
+        completion = call.completion
+        if call.index not in path.owned:
+            segment.append_context(completion.token_ids.tolist())
+            continue
+        start, turn = len(segment), turn_numbers[call.index]
+        if call.index in masked:
+            segment.append_context(completion.token_ids.tolist())
+        else:
+            sampled = SampledTokens(
+                completion.token_ids.tolist(), completion.logprobs.tolist(), completion.weight_version.tolist()
+            )
+            segment.append_action(sampled, turn=turn)
+        turns.append(
+            Turn(
+                index=turn,
+                segment=number,
+                observation_span=(observed, start),
+                action_span=(start, len(segment)),
+                finish_reason=completion.finish_reason,
+                parse=call.parse,
+            )
+        )
+        observed = len(segment)
+    return segment.close(), turns
+
+
+def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> tuple[Message, ...]:
+    """See `CaptureBuild.messages`."""
+    needed: set[int] = set()
+    for index in turn_calls:
+        at: int | None = index
+        while at is not None and at not in needed:
+            needed.add(at)
+            at = calls[at].parent
+    messages: list[Message] = []
+    has_begun = False
+    turns = set(turn_calls)
+    for index in sorted(needed):
+        call, is_turn = calls[index], index in turns
+        said = [*call.new_messages, *([] if is_turn else [call.answer])]
+        messages += map(_as_context, said) if has_begun else said
+        has_begun = has_begun or is_turn
+        messages += [call.answer] if is_turn else []
+    return tuple(messages)
+
+
+def _as_context(message: Message) -> Message:
+    if message.role != "assistant":
+        return message
+    calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
+    return Message("user", "\n".join(["(earlier) " + message.content, *calls]))
+
+
+def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[int, Untrained]) -> tuple[CallUse, ...]:
+    uses = [CallUse(failed.index, "failed", 0, untrained=Untrained.FAILED) for failed in capture.failed]
+    for call in capture.calls:
+        kind: CallKind = "root" if call.parent is None else "extends" if call.appends else "rewrites"
+        why = untrained.get(call.index)
+        turn = turn_numbers[call.index] if why is None else None
+        uses.append(CallUse(call.index, kind, call.num_sampled_tokens, turn, why))
+    return tuple(sorted(uses, key=lambda use: use.index))

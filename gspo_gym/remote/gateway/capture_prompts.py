@@ -1,0 +1,136 @@
+"""From a request to the token ids that the model reads: the tokens of the call that it continues, and what is new.
+
+Nothing that was sampled is ever encoded again. Where the chat template rewrites earlier turns, or nothing is continued,
+the whole prompt is rendered afresh; `capture_build.py` begins a new segment there, as a rollout does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_gym.chat.fitting import cannot_fit
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.errors import ConfigError, ContextOverflowError
+from gspo_gym.remote.gateway.capture import CapturedCall, ChatCall, CompletionCall
+from gspo_gym.remote.gateway.capture_matching import Conversations
+from gspo_gym.remote.gateway.forced_calls import forced_tool
+from gspo_gym.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads for one call.
+
+    Attributes:
+        parent, appends, new_messages: as in `CapturedCall`.
+        token_ids: all of it.
+        context_ids: all of it, or if `appends`, what comes behind the parent's prompt and sampled tokens.
+        opening: the last of `context_ids`, where they begin the answer itself (a forced call of a tool).
+        digest: equal for the same conversation.
+    """
+
+    parent: CapturedCall | None
+    appends: bool
+    new_messages: tuple[Message, ...]
+    token_ids: list[int]
+    context_ids: list[int]
+    opening: list[int]
+    digest: bytes
+
+
+def chat_prompt(
+    call: ChatCall,
+    tools_key: str,
+    *,
+    renderer: Renderer,
+    conversations: Conversations,
+    tokenizer: Any,  # transformers is untyped
+    max_model_len: int,
+) -> Prompt:
+    """The prompt of a conversation.
+
+    Raises:
+        ContextOverflowError: it leaves no room for one token. TemplateError: the template cannot render it.
+        ConfigError: there are no messages, or the tool that must be called is not offered, or cannot be called in an
+            answer that must be JSON.
+    """
+    if not call.messages:
+        raise ConfigError("messages: expected at least one, got none")
+    if call.tool_choice is not None and call.json_schema is not None:
+        raise ConfigError("response_format: expected none beside a tool that must be called, got a JSON schema")
+    found = conversations.find(call.messages, tools_key)
+    if cannot_fit(found.new, tokenizer, max_model_len):
+        raise overflow(f"{sum(len(message.content) for message in found.new)} characters", max_model_len)
+    opening = renderer.call_opening(forced_tool(call.tool_choice, call.tools)) if call.tool_choice else []
+    if found.parent is None:
+        kept, context, appends = [], renderer.start(found.new), False
+    else:
+        is_closed = int(found.parent.completion.token_ids[-1]) in renderer.stop_token_ids
+        continuation = renderer.continue_from(found.known, found.new, closed=is_closed)
+        context, appends = continuation.token_ids, not continuation.is_new_segment
+        kept = conversations.tokens_of(found.parent) if appends else []
+    context = context + opening
+    prompt = Prompt(found.parent, appends, found.new, kept + context, context, opening, found.request_digest)
+    return _fitting(prompt, max_model_len)
+
+
+def raw_prompt(
+    call: CompletionCall,
+    *,
+    renderer: Renderer,
+    conversations: Conversations,
+    tokenizer: Any,
+    max_model_len: int,
+) -> Prompt:
+    """The prompt of a request without a template. It continues a call whose tokens it begins with, all of them exactly.
+
+    Raises:
+        ContextOverflowError: as for `chat_prompt`. ConfigError: the prompt is empty, or an id is none.
+    """
+    if isinstance(call.prompt, str):
+        if cannot_fit([Message("user", call.prompt)], tokenizer, max_model_len):
+            raise overflow(f"{len(call.prompt)} characters", max_model_len)
+        ids = [int(token_id) for token_id in tokenizer(call.prompt)["input_ids"]]
+    else:
+        ids = _checked_ids(call.prompt, len(tokenizer))
+    if not ids:
+        raise ConfigError("prompt: expected a text or token ids, got nothing")
+    parent, kept = _longest_beginning(ids, conversations)
+    context = ids[len(kept) :]
+    new = (Message("user", renderer.decode(context)),) if context else ()
+    digest = b",".join(str(token_id).encode() for token_id in ids)
+    return _fitting(Prompt(parent, parent is not None, new, ids, context, [], digest), max_model_len)
+
+
+def overflow(size: str, max_model_len: int) -> ContextOverflowError:
+    """The error of a prompt of so many tokens or characters."""
+    return ContextOverflowError(
+        f"the prompt has {size}, which leaves no room for an answer in max_model_len = {max_model_len}; shorten the "
+        "conversation"
+    )
+
+
+def _fitting(prompt: Prompt, max_model_len: int) -> Prompt:
+    if len(prompt.token_ids) >= max_model_len:
+        raise overflow(f"{len(prompt.token_ids)} tokens", max_model_len)
+    return prompt
+
+
+def _checked_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:  # Any: whatever a client sent
+    listed = list(ids)
+    wrong = [i for i in listed if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size]
+    if wrong:
+        raise ConfigError(f"prompt: expected token ids in [0, {vocab_size}), got {wrong[0]!r}")
+    return listed
+
+
+def _longest_beginning(ids: Sequence[int], conversations: Conversations) -> tuple[CapturedCall | None, list[int]]:
+    """The raw call with the most tokens of those with which `ids` begins, and these tokens."""
+    best: tuple[CapturedCall | None, list[int]] = (None, [])
+    for call in conversations.raw_calls():
+        tokens = conversations.tokens_of(call)
+        if len(best[1]) < len(tokens) <= len(ids) and list(ids[: len(tokens)]) == tokens:
+            best = (call, tokens)
+    return best

@@ -1,0 +1,318 @@
+"""OpenAI's requests -> the gateway's calls. Lenient about fields that nobody here knows, strict about those that count.
+
+What would be ignored although it changes the answer (n > 1, an image, a tool choice that is not understood) is refused.
+No I/O. `openai_wire_answers.py` writes what comes back, `openai_wire_responses.py` reads and writes the Responses API.
+Called by `gateway_app.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_gym.base.messages import messages_from_wire, require_encodable
+from gspo_gym.base.strict_json import read_json
+from gspo_gym.errors import GymError, RecordError
+from gspo_gym.remote.gateway.capture import REQUIRED, ChatCall, CompletionCall
+
+Json = Any  # a JSON value
+
+TRAINED_KEY = "gspo_gym_trained"
+"""In a request's `metadata`, "true" or "false": whether its caller wants it trained on."""
+
+_MAX_STOPS = 16
+_MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+
+
+class RequestError(GymError, ValueError):
+    """A request is refused; `code` and `param` as in OpenAI's error objects."""
+
+    def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How an answer is written, whatever it says.
+
+    Attributes:
+        stream: as server-sent events. include_usage: with a last event that counts tokens.
+        logprobs: with those of the sampled tokens.
+    """
+
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request to /v1/chat/completions."""
+
+    call: ChatCall
+    options: AnswerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """One request to /v1/completions."""
+
+    call: CompletionCall
+    options: AnswerOptions
+
+
+def read_body(body: bytes) -> Mapping[str, Json]:
+    """The JSON object of a request.
+
+    Raises:
+        RequestError: it is none.
+    """
+    try:
+        value = read_json(body)
+    except RecordError as error:
+        raise RequestError(f"expected a JSON object as the body: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"expected a JSON object as the body, got {shown(value)}", code="invalid_json")
+    return value
+
+
+def read_chat_request(body: Mapping[str, Json]) -> ChatRequest:
+    """What a request to /v1/chat/completions asks for.
+
+    Raises:
+        RequestError: a field that counts is missing, wrong, or asks for what there is not.
+    """
+    require_one_choice(body)
+    stream_options = body.get("stream_options") or {}
+    tools = read_tools(body.get("tools"))
+    call = ChatCall(
+        messages=read_messages(body.get("messages"), param="messages"),
+        tools=() if body.get("tool_choice") == "none" else tools,
+        max_tokens=_max_tokens(body),
+        temperature=read_number(body, "temperature", low=0.0, high=2.0),
+        top_p=read_number(body, "top_p", low=0.0, high=1.0),
+        stop=_stops(body.get("stop")),
+        tool_choice=read_tool_choice(body.get("tool_choice"), tools),
+        json_schema=read_schema(body.get("response_format"), param="response_format"),
+        is_trained=wants_training(body),
+    )
+    return ChatRequest(
+        call,
+        AnswerOptions(
+            stream=bool(body.get("stream")),
+            include_usage=isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage")),
+            logprobs=bool(body.get("logprobs")),
+        ),
+    )
+
+
+def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
+    """What a request to /v1/completions asks for.
+
+    Raises:
+        RequestError: as for `read_chat_request`; or several prompts, or an echo.
+    """
+    require_one_choice(body)
+    if body.get("echo") or body.get("suffix"):
+        raise RequestError("echo and suffix: expected neither", code="unsupported_parameter", param="echo")
+    stream_options = body.get("stream_options") or {}
+    call = CompletionCall(
+        prompt=_prompt(body.get("prompt")),
+        max_tokens=_max_tokens(body),
+        temperature=read_number(body, "temperature", low=0.0, high=2.0),
+        top_p=read_number(body, "top_p", low=0.0, high=1.0),
+        stop=_stops(body.get("stop")),
+        is_trained=wants_training(body),
+    )
+    logprobs = body.get("logprobs")
+    return CompletionRequest(
+        call,
+        AnswerOptions(
+            stream=bool(body.get("stream")),
+            include_usage=isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage")),
+            logprobs=logprobs is not None and logprobs is not False,  # 0 asks for the sampled tokens' own
+        ),
+    )
+
+
+def require_one_choice(body: Mapping[str, Json]) -> None:
+    """Refuse several answers to one request: each is a call of its own.
+
+    Raises:
+        RequestError: n or best_of is not 1.
+    """
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            raise RequestError(
+                f"{name}: expected 1, got {shown(body[name])}; ask once for each answer",
+                code="unsupported_value",
+                param=name,
+            )
+
+
+def read_messages(value: Json, *, param: str) -> tuple[Any, ...]:
+    """The conversation, at least one message long (Any: `types.Message`).
+
+    Raises:
+        RequestError: it is none, or holds what is no text.
+    """
+    try:
+        messages = messages_from_wire(value, where=param)
+        for index, message in enumerate(messages):
+            require_encodable(message.content, where=f"{param}[{index}]")
+    except RecordError as error:
+        raise RequestError(str(error), param=param) from error
+    if not messages:
+        raise RequestError(f"{param}: expected at least one message, got none", param=param)
+    return messages
+
+
+def read_tools(value: Json) -> tuple[Mapping[str, Json], ...]:
+    """Function schemas in the shape of the chat API.
+
+    Raises:
+        RequestError: one is none, or has no name.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise RequestError(f"tools: expected a list, got {shown(value)}", param="tools")
+    for index, tool in enumerate(value):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f'tools[{index}]: expected {{"type": "function", "function": {{"name": ...}}}}, got {shown(tool)}',
+                param="tools",
+            )
+    return tuple(value)
+
+
+def read_tool_choice(value: Json, tools: Sequence[Mapping[str, Json]]) -> str | None:
+    """As `capture.ToolChoice`; "none" is None (the caller offers no tools then).
+
+    Raises:
+        RequestError: it is not understood, or names a tool that is not offered.
+    """
+    if value in (None, "auto", "none"):
+        return None
+    if value == "required":
+        if not tools:
+            raise RequestError("tool_choice: 'required' without tools", param="tool_choice")
+        return REQUIRED
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        function = value.get("function") if isinstance(value.get("function"), Mapping) else value
+        name = function.get("name") if isinstance(function, Mapping) else None
+        offered = [tool["function"]["name"] for tool in tools]
+        if isinstance(name, str) and name in offered:
+            return name
+        raise RequestError(f"tool_choice: expected one of the tools {offered}, got {shown(name)}", param="tool_choice")
+    raise RequestError(
+        f"tool_choice: expected 'none', 'auto', 'required' or a function, got {shown(value)}", param="tool_choice"
+    )
+
+
+def read_schema(value: Json, *, param: str) -> str | None:
+    """The JSON schema that an answer must obey, as JSON text; None if it may be any text.
+
+    Raises:
+        RequestError: it is no response format.
+    """
+    kind = value.get("type", "text") if isinstance(value, Mapping) else value
+    if kind is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return '{"type": "object"}'
+    if kind == "json_schema" and isinstance(value, Mapping):
+        described = value.get("json_schema", value)
+        schema = described.get("schema") if isinstance(described, Mapping) else None
+        if isinstance(schema, Mapping):
+            return json.dumps(schema)
+    raise RequestError(
+        f"{param}: expected the type text, json_object or json_schema with a schema, got {shown(value)}", param=param
+    )
+
+
+def read_number(body: Mapping[str, Json], name: str, *, low: float, high: float) -> float | None:
+    """A number in [low, high]; None if there is none.
+
+    Raises:
+        RequestError: it is none, or outside.
+    """
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise RequestError(f"{name}: expected a number from {low:g} to {high:g}, got {shown(value)}", param=name)
+    return float(value)
+
+
+def read_count(body: Mapping[str, Json], name: str) -> int | None:
+    """A number of at least 1; None if there is none.
+
+    Raises:
+        RequestError: it is none, or less.
+    """
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(f"{name}: expected a whole number of at least 1, got {shown(value)}", param=name)
+    return value
+
+
+def wants_training(body: Mapping[str, Json]) -> bool | None:
+    """What `metadata` says about training; None if nothing.
+
+    Raises:
+        RequestError: it says neither "true" nor "false".
+    """
+    metadata = body.get("metadata")
+    said = metadata.get(TRAINED_KEY) if isinstance(metadata, Mapping) else None
+    return None if said is None else read_flag(said, name=f"metadata.{TRAINED_KEY}")
+
+
+def read_flag(text: Json, *, name: str) -> bool:
+    """Whether a text or bool says true.
+
+    Raises:
+        RequestError: it is neither "true" nor "false".
+    """
+    value = {"true": True, "false": False}.get(str(text).strip().lower())
+    if value is None:
+        raise RequestError(f"{name}: expected true or false, got {shown(text)}", param=name)
+    return value
+
+
+def shown(value: object) -> str:
+    """A wrong value as errors repeat it."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def _max_tokens(body: Mapping[str, Json]) -> int | None:
+    newer = read_count(body, "max_completion_tokens")
+    return read_count(body, "max_tokens") if newer is None else newer
+
+
+def _stops(value: Json) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError(f"stop: expected a text or up to {_MAX_STOPS} of them, got {shown(value)}", param="stop")
+    return tuple(stops)
+
+
+def _prompt(value: Json) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
+        value = value[0]  # one prompt in a list of prompts
+    if isinstance(value, str) and value:
+        try:
+            require_encodable(value, where="prompt")
+        except RecordError as error:
+            raise RequestError(str(error), param="prompt") from error
+        return value
+    if isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value):
+        return tuple(value)
+    raise RequestError(f"prompt: expected one text, or one list of token ids, got {shown(value)}", param="prompt")

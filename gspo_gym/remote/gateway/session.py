@@ -1,0 +1,394 @@
+"""GatewaySession: agents that live elsewhere ask it for answers, and it writes down the tokens.
+
+One session is one attempt at one episode. It renders what an agent says, samples from the engine exactly as
+`rollout.actors.EngineActor` does, and keeps what was sampled; `capture_build.py` makes a trajectory of it afterwards.
+Not for HTTP: `gateway_app.py` stands before it. Opened by `gateway.Gateway`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.remote.gateway.capture import (
+    Capture,
+    CapturedCall,
+    ChatCall,
+    CompletionCall,
+    FailedCall,
+    ForcedCallError,
+    SessionClosedError,
+    SessionLimitError,
+    Untrained,
+    failure_kind,
+)
+from gspo_gym.remote.gateway.capture_answers import Answer, read_chat, read_text, require_possible
+from gspo_gym.remote.gateway.capture_matching import Conversations
+from gspo_gym.remote.gateway.capture_prompts import Prompt, chat_prompt, raw_prompt
+from gspo_gym.remote.gateway.forced_calls import call_problem, forced_tool
+from gspo_gym.seeding import child_seed
+from gspo_gym.types import Completion
+
+SESSION_IS_OVER = "the session is over: its episode has ended, and nothing more is sampled for it"
+_MAX_ERROR_CHARACTERS = 500
+_ID_BYTES = 24  # 192 bits: whoever knows an id may use the session
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySessionSettings:
+    """One attempt at one episode.
+
+    Attributes:
+        name: of the attempt at the engine, as `EpisodeRequest.session_id`; never shown to the agent.
+        sampling_seed: of the episode; a call derives its own from it.
+        max_output_tokens: of one answer. max_model_len: prompt plus answer.
+        temperature .. min_tokens: as in `SamplingParams`.
+        chat_template_kwargs: handed to the chat template; None: the gateway's own.
+        max_calls: answered and failed ones together. max_captured_tokens: held for the session, prompts included.
+        call_timeout_seconds: for one answer, waiting included; None waits for ever.
+    """
+
+    name: str
+    sampling_seed: int
+    max_output_tokens: int
+    max_model_len: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    max_calls: int = 1024
+    max_captured_tokens: int = 4_000_000
+    call_timeout_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_output_tokens", "max_calls", "max_captured_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"GatewaySessionSettings.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ConfigError(f"GatewaySessionSettings.max_model_len: expected at least 2, got {self.max_model_len}")
+        # Its construction checks the ranges before the first call.
+        SamplingParams(
+            max_tokens=max(1, self.min_tokens),
+            stop_token_ids=(),
+            seed=self.sampling_seed,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+        )
+
+
+class GatewaySession:
+    """One attempt at one episode; made by `Gateway.open_session`.
+
+    Calls may overlap. A call's seed depends on how many began before it and were not in vain: a failed call gives its
+    number to the next one, so that asking again gives the tokens that the first time would have given.
+
+    Attributes:
+        id: by which the agent finds it; a secret.
+        settings: as given.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySessionSettings,
+        *,
+        engine: Engine,
+        renderers: RendererCache,
+        clock: Callable[[], float],
+        forget: Callable[[str], None],
+    ) -> None:
+        self.id = secrets.token_urlsafe(_ID_BYTES)
+        self.settings = settings
+        self._engine = engine
+        self._renderers = renderers
+        self._clock = clock
+        self._forget = forget
+        self._vocab_size = len(renderers.tokenizer)
+        self._conversations = Conversations()
+        self._calls: dict[int, CapturedCall] = {}
+        self._failed: dict[int, FailedCall] = {}
+        self._in_flight: set[int] = set()
+        self._undelivered: set[int] = set()
+        self._numbers: set[int] = set()  # of completions, sampled or being sampled
+        self._num_begun = 0
+        self._num_tokens = 0
+        self._engine_seconds = 0.0
+        self._is_closed = False
+        self._capture: Capture | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was frozen or aborted."""
+        return self._is_closed
+
+    async def chat(self, call: ChatCall) -> CapturedCall:
+        """Answer a conversation. An answer that cannot be parsed is an answer: see `CapturedCall.parse`.
+
+        Raises:
+            SessionClosedError: the session is over, or ended meanwhile.
+            SessionLimitError: it has made as many calls, or holds as many tokens, as it may.
+            ContextOverflowError: the conversation leaves no room for one token.
+            TemplateError: the chat template cannot render it.
+            ConfigError: it asks for what this engine, template or session cannot do.
+            ForcedCallError: a tool had to be called, and was not; the call is captured all the same.
+            EngineTimeoutError, EnginePoisonedError, EngineError: as `Engine.generate`.
+        """
+        index = self._begin()
+        with self._failing(index):
+            tools_key = sys.intern(json.dumps(list(call.tools)) if call.tools else "")  # one for all calls
+            renderer = self._renderers.for_tools(call.tools)
+            prompt = chat_prompt(
+                call,
+                tools_key,
+                renderer=renderer,
+                conversations=self._conversations,
+                tokenizer=self._renderers.tokenizer,
+                max_model_len=self.settings.max_model_len,
+            )
+            number, completion = await self._sample(call, prompt, renderer)
+            answer = read_chat(completion, renderer=renderer, opening=prompt.opening, stops=call.stop)
+            captured = self._keep(call, prompt, answer, index=index, number=number, tools_key=tools_key)
+        if call.tool_choice is not None:
+            name = forced_tool(call.tool_choice, call.tools)
+            if (problem := captured.error or call_problem(captured.answer, name, call.tools)) is not None:
+                raise ForcedCallError(f"tool_choice {call.tool_choice!r}: {problem}", captured)
+        return captured
+
+    async def complete(self, call: CompletionCall) -> CapturedCall:
+        """Continue a text or token ids as they stand; its answer is a text, whatever it looks like.
+
+        Raises:
+            as `chat`, without TemplateError and ForcedCallError.
+        """
+        index = self._begin()
+        with self._failing(index):
+            renderer = self._renderers.for_tools(())
+            prompt = raw_prompt(
+                call,
+                renderer=renderer,
+                conversations=self._conversations,
+                tokenizer=self._renderers.tokenizer,
+                max_model_len=self.settings.max_model_len,
+            )
+            number, completion = await self._sample(call, prompt, renderer)
+            answer = read_text(completion, renderer=renderer, stops=call.stop)
+            return self._keep(call, prompt, answer, index=index, number=number, tools_key="")
+
+    def note_delivery(self, index: int, *, is_delivered: bool) -> None:
+        """Say whether the answer of a call reached its caller. Unless said, it did."""
+        (self._undelivered.discard if is_delivered else self._undelivered.add)(index)
+
+    def renderer_of(self, call: CapturedCall) -> Renderer:
+        """The renderer with which a call was answered, for the texts of its tokens."""
+        return self._renderers.for_tools(json.loads(call.tools_key) if call.tools_key else ())
+
+    async def freeze(self) -> Capture:
+        """End the session and give all that was captured. Calls in flight are given up, and count as failed.
+
+        Freezing again gives the same capture.
+
+        Raises:
+            SessionClosedError: it was aborted.
+            EngineError: the engine failed to forget the session; the next freeze gives the capture.
+        """
+        if self._capture is not None:
+            return self._capture
+        self._require_open()
+        given_up = (FailedCall(i, "cancelled", "in flight when the session ended") for i in self._in_flight)
+        failed = [*self._failed.values(), *given_up]
+        self._capture = Capture(
+            session=self.settings.name,
+            sampling_seed=self.settings.sampling_seed,
+            calls=tuple(
+                replace(call, is_delivered=False) if index in self._undelivered else call
+                for index, call in sorted(self._calls.items())
+            ),
+            failed=tuple(sorted(failed, key=lambda call: call.index)),
+            engine_seconds=self._engine_seconds,
+        )
+        await self._end()
+        return self._capture
+
+    async def abort(self) -> None:
+        """End the session and forget what was captured. Aborting again, or after freezing, is fine."""
+        if not self._is_closed:
+            await self._end()
+
+    async def _end(self) -> None:
+        was_busy = bool(self._in_flight)
+        self._is_closed = True
+        self._forget(self.id)
+        self._conversations, self._calls, self._failed = Conversations(), {}, {}
+        if was_busy:
+            await self._engine.abort(self.settings.name)
+        await self._engine.end_session(self.settings.name)
+
+    # -- one call ---------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosedError(SESSION_IS_OVER)
+
+    def _begin(self) -> int:
+        self._require_open()
+        if self._num_begun >= self.settings.max_calls:
+            raise SessionLimitError(f"the session has made {self._num_begun} calls, as many as it may (max_calls)")
+        index = self._num_begun
+        self._num_begun += 1
+        return index
+
+    @contextlib.contextmanager
+    def _failing(self, index: int) -> Iterator[None]:
+        """Note the call as in flight, and how it fails."""
+        self._in_flight.add(index)
+        try:
+            yield
+        except BaseException as error:
+            self._failed[index] = FailedCall(
+                index, failure_kind(error), " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+            )
+            raise
+        finally:
+            self._in_flight.discard(index)
+
+    async def _sample(
+        self, call: ChatCall | CompletionCall, prompt: Prompt, renderer: Renderer
+    ) -> tuple[int, Completion]:
+        """The number of the completion, and it."""
+        sampling = self._sampling(call, prompt, renderer)
+        held = len(prompt.context_ids) + sampling.max_tokens
+        if self._num_tokens + held > self.settings.max_captured_tokens:
+            raise SessionLimitError(
+                f"the session holds {self._num_tokens} tokens, and {held} more would be over its "
+                f"max_captured_tokens = {self.settings.max_captured_tokens}"
+            )
+        number = next(k for k in itertools.count() if k not in self._numbers)
+        self._numbers.add(number)
+        self._num_tokens += held
+        try:
+            completion = await self._generate(
+                prompt, replace(sampling, seed=child_seed(self.settings.sampling_seed, "turn", number))
+            )
+            require_possible(
+                completion,
+                max_tokens=sampling.max_tokens,
+                vocab_size=self._vocab_size,
+                renderer=renderer,
+            )
+        except BaseException:
+            self._numbers.discard(number)
+            self._num_tokens -= held
+            raise
+        self._num_tokens -= sampling.max_tokens - len(completion.token_ids)
+        return number, completion
+
+    async def _generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        started = self._clock()
+        try:
+            completion = await self._engine.generate(
+                prompt.token_ids,
+                sampling,
+                session_id=self.settings.name,
+                deadline_seconds=self.settings.call_timeout_seconds,
+            )
+        except EngineError:
+            self._require_open()  # then it was given up
+            raise
+        finally:
+            self._engine_seconds += self._clock() - started
+        self._require_open()  # too late: the capture was handed out
+        return completion
+
+    def _sampling(self, call: ChatCall | CompletionCall, prompt: Prompt, renderer: Renderer) -> SamplingParams:
+        """All but the seed."""
+        settings = self.settings
+        schema = call.json_schema if isinstance(call, ChatCall) else None
+        if schema is not None and not self._engine.capabilities.structured_output:
+            raise ConfigError(
+                "response_format: this engine cannot obey a JSON schema; leave it out, or serve with vLLM"
+            )
+        most = min(settings.max_output_tokens, settings.max_model_len - len(prompt.token_ids))
+        max_tokens = most if call.max_tokens is None else min(most, call.max_tokens)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=renderer.stop_token_ids,
+            seed=0,
+            temperature=settings.temperature if call.temperature is None else call.temperature,
+            top_p=settings.top_p if call.top_p is None else call.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            repetition_penalty=settings.repetition_penalty,
+            min_tokens=min(settings.min_tokens, max_tokens),
+            json_schema=schema,
+        )
+
+    def _keep(
+        self,
+        call: ChatCall | CompletionCall,
+        prompt: Prompt,
+        answer: Answer,
+        *,
+        index: int,
+        number: int,
+        tools_key: str,
+    ) -> CapturedCall:
+        captured = CapturedCall(
+            index=index,
+            kind="chat" if isinstance(call, ChatCall) else "completion",
+            number=number,
+            parent=None if prompt.parent is None else prompt.parent.index,
+            appends=prompt.appends,
+            context_ids=np.array(prompt.context_ids, dtype=np.int32),
+            num_prompt_tokens=len(prompt.token_ids),
+            new_messages=prompt.new_messages,
+            answer=answer.message,
+            parse=answer.parse,
+            error=answer.error,
+            finish_reason=answer.finish_reason,
+            completion=answer.completion,
+            tools_key=tools_key,
+            request_key=_request_key(call, prompt),
+            untrained=_untrained(call, self.settings),
+            is_trained=call.is_trained,
+            num_begun=self._num_begun,
+        )
+        self._calls[index] = captured
+        self._conversations.add(captured, prompt.digest)
+        return captured
+
+
+def _request_key(call: ChatCall | CompletionCall, prompt: Prompt) -> str:
+    """Equal for calls that ask for the same thing; how long or how random the answer may be is left out."""
+    asked = [call.stop] + ([call.tool_choice, call.json_schema] if isinstance(call, ChatCall) else ["completion"])
+    return hashlib.blake2b(prompt.digest + json.dumps(asked).encode(), digest_size=16).hexdigest()
+
+
+def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:
+    """Why the call cannot be trained on whatever the other calls of its session are."""
+    if call.is_trained is False:
+        return Untrained.UNTRAINED_BY_REQUEST
+    if isinstance(call, ChatCall) and call.json_schema is not None:
+        return Untrained.CONSTRAINED
+    for asked, own in ((call.temperature, settings.temperature), (call.top_p, settings.top_p)):
+        if asked is not None and asked != own:
+            return Untrained.OTHER_SAMPLING
+    return None

@@ -1,0 +1,138 @@
+"""EnvSource: which environment a server plays, and what a client may change of it.
+
+The arguments of a constructor are the operator's: one of them may be a file or a URL. A client may repeat them, and set
+those that the operator names. Called by `task_app_rollout.py` and `step_sessions.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import load_env_creator
+
+from gspo_gym.env.registry import resolve
+from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
+from gspo_gym.errors import ConfigError
+from gspo_gym.remote.refusals import RefusalError
+from gspo_gym.seeding import FIRST_TRAINING_SEED
+
+ANY_OPTION = "*"
+_NOT_OF_THE_CONSTRUCTOR = ("step_rewards",)  # what else a task app's env.config holds
+_ADDRESS = ("split", "index")  # of a task, as the hosted evaluation command names it
+_SIDES = {
+    **dict.fromkeys(("held_out", "test", "validation", "val", "dev", "eval"), 0),
+    **dict.fromkeys(("train", "training"), FIRST_TRAINING_SEED),
+}  # of a split: the seed of its first task
+_MAX_KEPT = 64
+
+
+class EnvSource:
+    """Makes factories of one environment.
+
+    Args:
+        env: a registered name, or a class or function without arguments that gives a fresh instance (Any: authors need
+            not subclass anything).
+        config: arguments of the constructor.
+        client_options: names of those that a client may set; "*" allows all.
+        isolation: where it runs: "thread", "process", or "auto", which does what the environment says.
+
+    Attributes:
+        env_id: the full id of a registered environment, else the name of the class or function.
+        name: the id without namespace and version.
+
+    Raises:
+        UnknownNameError: a name that is not registered. ConfigError: no such argument, or no such isolation.
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        *,
+        config: Mapping[str, Any] | None = None,
+        client_options: Collection[str] = (),
+        isolation: str = "auto",
+    ) -> None:
+        self.env_id = resolve(env) if isinstance(env, str) else getattr(env, "__name__", "environment")
+        self.name = self.env_id.rpartition("/")[2].partition("-v")[0]
+        self.description = description_of(env)
+        self._env, self._config, self._isolation = env, dict(config or {}), isolation
+        self._client_options = frozenset(client_options)
+        self.factory = isolated_factory(env, self._config, isolation)
+        self._factories: dict[str, IsolatedFactory] = {}
+        parameters = inspect.signature(_creator_of(env)).parameters
+        self._address_keys = tuple(key for key in _ADDRESS if key not in parameters)
+
+    def seed_of(self, config: Mapping[str, Any], seed: int | None) -> int | None:
+        """The seed of the task that a request names by `seed`, or by `split` and `index` in its env.config (Any: JSON).
+
+        The index counts the tasks of a split: held-out ones (also called test, validation, val, dev or eval) from seed
+        0, training ones from 2**31. The hosted evaluation command sends the index as the seed, too. None: it names
+        none. Keys that the environment's constructor takes are the constructor's, and name no task.
+
+        Raises:
+            RefusalError: no such split, an index that is none, or one that is not the seed.
+        """
+        address = {key: config[key] for key in self._address_keys if config.get(key) is not None}
+        split, index = address.get("split"), address.get("index")
+        first = None if split is None else _SIDES.get(str(split).lower())
+        if split is not None and first is None:
+            raise RefusalError(422, "bad_split", f"env.config.split: expected one of {list(_SIDES)}, got {split!r:.80}")
+        if index is not None and (type(index) is not int or not 0 <= index < FIRST_TRAINING_SEED):
+            raise RefusalError(
+                422, "bad_index", f"env.config.index: expected a number from 0 to 2**31 - 1, got {index!r:.80}"
+            )
+        named = seed if index is None else (first or 0) + index
+        if seed is None or named == seed:
+            return named
+        if index is not None and index != seed:
+            raise RefusalError(
+                422, "bad_index", f"env.config.index and env.seed: expected the same task, got {index} and {seed}"
+            )
+        return named
+
+    def is_called(self, name: str | None) -> bool:
+        """Whether a client means this environment; None means whatever is served."""
+        short = self.env_id.rpartition("/")[2]
+        return name is None or name in (self.env_id, short, self.name)
+
+    def factory_of(self, config: Mapping[str, Any]) -> IsolatedFactory:
+        """Makes the environment with what a client asks for (Any: JSON).
+
+        Raises:
+            RefusalError: it may not set that, or there is no such argument.
+        """
+        others = (*_NOT_OF_THE_CONSTRUCTOR, *self._address_keys)
+        asked = {key: value for key, value in config.items() if key not in others}
+        for key, value in asked.items():
+            is_repeated = key in self._config and self._config[key] == value
+            if not (is_repeated or key in self._client_options or ANY_OPTION in self._client_options):
+                raise RefusalError(
+                    422,
+                    "env_config_not_allowed",
+                    f"env.config: {key!r} is not this server's setting, and clients may not set it; serve with it "
+                    f"(--option {key}=VALUE), or let clients set it (--client-option {key})",
+                )
+        key = json.dumps(asked, sort_keys=True)
+        if key not in self._factories:
+            if len(self._factories) >= _MAX_KEPT:
+                del self._factories[next(iter(self._factories))]
+            try:
+                self._factories[key] = isolated_factory(self._env, {**self._config, **asked}, self._isolation)
+            except ConfigError as error:
+                raise RefusalError(422, "env_config_unknown", str(error)) from error
+        return self._factories[key]
+
+
+def description_of(env: str | Callable[[], Any]) -> str:
+    """The first line of its docstring, or ""."""
+    return (inspect.getdoc(_creator_of(env)) or "").partition("\n")[0]
+
+
+def _creator_of(env: str | Callable[[], Any]) -> Any:
+    """The class or function that makes it (Any: authors need not subclass anything)."""
+    creator: Any = gymnasium.registry[resolve(env)].entry_point if isinstance(env, str) else env
+    return load_env_creator(creator) if isinstance(creator, str) else creator

@@ -1,0 +1,273 @@
+"""Any environment of ours over OpenEnv's protocol, so that other trainers and clients can play it.
+
+An episode is a WebSocket at /ws, as OpenEnv's clients open it: one socket, one session, one environment. Tools are
+offered in both of OpenEnv's ways (actions `call_tool` and `list_tools`; JSON-RPC at /mcp and in `mcp` frames). Verified
+against openenv 0.10.0. Called by `serve_command.py`; for a server in a notebook see `serving.BackgroundServer`.
+
+Where we depart from OpenEnv: HTTP POST /step is refused with 409, because OpenEnv's answers from a fresh environment
+that never was reset, which looks like an answer; sessions idle without a WebSocket give up their place to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import fastapi
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from gspo_gym.base.strict_json import read_json
+from gspo_gym.env.registry import resolve
+from gspo_gym.env.workers.isolation import isolated_factory
+from gspo_gym.errors import ConfigError, GymError, RecordError
+from gspo_gym.remote.guard import Guard
+from gspo_gym.remote.refusals import failure_status
+from gspo_gym.remote.serve.env_source import description_of
+from gspo_gym.remote.serve.openenv_channel import Channel
+from gspo_gym.remote.serve.openenv_mcp import answer_rpc, rpc_error
+from gspo_gym.remote.serve.openenv_sessions import CapacityError, Sessions
+from gspo_gym.remote.serve.openenv_wire import (
+    RESERVED_TOOL_NAMES,
+    Observation,
+    ResetRequest,
+    TextAction,
+    ToolAction,
+    ToolObservation,
+    observation_data,
+    read_action,
+    validation_errors,
+)
+from gspo_gym.remote.serve.services import joined_app
+
+_STATELESS = (
+    "HTTP is stateless: this action would meet a fresh environment that was never reset. Play an episode over the "
+    "WebSocket at /ws"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is said of the environment before anything is played: read from one instance when the server starts."""
+
+    name: str
+    description: str
+    tool_schemas: tuple[Mapping[str, Any], ...]
+
+
+class OpenEnvService:
+    """What answers in OpenEnv's protocol: one environment and its sessions.
+
+    Attributes:
+        sessions: of this server. facts: read from one instance when the server starts.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        ConfigError: a limit is not positive, or no such isolation.
+    """
+
+    facts: Facts
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        *,
+        config: Mapping[str, Any] | None,
+        isolation: str,
+        max_sessions: int,
+        step_timeout_seconds: float,
+        idle_timeout_seconds: float,
+    ) -> None:
+        if max_sessions < 1 or not step_timeout_seconds > 0 or not idle_timeout_seconds > 0:
+            raise ConfigError(
+                "create_openenv_app: expected max_sessions >= 1 and timeouts > 0, got "
+                f"{max_sessions}, {step_timeout_seconds} and {idle_timeout_seconds}"
+            )
+        self.name = resolve(env) if isinstance(env, str) else getattr(env, "__name__", "environment")
+        self._description = description_of(env) or self.name
+        self.sessions = Sessions(
+            isolated_factory(env, config, isolation),
+            env_id=self.name,
+            max_sessions=max_sessions,
+            step_timeout_seconds=step_timeout_seconds,
+            idle_timeout_seconds=idle_timeout_seconds,
+        )
+
+    def add_to(self, app: fastapi.FastAPI) -> None:
+        """Put the routes into an application."""
+        app.state.openenv = self
+        app.include_router(_ROUTER)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """For as long as the server runs; sessions are closed at its end.
+
+        Raises:
+            EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
+            ConfigError: a tool has a reserved name.
+        """
+        self.facts = await _read_facts(self.sessions, self.name, self._description)
+        try:
+            yield
+        finally:
+            await self.sessions.close_all()
+
+
+def create_openenv_app(
+    env: str | Callable[[], Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    isolation: str = "auto",
+    max_sessions: int = 8,
+    step_timeout_seconds: float = 60.0,
+    idle_timeout_seconds: float = 600.0,
+    api_key: str | Iterable[str] | None = None,
+    allowed_origins: Iterable[str] = (),
+    allowed_hosts: Iterable[str] | None = None,
+) -> Guard:
+    """An ASGI application that serves an environment.
+
+    Args:
+        env: a registered name, or a class or function without arguments that gives a fresh instance (Any: authors need
+            not subclass anything).
+        config: arguments of the constructor.
+        isolation: where it runs: "thread", "process", or "auto", which does what the environment says.
+        max_sessions: episodes at once; one more is answered CAPACITY_REACHED, and should be tried again later.
+        step_timeout_seconds: for each call of an environment's method; a session that misses it is over.
+        idle_timeout_seconds: of a session that no WebSocket drives, before it may lose its place to another.
+        api_key, allowed_origins, allowed_hosts: see `guard.Guard`.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        ConfigError: a limit is not positive, or no such isolation. When it starts: a tool has a reserved name.
+    """
+    service = OpenEnvService(
+        env,
+        config=config,
+        isolation=isolation,
+        max_sessions=max_sessions,
+        step_timeout_seconds=step_timeout_seconds,
+        idle_timeout_seconds=idle_timeout_seconds,
+    )
+    app = joined_app([service], title=f"{service.name} over OpenEnv's protocol")
+    return Guard(app, api_key=api_key, allowed_origins=allowed_origins, allowed_hosts=allowed_hosts)
+
+
+async def _read_facts(sessions: Sessions, name: str, description: str) -> Facts:
+    session = await sessions.open_env()
+    try:
+        schemas = session.tool_schemas
+    finally:
+        await session.close()
+    reserved = RESERVED_TOOL_NAMES & {schema["function"]["name"] for schema in schemas}
+    if reserved:
+        raise ConfigError(f"{name}: OpenEnv reserves the tool names {sorted(reserved)}; call these tools otherwise")
+    return Facts(name, description, schemas)
+
+
+def _service(app: fastapi.FastAPI) -> OpenEnvService:
+    service: OpenEnvService = app.state.openenv
+    return service
+
+
+_ROUTER = fastapi.APIRouter()
+
+
+@_ROUTER.get("/health")
+async def health() -> dict[str, str]:
+    """Whether the server answers; needs no key."""
+    return {"status": "healthy"}
+
+
+@_ROUTER.get("/metadata")
+async def metadata(request: fastapi.Request) -> dict[str, Any]:
+    """What the environment is."""
+    facts = _service(request.app).facts
+    about = {"name": facts.name, "description": facts.description, "version": importlib.metadata.version("gspo-gym")}
+    return {**about, "readme_content": None, "author": None, "documentation_url": None}
+
+
+@_ROUTER.get("/schema")
+async def schema(request: fastapi.Request) -> dict[str, Any]:
+    """JSON schemas of actions, observations and states."""
+    has_tools = bool(_service(request.app).facts.tool_schemas)
+    observation = (ToolObservation if has_tools else Observation).model_json_schema()
+    state = {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer", "minimum": 0}}
+    return {
+        "action": (ToolAction if has_tools else TextAction).model_json_schema(),
+        "observation": observation,
+        "reset_observation": observation,
+        "state": {"type": "object", "properties": state},
+    }
+
+
+@_ROUTER.get("/list_environments")
+async def list_environments(request: fastapi.Request) -> list[str]:
+    """The one environment that is served."""
+    return [_service(request.app).facts.name]
+
+
+@_ROUTER.get("/state")
+async def state() -> dict[str, Any]:
+    """The state of a fresh environment, as OpenEnv has it; that of an episode is asked for over its WebSocket."""
+    return {"episode_id": None, "step_count": 0}
+
+
+@_ROUTER.post("/reset")
+async def reset(request: fastapi.Request) -> JSONResponse:
+    """The first observation of a fresh environment, which is closed again."""
+    sessions = _service(request.app).sessions
+    try:
+        given = ResetRequest.model_validate(read_json(await request.body() or b"{}"))
+    except RecordError as error:
+        return JSONResponse({"detail": f"the body is not JSON: {error}"}, 400)
+    except ValidationError as error:
+        return JSONResponse({"detail": validation_errors(error)}, 422)
+    try:
+        session = await sessions.create()
+    except CapacityError as error:
+        return JSONResponse({"detail": f"CAPACITY_REACHED: {error}"}, 503)
+    except GymError as error:
+        return JSONResponse({"detail": str(error)}, 500)
+    try:
+        result = await session.reset(given.seed, given.episode_id, given.options)
+    except GymError as error:
+        return JSONResponse({"detail": str(error)}, failure_status(error, given.options))
+    finally:
+        await sessions.destroy(session)
+    return JSONResponse(observation_data(result))
+
+
+@_ROUTER.post("/step")
+async def step(request: fastapi.Request) -> JSONResponse:
+    """Always an error: what is wrong with the action, or that there is no episode here."""
+    has_tools = bool(_service(request.app).facts.tool_schemas)
+    try:
+        body = read_json(await request.body() or b"{}")
+        read_action(body.get("action") if isinstance(body, dict) else body, has_tools=has_tools)
+    except RecordError as error:
+        return JSONResponse({"detail": f"the body is not JSON: {error}"}, 400)
+    except ValidationError as error:
+        return JSONResponse({"detail": validation_errors(error)}, 422)
+    return JSONResponse({"detail": _STATELESS}, 409)
+
+
+@_ROUTER.post("/mcp")
+async def mcp(request: fastapi.Request) -> JSONResponse:
+    """JSON-RPC: tools/list, tools/call in a session, and OpenEnv's session/create and session/close."""
+    try:
+        asked = read_json(await request.body())
+    except RecordError as error:
+        return JSONResponse(rpc_error(None, -32700, f"Parse error: {error}"))
+    service = _service(request.app)
+    return JSONResponse(await answer_rpc(asked, sessions=service.sessions, tool_schemas=service.facts.tool_schemas))
+
+
+@_ROUTER.websocket("/ws")
+async def websocket(socket: fastapi.WebSocket) -> None:
+    """One session: episodes, one after another."""
+    service = _service(socket.app)
+    await Channel(socket, sessions=service.sessions, tool_schemas=service.facts.tool_schemas).run()

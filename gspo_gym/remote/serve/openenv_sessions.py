@@ -1,0 +1,199 @@
+"""Sessions of a served environment: at most so many at once, one environment each. Knows no wire.
+
+Called by `openenv_server.py`, in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.errors import EnvTimeoutError, GymError, UsageError
+from gspo_gym.types import Message, StepResult
+
+
+class CapacityError(GymError, RuntimeError):
+    """As many sessions are open as the server allows."""
+
+
+class Session:
+    """One environment and the episode that is being played in it; calls wait for each other.
+
+    Attributes:
+        id: the client's name for it. episode_id, num_steps: of the episode.
+        is_attached: a WebSocket drives it; the others live until they are closed, or idle for too long.
+        is_closing: it ends with its WebSocket.
+        is_broken: a call did not return in time, so that it may only be closed.
+    """
+
+    def __init__(self, env: EnvSession) -> None:
+        self.id = str(uuid.uuid4())
+        self.episode_id: str | None = None
+        self.num_steps = 0
+        self.is_attached = False
+        self.is_closing = False
+        self.is_broken = False
+        self.last_used = time.monotonic()
+        self.env = env
+        self._is_playing = False
+        self._generator = np.random.default_rng()  # of the seeds of unseeded episodes
+        self._lock = asyncio.Lock()
+
+    async def reset(self, seed: int | None, episode_id: str | None, options: Mapping[str, Any]) -> StepResult:
+        """Start an episode; without a seed, of a task drawn as `splits.next_seed` says.
+
+        Raises:
+            EnvError, ContractError: as `EnvSession.reset`.
+        """
+        async with self._lock:
+            self._is_playing = False
+            if seed is None:
+                seed = next_seed(self._generator)
+            else:
+                self._generator = np.random.default_rng(seed)
+            result = await self._call(self.env.reset(seed, options))
+            self.episode_id, self.num_steps = episode_id or str(uuid.uuid4()), 0
+            self._is_playing = True
+            return result
+
+    async def act(self, message_at: Callable[[int], Message]) -> StepResult:
+        """Answer one action, which is given the number of the turn.
+
+        Raises:
+            UsageError: no episode is being played.
+            EnvError, ContractError: as `EnvSession.step`.
+        """
+        async with self._lock:
+            return await self._turn(self.env.step(message_at(self.num_steps)))
+
+    async def refuse(self, error: str) -> StepResult:
+        """Answer text that was no action, in place of `act`.
+
+        Raises:
+            as `act`.
+        """
+        async with self._lock:
+            return await self._turn(self.env.invalid_action(error))
+
+    async def close(self) -> None:
+        """Close the environment; what it raises by that is of no use to a client that has gone."""
+        with suppress(GymError):
+            await self.env.close()
+
+    async def _turn(self, answer: Coroutine[Any, Any, StepResult]) -> StepResult:
+        if not self._is_playing:
+            answer.close()  # it was never begun
+            raise UsageError("no episode is being played: send reset first")
+        result = await self._call(answer)
+        self.num_steps += 1
+        self._is_playing = not result.done
+        return result
+
+    async def _call(self, answer: Any) -> StepResult:  # Any: a coroutine of EnvSession
+        self.last_used = time.monotonic()
+        try:
+            result: StepResult = await answer
+        except (EnvTimeoutError, asyncio.CancelledError):
+            self.is_broken = True
+            raise
+        finally:
+            self.last_used = time.monotonic()
+        return result
+
+
+class Sessions:
+    """The open sessions.
+
+    Args:
+        factory: makes an environment (Any: authors need not subclass anything).
+        env_id: its name in errors.
+        max_sessions: open at once.
+        step_timeout_seconds: for each call of an environment's method.
+        idle_timeout_seconds: a session that no WebSocket drives gives its place up after so long without a call.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        *,
+        env_id: str,
+        max_sessions: int,
+        step_timeout_seconds: float,
+        idle_timeout_seconds: float,
+    ) -> None:
+        self.max_sessions = max_sessions
+        self._factory, self._env_id = factory, env_id
+        self._timeout, self._idle_timeout = step_timeout_seconds, idle_timeout_seconds
+        self._open: dict[str, Session] = {}
+        self._num_opening = 0
+
+    @property
+    def num_active(self) -> int:
+        """Sessions that take a place: open ones, and those whose environment is being made."""
+        return len(self._open) + self._num_opening
+
+    async def create(self, factory: Callable[[], Any] | None = None) -> Session:
+        """A session with a fresh environment; `factory` makes it, if it is not the server's own.
+
+        Raises:
+            CapacityError: all places are taken.
+            EnvError, EnvTimeoutError, ContractError: the environment could not be made.
+        """
+        if self.num_active >= self.max_sessions:
+            await self._close_idle()
+        if self.num_active >= self.max_sessions:
+            raise CapacityError(f"{self.num_active} of at most {self.max_sessions} sessions are open")
+        self._num_opening += 1
+        try:
+            session = Session(await self.open_env(factory))
+        finally:
+            self._num_opening -= 1
+        self._open[session.id] = session
+        return session
+
+    async def open_env(self, factory: Callable[[], Any] | None = None) -> EnvSession:
+        """An environment that takes no place.
+
+        Raises:
+            EnvError, EnvTimeoutError, ContractError: it could not be made.
+        """
+        return await open_session(factory or self._factory, env_id=self._env_id, step_timeout_seconds=self._timeout)
+
+    def get(self, session_id: str) -> Session:
+        """An open session.
+
+        Raises:
+            UsageError: there is none of that id.
+        """
+        if session_id not in self._open:
+            raise UsageError(f"there is no session {session_id!r}")
+        return self._open[session_id]
+
+    def is_open(self, session: Session) -> bool:
+        """Whether it still has its place."""
+        return session.id in self._open
+
+    async def destroy(self, session: Session) -> None:
+        """Close a session; its place is free when its environment is closed."""
+        if session.id in self._open:
+            try:
+                await session.close()
+            finally:
+                self._open.pop(session.id, None)
+
+    async def close_all(self) -> None:
+        """Close every session."""
+        await asyncio.gather(*(self.destroy(session) for session in list(self._open.values())))
+
+    async def _close_idle(self) -> None:
+        oldest = time.monotonic() - self._idle_timeout
+        idle = [one for one in self._open.values() if not one.is_attached and one.last_used < oldest]
+        await asyncio.gather(*(self.destroy(session) for session in idle))

@@ -1,0 +1,266 @@
+"""What was played -> the answer to POST /rollout: trajectories, metrics and traces, as the contract writes them.
+
+Pure functions. A reward that was not given is null, never 0. What the contract has no field for stands under
+`EXTENSION`. Called by `task_app_rollout.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_gym.base.messages import message_to_wire
+from gspo_gym.env.workers.wire import json_safe
+from gspo_gym.remote.apps.contracts import EXTENSION, EpisodeDetails, RolloutRequest, StepDetails
+from gspo_gym.remote.serve.agent_loop import Decision, PlayedEpisode, PlayedRollout
+from gspo_gym.remote.serve.step_rewards import AppStepRewards, DecisionRewards
+from gspo_gym.types import Message
+
+Json = dict[str, Any]  # Any: JSON
+_MIN_LOGPROB = -9999.0  # what stands for -inf, which JSON does not have
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What an answer repeats of its request.
+
+    Attributes:
+        request: the request.
+        env_id: of the environment. policy_id: who played.
+        inference_url, correlation_id: where the model was asked, and under which id.
+        step_rewards: how decisions are rewarded beside the environment.
+        seed: of the task that is played, which the request may name in other ways.
+    """
+
+    request: RolloutRequest
+    env_id: str
+    policy_id: str
+    inference_url: str
+    correlation_id: str | None
+    step_rewards: AppStepRewards
+    seed: int
+
+
+def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bool, created_at: str) -> Json:
+    """The whole answer, of generation A; `created_at` is when the rollout began."""
+    told = [_Told(episode, context) for episode in played.episodes]
+    request = context.request
+    answer: Json = {
+        "run_id": request.run_id,
+        "trajectories": [one.trajectory for one in told] if request.record.trajectories else [],
+        "metrics": _metrics(played, told, context, aborted=aborted),
+        "branches": {},
+        "aborted": aborted,
+        "ops_executed": played.num_ops,
+        "trace_correlation_id": context.correlation_id,
+        "trace": None,
+        "pipeline_metadata": {
+            "inference_url": context.inference_url,
+            "trace_correlation_id": context.correlation_id,
+        },
+    }
+    if request.record.return_trace:
+        is_compact = request.record.trace_format == "compact"
+        answer["trace"] = (_compact_trace if is_compact else _full_trace)(told, context, created_at)
+    return answer
+
+
+class _Told:
+    """One episode in the contract's words."""
+
+    def __init__(self, episode: PlayedEpisode, context: AnswerContext) -> None:
+        self.episode = episode
+        self.rewards = DecisionRewards(context.step_rewards)
+        self.steps = [_step(one, index, self.rewards, context) for index, one in enumerate(episode.decisions)]
+        self.trajectory: Json = {
+            "env_id": context.env_id,
+            "policy_id": context.policy_id,
+            "steps": self.steps,
+            "final": self._final(),
+            "length": len(self.steps),
+            "inference_url": context.inference_url,
+            "decision_samples": self._samples() if context.step_rewards.is_active else None,
+            "trace_correlation_id": context.correlation_id,
+        }
+
+    def _final(self) -> Json | None:
+        if not self.episode.decisions:
+            return None
+        last = self.episode.decisions[-1].result
+        outcome = self.episode.outcome
+        return {
+            "observation": _observation(last.messages),
+            "reward": last.reward,
+            "done": last.done,
+            "truncated": last.truncated,
+            "success": self.episode.success,
+            "outcome": None if outcome is None else outcome.value,
+            "info": json_safe(dict(last.info)),
+        }
+
+    def _samples(self) -> list[Json]:
+        actions = [[call["function"]["name"] for call in step["tool_calls"]] for step in self.steps]
+        return [{**one, "actions": names} for one, names in zip(self.rewards.samples(), actions, strict=True)]
+
+
+def _step(decision: Decision, index: int, rewards: DecisionRewards, context: AnswerContext) -> Json:
+    reply, result = decision.reply, decision.result
+    meta: Json = {"inference_url": context.inference_url, "trace_correlation_id": context.correlation_id}
+    meta |= {"turn": index + 1, "parse": reply.parse, "parse_error": reply.error, "finish_reason": reply.finish_reason}
+    details = StepDetails(reward_terms=dict(result.reward_terms), events=list(result.events))
+    info: Json = {"meta": meta, EXTENSION: details.model_dump()}
+    if context.step_rewards.is_active:
+        counted = rewards.of_decision(result.events)
+        meta["decision_rewards"], info["stepwise"] = counted["decision_rewards"], counted["stepwise"]
+    if reply.logprobs is not None and context.request.record.logprobs:
+        info["logprobs"] = [value if math.isfinite(value) else _MIN_LOGPROB for value in reply.logprobs]
+    said = message_to_wire(reply.message)
+    return {
+        "obs": _observation(decision.seen),
+        "tool_calls": said.get("tool_calls", []),
+        "output": reply.message.content,
+        "output_mode": "tool_calls" if reply.message.tool_calls else "text",
+        "reward": result.reward,
+        "done": result.done,
+        "truncated": result.truncated,
+        "info": info,
+    }
+
+
+def _observation(messages: Sequence[Message]) -> Json:
+    text = "\n\n".join(message.content for message in messages)
+    return {"messages": [message_to_wire(message) for message in messages], "text": text}
+
+
+def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContext, *, aborted: bool) -> Json:
+    episodes = played.episodes
+    returns = [value for episode in episodes if (value := episode.episode_return) is not None]
+    declared = [episode.success for episode in episodes if episode.success is not None]
+    terms: Counter[str] = Counter()
+    for decision in (one for episode in episodes for one in episode.decisions):
+        for name, value in decision.result.reward_terms.items():
+            terms[name] += value  # type: ignore[assignment]  # a counter of floats
+    outcome = episodes[-1].outcome if episodes and not aborted else None
+    details: Json = {
+        "reward_terms": dict(terms),
+        "achievements": list(dict.fromkeys(_events(episodes))),
+        EXTENSION: EpisodeDetails(outcome=None if outcome is None else outcome.value).model_dump(),
+    }
+    if declared:
+        details["success"] = all(declared)
+    if context.step_rewards.is_active and told:
+        details["stepwise"] = told[-1].rewards.summary()
+    is_active = context.step_rewards.is_active
+    return {
+        "episode_returns": returns,
+        "mean_return": _mean_return(returns, aborted=aborted),
+        "num_steps": played.num_decisions,
+        "num_episodes": len(episodes),
+        "outcome_score": sum(declared) / len(declared) if declared else None,
+        "events_score": float(sum(one.rewards.reward_sum for one in told)) if is_active else None,
+        "details": details,
+    }
+
+
+def _mean_return(returns: Sequence[float], *, aborted: bool) -> float | None:
+    """Over scored episodes; None: nothing was scored.
+
+    The contract demands a number. An aborted rollout has no result, whatever stands here, so it has one.
+    """
+    if returns:
+        return sum(returns) / len(returns)
+    return 0.0 if aborted else None
+
+
+def _events(episodes: Sequence[PlayedEpisode]) -> list[str]:
+    return [name for episode in episodes for decision in episode.decisions for name in decision.result.events]
+
+
+def _compact_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
+    decisions = [one for each in told for one in each.episode.decisions]
+    rewards = [step["info"]["meta"].get("decision_rewards") for each in told for step in each.steps]
+    return {
+        "session_id": context.request.run_id,
+        "created_at": created_at,
+        "metadata": _trace_metadata(context),
+        "events_count": 2 * len(decisions),
+        "messages_count": sum(len(one.seen) + 1 for one in decisions),
+        "lm_calls": [_model_call(one, context) for one in decisions],
+        "decision_rewards": [one for one in rewards if one is not None],
+    }
+
+
+def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
+    decisions = [one for each in told for one in each.episode.decisions]
+    events: list[Json] = []
+    history: list[Json] = []
+    for turn, one in enumerate(decisions, start=1):
+        result, call = one.result, _model_call(one, context)
+        events.append({"event_type": "cais", "turn": turn, **call, "call_records": [_call_record(one, context)]})
+        events.append(
+            {
+                "event_type": "environment",
+                "turn": turn,
+                "reward": result.reward,
+                "terminated": result.terminated,
+                "truncated": result.truncated,
+                "system_state_before": _observation(one.seen),
+                "system_state_after": _observation(result.messages),
+            }
+        )
+        history += [message_to_wire(message) for message in (*one.seen, one.reply.message)]
+    if decisions:
+        history += [message_to_wire(message) for message in decisions[-1].result.messages]
+    steps = [{"step_id": f"turn_{turn}", "step_index": turn - 1, "turn_number": turn} for turn in _turns(decisions)]
+    return {
+        "session_id": context.request.run_id,
+        "created_at": created_at,
+        "session_time_steps": steps,
+        "event_history": events,
+        "markov_blanket_message_history": history,
+        "metadata": _trace_metadata(context),
+        "session_metadata": [],
+    }
+
+
+def _turns(decisions: Sequence[Decision]) -> range:
+    return range(1, len(decisions) + 1)
+
+
+def _trace_metadata(context: AnswerContext) -> Json:
+    names = {"env_id": context.env_id, "policy_id": context.policy_id, "run_id": context.request.run_id}
+    return {**names, "trace_correlation_id": context.correlation_id, "seed": context.seed}
+
+
+def _model_call(decision: Decision, context: AnswerContext) -> Json:
+    reply = decision.reply
+    usage: Mapping[str, int] = reply.usage
+    return {
+        "model_name": str(context.request.policy.config.get("model") or "policy"),
+        "provider": "openai-compatible",
+        "input_tokens": usage.get("prompt_tokens"),
+        "output_tokens": usage.get("completion_tokens"),
+        "total_tokens": usage.get("total_tokens"),
+        "latency_ms": round(1000 * reply.seconds, 3),
+        "finish_reason": reply.finish_reason,
+    }
+
+
+def _call_record(decision: Decision, context: AnswerContext) -> Json:
+    said = message_to_wire(decision.reply.message)
+    calls = [
+        {"name": call["function"]["name"], "arguments_json": call["function"]["arguments"]}
+        for call in said.get("tool_calls", ())
+    ]
+    sampling = {key: context.request.policy.config.get(key) for key in ("temperature", "top_p", "max_tokens")}
+    return {
+        "request_params": sampling,
+        "input_messages": [message_to_wire(message) for message in decision.seen],
+        "output_messages": [said],
+        "output_tool_calls": calls,
+        "usage": dict(decision.reply.usage),
+        "finish_reason": decision.reply.finish_reason,
+    }

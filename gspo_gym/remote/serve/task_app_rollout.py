@@ -1,0 +1,248 @@
+"""POST /rollout of a served environment: reads the request, plays it with the model that it brings, and answers.
+
+A rollout that failed is an HTTP error with a code, never an answer with a made-up reward. Called by
+`task_app_server.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+from pydantic import ValidationError
+
+from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.errors import GymError
+from gspo_gym.remote.apps.contracts import RolloutRequest
+from gspo_gym.remote.apps.urls import PinnedUrl, UrlError, UrlPolicy
+from gspo_gym.remote.refusals import RefusalError, failure_status
+from gspo_gym.remote.serve.agent_loop import Plan, PlayedRollout, PlayError, play_rollout
+from gspo_gym.remote.serve.env_source import EnvSource
+from gspo_gym.remote.serve.inference import InferenceClient
+from gspo_gym.remote.serve.rollout_answer import AnswerContext, rollout_answer
+from gspo_gym.remote.serve.runs import Run, Runs, until_stopped
+from gspo_gym.remote.serve.step_rewards import AppStepRewards, step_rewards_of
+
+_log = logging.getLogger(__name__)
+
+_ID_NAMES = ("cid", "trace_correlation_id", "trace")  # in the query of an inference URL, in this order
+_STATUS = {"policy_step_failed": 502}  # of a PlayError; else 500
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceSettings:
+    """Where a rollout may ask for its model.
+
+    Attributes:
+        urls: decides about the URL that a request brings.
+        api_key: sent there as a bearer; None sends none. A key goes to every URL that is allowed, so allow few.
+        timeout_seconds: for one answer of the model. max_retries: by the `openai` package.
+    """
+
+    urls: UrlPolicy
+    api_key: str | None = field(default=None, repr=False)
+    timeout_seconds: float = 600.0
+    max_retries: int = 2
+
+
+class Rollouts:
+    """Plays rollouts of one environment.
+
+    Args:
+        source: which environment. runs: who may play, and when.
+        inference: where the model may be.
+        step_timeout_seconds: for each call of an environment's method.
+        max_seconds: of one rollout, whatever its request says.
+    """
+
+    def __init__(
+        self,
+        source: EnvSource,
+        runs: Runs,
+        *,
+        inference: InferenceSettings,
+        step_timeout_seconds: float,
+        max_seconds: float,
+    ) -> None:
+        self._source, self._runs, self._inference = source, runs, inference
+        self._step_timeout, self._max_seconds = step_timeout_seconds, max_seconds
+
+    async def answer(self, request: RolloutRequest, *, client_left: Coroutine[Any, Any, Any]) -> dict[str, Any]:
+        """The answer (Any: JSON); `client_left` returns when nobody waits for it any more.
+
+        Raises:
+            RefusalError: the request is wrong, or there is no place for it, or the rollout failed.
+        """
+        try:
+            factory = self._source.factory_of(request.env.config)
+            plan, context = self._read(request, factory)
+            url = await self._checked_url(context.inference_url)
+        except BaseException:
+            client_left.close()  # never awaited
+            raise
+        played = PlayedRollout()
+        try:
+            async with self._runs.begin(request.run_id) as run:
+                playing = self._play(played, run, plan, request, url, factory)
+                seconds = min(request.safety.max_time_s, self._max_seconds)
+                is_over = await until_stopped(playing, run.abort_requested.wait(), client_left, timeout_seconds=seconds)
+                run.status = "succeeded" if is_over else "aborted"
+        except PlayError as error:
+            _log.info("rollout %s: %s: %s", request.run_id, error.code, error)
+            raise RefusalError(_status_of(error, request), error.code, str(error)) from error
+        finally:
+            client_left.close()
+        return rollout_answer(played, context, aborted=not is_over, created_at=run.started_at)
+
+    async def _play(
+        self, played: PlayedRollout, run: Run, plan: Plan, request: RolloutRequest, url: PinnedUrl, factory: Any
+    ) -> None:
+        async with self._runs.place(run):
+            model = InferenceClient(
+                url,
+                request.policy.config,
+                api_key=self._inference.api_key,
+                with_logprobs=request.record.logprobs,
+                timeout_seconds=self._inference.timeout_seconds,
+                max_retries=self._inference.max_retries,
+            )
+            try:
+                session = await self._opened(factory)
+                await _play_and_close(played, session, model, plan)
+            finally:
+                await model.close()
+
+    async def _opened(self, factory: Any) -> EnvSession:
+        try:
+            return await open_session(factory, env_id=self._source.env_id, step_timeout_seconds=self._step_timeout)
+        except GymError as error:
+            raise PlayError("env_init_failed", str(error)) from error
+
+    def _read(self, request: RolloutRequest, factory: Any) -> tuple[Plan, AnswerContext]:
+        env, policy = request.env, request.policy.config
+        for name in (env.env_name, env.env_id):
+            if not self._source.is_called(name):
+                raise RefusalError(404, "unknown_env", f"{name!r} is not served here; {self._source.name} is")
+        url = policy.get("inference_url")
+        if not isinstance(url, str) or not url:
+            raise RefusalError(422, "missing_inference_url", "policy.config.inference_url: expected a URL, got none")
+        correlation_id = correlation_id_of(policy, url)
+        if correlation_id is None and request.mode == "rl":
+            raise RefusalError(
+                422,
+                "missing_correlation_id",
+                'mode "rl" needs policy.config.trace_correlation_id, or ?cid= in policy.config.inference_url',
+            )
+        named = self._source.seed_of(env.config, env.seed)
+        seed = seed_of(request.run_id, is_evaluation=request.mode == "eval") if named is None else named
+        if seed < 0:
+            raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {seed}")
+        plan = Plan(
+            make_env=factory,
+            seed=seed,
+            max_turns=num_turns_of(request.ops, request.safety.max_ops),
+            system_prompt=_system_prompt_of(policy),
+            on_done=_on_done_of(request.on_done),
+        )
+        policy_id = request.policy.policy_id or request.policy.policy_name or "policy"
+        rewards = _step_rewards(policy, env.config)
+        return plan, AnswerContext(request, self._source.name, policy_id, url, correlation_id, rewards, seed)
+
+    async def _checked_url(self, url: str) -> PinnedUrl:
+        try:
+            return await self._inference.urls.check(url)
+        except UrlError as error:
+            text = f"{error} (the operator allows hosts with --inference-host)"
+            raise RefusalError(422, "inference_url_not_allowed", text) from error
+
+
+def _status_of(error: PlayError, request: RolloutRequest) -> int:
+    """Of the answer to a rollout that failed; before the first step, the request's own values may be why."""
+    if error.code in ("env_init_failed", "env_reset_failed"):
+        return failure_status(error, request.env.config)
+    return _STATUS.get(error.code, 500)
+
+
+def correlation_id_of(policy: Mapping[str, Any], url: str) -> str | None:
+    """Under which id the trainer will look for this rollout; None: it has none (Any: JSON).
+
+    >>> correlation_id_of({}, "http://gw/t/x/v1/chat/completions?cid=x")
+    'x'
+    """
+    for name in ("trace_correlation_id", "trace"):
+        if isinstance(policy.get(name), str) and policy[name]:
+            return str(policy[name])
+    query = parse_qs(urlsplit(url).query)
+    return next((query[name][0] for name in _ID_NAMES if name in query), None)
+
+
+def num_turns_of(ops: Sequence[str | Mapping[str, Any]], max_ops: int) -> int:
+    """How many decisions the ops ask for: "agent" and "env" in turn, as text or as {"type": ...} (Any: JSON).
+
+    Raises:
+        RefusalError: they are anything else, or too few for one decision.
+
+    >>> num_turns_of(["agent", "env", "agent", "env"], 100), num_turns_of(["agent", "env"] * 9, 5)
+    (2, 2)
+    """
+    names = [op if isinstance(op, str) else op.get("type") for op in ops]
+    if names != ["agent", "env"] * (len(names) // 2):
+        shown = f"{names[:6]}{'...' if len(names) > 6 else ''}"
+        raise RefusalError(422, "bad_ops", f'ops: expected "agent" and "env" in turn, got {shown}')
+    num_turns = min(len(names), max_ops) // 2
+    if num_turns < 1:
+        raise RefusalError(422, "bad_ops", f"ops: expected at least one decision, got {len(names)} ops of {max_ops}")
+    return num_turns
+
+
+def seed_of(run_id: str, *, is_evaluation: bool) -> int:
+    """Draw the seed of a rollout that brings none, the same one for the same id: held out in an evaluation only.
+
+    >>> seed_of("a", is_evaluation=True) < 2**31 <= seed_of("a", is_evaluation=False)
+    True
+    """
+    drawn = np.random.default_rng(int.from_bytes(hashlib.sha256(run_id.encode()).digest(), "big"))
+    return next_seed(drawn, is_held_out=is_evaluation)
+
+
+def _system_prompt_of(policy: Mapping[str, Any]) -> str | None:
+    prompt = policy.get("system_prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise RefusalError(422, "bad_system_prompt", f"policy.config.system_prompt: expected text, got {prompt!r:.80}")
+    return prompt
+
+
+def _on_done_of(on_done: str) -> Any:  # Any: one of two texts
+    if on_done not in ("reset", "terminate"):
+        raise RefusalError(422, "bad_on_done", f'on_done: expected "reset" or "terminate", got {on_done!r:.80}')
+    return on_done
+
+
+def _step_rewards(policy: Mapping[str, Any], env: Mapping[str, Any]) -> AppStepRewards:
+    try:
+        return step_rewards_of(policy, env)
+    except ValidationError as error:
+        reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise RefusalError(422, "bad_step_rewards", f"step_rewards: {reasons}") from error
+
+
+async def _play_and_close(played: PlayedRollout, session: EnvSession, model: InferenceClient, plan: Plan) -> None:
+    """Where closing fails after an otherwise good rollout, that is its failure."""
+    try:
+        await play_rollout(played, session=session, ask=model.ask, plan=plan)
+    except BaseException:
+        with contextlib.suppress(GymError):  # it would only hide the first
+            await asyncio.shield(session.close())
+        raise
+    try:
+        await asyncio.shield(session.close())
+    except GymError as error:
+        raise PlayError("env_close_failed", str(error)) from error

@@ -1,0 +1,300 @@
+"""Any environment of ours as a task app: an agent with its own loop, which a trainer elsewhere gives a model to.
+
+The contract is that of `contracts.py`: /health, /info, /task_info, /rollout in both modes, /done; beside it /run/abort,
+/run/status and the step-wise protocol under /env/{name}. Called by `serve_command.py`; for a server in a notebook see
+`serving.BackgroundServer`. What is asked of callers is `guard.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import fastapi
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from gspo_gym.errors import ConfigError
+from gspo_gym.judge.base import Rubrics
+from gspo_gym.remote.apps.contracts import RolloutRequest
+from gspo_gym.remote.apps.urls import UrlPolicy
+from gspo_gym.remote.guard import Guard
+from gspo_gym.remote.refusals import RefusalError, answer_refusal
+from gspo_gym.remote.serve import task_app_documents as documents
+from gspo_gym.remote.serve.env_source import EnvSource
+from gspo_gym.remote.serve.inference import require_openai
+from gspo_gym.remote.serve.openenv_sessions import Sessions
+from gspo_gym.remote.serve.runs import Runs
+from gspo_gym.remote.serve.services import joined_app
+from gspo_gym.remote.serve.step_sessions import InitializeRequest, StepRequest, StepSessions, TerminateRequest
+from gspo_gym.remote.serve.task_app_documents import AppFacts
+from gspo_gym.remote.serve.task_app_rollout import InferenceSettings, Rollouts
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_MAX_WAITING = 1_024  # rollouts without a place
+_MORE_REQUESTS = 64  # of other routes, while every place is taken
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAppLimits:
+    """What a task app allows.
+
+    Attributes:
+        max_concurrent_rollouts: played at once; more wait, and too many of those are answered 503.
+        max_sessions: of the step-wise protocol at once.
+        rollout_timeout_seconds: of one rollout, whatever its request says.
+        step_timeout_seconds: for each call of an environment's method.
+        idle_timeout_seconds: of a step-wise session without a call, before it may lose its place to another.
+    """
+
+    max_concurrent_rollouts: int = 64
+    max_sessions: int = 64
+    rollout_timeout_seconds: float = 3600.0
+    step_timeout_seconds: float = 60.0
+    idle_timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        counts = (self.max_concurrent_rollouts, self.max_sessions)
+        seconds = (self.rollout_timeout_seconds, self.step_timeout_seconds, self.idle_timeout_seconds)
+        if min(counts) < 1 or not min(seconds) > 0:
+            raise ConfigError(f"TaskAppLimits: expected counts >= 1 and seconds > 0, got {counts} and {seconds}")
+
+
+class TaskApp:
+    """What answers: one environment, its rollouts and its step-wise sessions.
+
+    Attributes:
+        facts: what is said of it; read from one instance when the server starts.
+
+    Raises:
+        MissingExtraError: the openai package is not installed.
+    """
+
+    facts: AppFacts
+
+    def __init__(
+        self, source: EnvSource, *, limits: TaskAppLimits, inference: InferenceSettings, rubrics: Rubrics, has_key: bool
+    ) -> None:
+        require_openai()
+        self.source, self.limits = source, limits
+        self._rubrics, self._has_key = rubrics, has_key
+        self.sessions = Sessions(
+            source.factory,
+            env_id=source.env_id,
+            max_sessions=limits.max_sessions,
+            step_timeout_seconds=limits.step_timeout_seconds,
+            idle_timeout_seconds=limits.idle_timeout_seconds,
+        )
+        self.steps = StepSessions(source, self.sessions)
+        self.runs = Runs(max_running=limits.max_concurrent_rollouts, max_waiting=_MAX_WAITING)
+        self.rollouts = Rollouts(
+            source,
+            self.runs,
+            inference=inference,
+            step_timeout_seconds=limits.step_timeout_seconds,
+            max_seconds=limits.rollout_timeout_seconds,
+        )
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """What a `Guard` may let in: rollouts with and without a place, and some of the rest."""
+        return self.limits.max_concurrent_rollouts + _MAX_WAITING + _MORE_REQUESTS
+
+    def add_to(self, app: fastapi.FastAPI) -> None:
+        """Put the routes into an application."""
+        app.state.task_app = self
+        app.include_router(_ROUTER)
+        app.add_exception_handler(RefusalError, answer_refusal)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """For as long as the server runs; rollouts are stopped and sessions closed at its end.
+
+        Raises:
+            EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
+        """
+        session = await self.sessions.open_env()
+        try:
+            schemas = session.tool_schemas
+        finally:
+            await session.close()
+        self.facts = AppFacts(
+            name=self.source.name,
+            env_id=self.source.env_id,
+            description=self.source.description or self.source.name,
+            tool_schemas=schemas,
+            rubrics=self._rubrics,
+            timeout_seconds=self.limits.rollout_timeout_seconds,
+            max_concurrent_rollouts=self.limits.max_concurrent_rollouts,
+            has_key=self._has_key,
+        )
+        try:
+            yield
+        finally:
+            await self.runs.stop_all()
+            await self.sessions.close_all()
+
+
+def create_task_app(
+    env: str | Callable[[], Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    client_options: Collection[str] = (),
+    isolation: str = "auto",
+    rubrics: Rubrics | None = None,
+    limits: TaskAppLimits | None = None,
+    inference_hosts: Iterable[str] = LOOPBACK_HOSTS,
+    inference_api_key: str | None = None,
+    api_key: str | Iterable[str] | None = None,
+    allowed_origins: Iterable[str] = (),
+    allowed_hosts: Iterable[str] | None = None,
+) -> Guard:
+    """An ASGI application that serves an environment as a task app.
+
+    Args:
+        env: a registered name, or a class or function without arguments that gives a fresh instance (Any: authors need
+            not subclass anything).
+        config: arguments of the constructor.
+        client_options: names of those that a rollout's env.config may set; it may always repeat those of `config`.
+        isolation: where it runs: "thread", "process", or "auto", which does what the environment says.
+        rubrics: by which its episodes may be judged; None: it says of none.
+        limits: what is allowed; None: the defaults.
+        inference_hosts: hosts whose inference URLs are called, see `urls.UrlPolicy`; no others are.
+        inference_api_key: sent to all of them; None sends none, as our gateway needs none.
+        api_key, allowed_origins, allowed_hosts: see `guard.Guard`.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        ConfigError: a limit, a key or an allowed host is none, or no such argument.
+    """
+    task_app = TaskApp(
+        EnvSource(env, config=config, client_options=client_options, isolation=isolation),
+        limits=limits or TaskAppLimits(),
+        inference=InferenceSettings(UrlPolicy(inference_hosts, is_public_allowed=False), inference_api_key),
+        rubrics=rubrics or Rubrics(),
+        has_key=api_key is not None,
+    )
+    return Guard(
+        joined_app([task_app], title=f"{task_app.source.name} as a task app"),
+        api_key=api_key,
+        allowed_origins=allowed_origins,
+        allowed_hosts=allowed_hosts,
+        max_concurrent_requests=task_app.max_concurrent_requests,
+    )
+
+
+class _AbortRequest(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    run_id: str
+
+
+class _DescribeRequest(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    config: dict[str, Any] = {}
+
+
+_ROUTER = fastapi.APIRouter()
+
+
+def _app(request: fastapi.Request) -> TaskApp:
+    task_app: TaskApp = request.app.state.task_app
+    return task_app
+
+
+def _called(request: fastapi.Request, name: str) -> TaskApp:
+    task_app = _app(request)
+    if not task_app.source.is_called(name):
+        raise RefusalError(404, "unknown_env", f"{name!r} is not served here; {task_app.source.name} is")
+    return task_app
+
+
+@_ROUTER.get("/")
+@_ROUTER.head("/")
+async def root(request: fastapi.Request) -> dict[str, str]:
+    """That something is here; needs no key."""
+    return {"status": "ok", "service": _app(request).facts.name}
+
+
+@_ROUTER.get("/health")
+async def health(request: fastapi.Request) -> dict[str, Any]:
+    """Whether the server answers; needs no key."""
+    return documents.health(_app(request).facts)
+
+
+@_ROUTER.get("/info")
+async def info(request: fastapi.Request) -> dict[str, Any]:
+    """What is served."""
+    return documents.info(_app(request).facts)
+
+
+@_ROUTER.get("/task_info")
+async def task_info(request: fastapi.Request) -> JSONResponse:
+    """The set of tasks, or those of the seeds that are asked for (?seed=0&seed=1, or seeds=)."""
+    query = request.query_params
+    try:
+        seeds = [int(seed) for name in ("seed", "seeds") for text in query.getlist(name) for seed in text.split(",")]
+        return JSONResponse(documents.task_infos(_app(request).facts, seeds))
+    except ValueError as error:
+        raise RefusalError(422, "bad_seed", str(error)) from error
+
+
+@_ROUTER.post("/rollout")
+async def rollout(request: fastapi.Request, asked: RolloutRequest) -> JSONResponse:
+    """Plays what is asked for."""
+    return JSONResponse(await _app(request).rollouts.answer(asked, client_left=_disconnected(request)))
+
+
+@_ROUTER.post("/run/abort")
+async def abort(request: fastapi.Request, asked: _AbortRequest) -> dict[str, Any]:
+    """Tells a rollout to stop; it then answers with what was played."""
+    run = _app(request).runs.get(asked.run_id)
+    run.abort_requested.set()
+    return {"ok": True, **run.to_wire()}
+
+
+@_ROUTER.get("/run/status/{run_id}")
+async def status(request: fastapi.Request, run_id: str) -> dict[str, Any]:
+    """Whether a rollout waits, is played, or how it ended."""
+    return _app(request).runs.get(run_id).to_wire()
+
+
+@_ROUTER.post("/done")
+async def done(request: fastapi.Request) -> dict[str, Any]:
+    """For trainers that say when nothing more is coming; nothing here waits for it."""
+    return {"ok": True, "service": _app(request).facts.name}
+
+
+@_ROUTER.post("/env/{name:path}/describe")
+async def describe(request: fastapi.Request, name: str, asked: _DescribeRequest) -> JSONResponse:
+    """What a step-wise client has to know before it plays."""
+    return JSONResponse(await _called(request, name).steps.describe(asked.config))
+
+
+@_ROUTER.post("/env/{name:path}/initialize")
+async def initialize(request: fastapi.Request, name: str, asked: InitializeRequest) -> JSONResponse:
+    """Opens a step-wise session."""
+    return JSONResponse(await _called(request, name).steps.initialize(asked))
+
+
+@_ROUTER.post("/env/{name:path}/step")
+async def step(request: fastapi.Request, name: str, asked: StepRequest) -> JSONResponse:
+    """Plays one action."""
+    return JSONResponse(await _called(request, name).steps.step(asked))
+
+
+@_ROUTER.post("/env/{name:path}/terminate")
+async def terminate(request: fastapi.Request, name: str, asked: TerminateRequest) -> JSONResponse:
+    """Ends a step-wise session."""
+    return JSONResponse(await _called(request, name).steps.terminate(asked))
+
+
+async def _disconnected(request: fastapi.Request) -> None:
+    """Returns when nobody waits for the answer any more."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return

@@ -1,0 +1,386 @@
+"""Seeded evaluation: the same seeds give the same tasks for ever, so that two evaluations can be compared pair by pair.
+
+Plays one episode per seed and summarises. An episode that failed for infrastructure reasons is counted, never scored 0.
+Anything that acts can be evaluated: give the pool an `EngineActor` or a `ScriptedActor`. Nothing is learned or saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rich.table import Column, Table
+
+from gspo_gym.base.settings import parse_seeds
+from gspo_gym.errors import ConfigError
+from gspo_gym.rollout.evaluation_rows import EvaluationRow as EvaluationRow
+from gspo_gym.rollout.evaluation_rows import KeptRows as KeptRows
+from gspo_gym.rollout.evaluation_rows import PlayedRow as PlayedRow
+from gspo_gym.rollout.pool import RolloutPool, require_episodes
+from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
+from gspo_gym.types import Task, Trajectory, TrajectoryGroup
+
+ScoreName = Literal["success_rate", "mean_return"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreUnit:
+    """What the scores of a run are measured in: decided once, at its start, so that all of them can be compared.
+
+    Attributes:
+        name: which number of an evaluation is its score.
+        success_of: the environments over which a success rate is taken: those that say whether a task was achieved.
+            () for a mean return, which is over all of them.
+    """
+
+    name: ScoreName
+    success_of: tuple[str, ...] = ()
+
+    @classmethod
+    def at_start(cls, first: Evaluation, *, has_success_goal: bool) -> ScoreUnit:
+        """Return the unit of a run whose first evaluation this is.
+
+        It is the success rate of the environments that declared a success or a failure in it. If none did, it is the
+        mean return, unless the run is to stop at a success rate (`has_success_goal`): then all of them have one, and
+        their episodes were merely cut off before it showed.
+        """
+        parts = first.parts or (first,)
+        declaring = tuple(part.env_id for part in parts if part.success_rate is not None)
+        if not declaring and has_success_goal:
+            declaring = tuple(part.env_id for part in parts)
+        return cls("success_rate", declaring) if declaring else cls("mean_return")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Episodes of one environment over given seeds, in the order of the seeds.
+
+    Every mean is over the episodes that did not fail (`num_episodes` of them). An episode in which the environment
+    declared neither success nor failure (it was cut off first) is not a success; but if it declared nothing in any
+    episode, nor `unit` says that it has such a notion, `success_rate` is None.
+
+    `parts` are the evaluations of single environments that this one joins; see `join`. `unit` is what the score is
+    measured in; None: what this evaluation alone suggests. `num_retries` are the failed attempts that were played
+    again: where the policy's actions are the cause, the episodes are those that did not do it.
+    """
+
+    env_id: str
+    rows: tuple[EvaluationRow, ...]
+    parts: tuple[Evaluation, ...] = ()
+    unit: ScoreUnit | None = None
+    num_retries: int = 0
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds asked for, failed ones included; of several environments, each once."""
+        return tuple(dict.fromkeys(row.seed for row in self.rows))
+
+    @property
+    def scored_rows(self) -> tuple[EvaluationRow, ...]:
+        """The episodes that count."""
+        return tuple(row for row in self.rows if row.episode_return is not None)
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes that count."""
+        return len(self.scored_rows)
+
+    @property
+    def num_failed(self) -> int:
+        """Episodes that were asked for and could not be scored."""
+        return len(self.rows) - self.num_episodes
+
+    @property
+    def returns(self) -> tuple[float, ...]:
+        """Returns of the episodes that count."""
+        return tuple(row.episode_return for row in self.rows if row.episode_return is not None)
+
+    @property
+    def mean_return(self) -> float:
+        """Mean return over `num_episodes`."""
+        return sum(self.returns) / self.num_episodes
+
+    @property
+    def mean_env_return(self) -> float | None:
+        """Mean of the environment's own returns, over the episodes that have one beside a judge's; None if none has."""
+        given = [row.env_return for row in self.scored_rows if row.env_return is not None]
+        return sum(given) / len(given) if given else None
+
+    @property
+    def mean_return_interval(self) -> Interval | None:
+        """95% percentile bootstrap interval of the mean return; None for a single episode."""
+        return bootstrap_mean_interval(self.returns)
+
+    @property
+    def num_successes(self) -> int | None:
+        """Episodes in which the task was achieved; None if the environment has no notion of success."""
+        rows = self._rows_with_success
+        return sum(row.success is True for row in rows) if rows else None
+
+    @property
+    def success_rate(self) -> float | None:
+        """`num_successes` over `num_episodes`, of several environments over those that have such a notion."""
+        return None if self.num_successes is None else self.num_successes / len(self._rows_with_success)
+
+    @property
+    def success_interval(self) -> Interval | None:
+        """95% Wilson interval of the success rate."""
+        num_successes = self.num_successes
+        return None if num_successes is None else wilson_interval(num_successes, len(self._rows_with_success))
+
+    @property
+    def _rows_with_success(self) -> tuple[EvaluationRow, ...]:
+        """Episodes that count, of environments that have a notion of success."""
+        named = () if self.unit is None else self.unit.success_of
+        if self.parts:
+            counted = [part for part in self.parts if not named or part.env_id in named]
+            return tuple(row for part in counted for row in part._rows_with_success)
+        is_declared = self.env_id in named or any(row.success is not None for row in self.scored_rows)
+        return self.scored_rows if is_declared else ()
+
+    @property
+    def mean_turns(self) -> float:
+        """Mean number of turns over `num_episodes`."""
+        return sum(row.num_turns for row in self.scored_rows) / self.num_episodes
+
+    @property
+    def score_name(self) -> ScoreName:
+        """What the score is: as `unit` says; without one, the success rate where there is one."""
+        if self.unit is not None:
+            return self.unit.name
+        return "mean_return" if self.success_rate is None else "success_rate"
+
+    @property
+    def score(self) -> float:
+        """The one number that says how good; see `score_name`. A success rate over no scored episode is 0."""
+        return self.mean_return if self.score_name == "mean_return" else self.success_rate or 0.0
+
+    def in_unit(self, unit: ScoreUnit) -> Evaluation:
+        """Return this evaluation measured in a run's unit; parts that have no success keep their mean return."""
+        without = ScoreUnit("mean_return")
+        parts = (replace(part, unit=unit if part.env_id in unit.success_of else without) for part in self.parts)
+        return replace(self, unit=unit, parts=tuple(parts))
+
+    def summary(self) -> dict[str, Any]:
+        """Return what matters as JSON values, without single episodes; `score` names the number that counts."""
+        return {
+            "score": self.score_name,
+            "mean_return": self.mean_return,
+            **({} if self.mean_env_return is None else {"mean_env_return": self.mean_env_return}),
+            "success_rate": self.success_rate,
+            "success_interval": _as_list(self.success_interval),
+            "num_episodes": self.num_episodes,
+            "seeds": list(self.seeds),
+            **({"parts": {part.env_id: part.summary() for part in self.parts}} if self.parts else {}),
+        }
+
+    def sentence(self) -> str:
+        """The result on one line, for people."""
+        parts = [f"mean return {self.mean_return:.3f}", f"{self.mean_turns:.2f} turns", f"{self.num_episodes} episodes"]
+        if self.success_rate is not None:
+            parts.insert(0, f"success {self.success_rate:.3f} (95% {_range(self.success_interval)})")
+        if self.mean_env_return is not None:
+            parts.insert(-2, f"of it without the judge {self.mean_env_return:.3f}")
+        if self.num_failed:
+            parts.append(f"{self.num_failed} failed and left out")
+        if self.num_retries:
+            parts.append(f"{self.num_retries} failed attempts played again")
+        return "; ".join([", ".join(parts), *(f"{part.env_id}: {part.sentence()}" for part in self.parts)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: the summary, more about it, and one row a seed. Intervals are [low, high] or None."""
+        return {
+            "env_id": self.env_id,
+            **self.summary(),
+            "mean_return_interval": _as_list(self.mean_return_interval),
+            "mean_turns": self.mean_turns,
+            "num_failed": self.num_failed,
+            "num_retries": self.num_retries,
+            "rows": [asdict(row) | {"outcome": row.outcome.value} for row in self.rows],
+            **({"parts": {part.env_id: part.to_dict() for part in self.parts}} if self.parts else {}),
+        }
+
+
+async def evaluate(
+    pool: RolloutPool,
+    env_id: str,
+    seeds: str | Sequence[int],
+    *,
+    label: str = "evaluation",
+    options: Mapping[str, Any] | None = None,
+    env_return_of: Callable[[Trajectory], float | None] | None = None,
+    found: Sequence[PlayedRow] = (),
+) -> Evaluation:
+    """Play one episode per seed.
+
+    Args:
+        pool: who plays, and under which limits; its run seed decides the sampling seeds.
+        env_id: the environment.
+        seeds: which tasks; see `settings.parse_seeds`.
+        label: names the occasion in the ledger, which takes an episode's name only once: change it where one pool
+            evaluates repeatedly. It changes no result.
+        options: given to every `reset`.
+        env_return_of: the environment's own return of an episode whose rewards are blended with a judge's scores.
+        found: rows that an earlier attempt left; their episodes are not played again. Those of other environments or
+            seeds are left out.
+
+    Raises:
+        ConfigError: no seeds, or one twice.
+        RolloutError: no episode could be scored.
+    """
+    checked = parse_seeds(seeds)
+    num_before = pool.num_retries
+    known = {played.row.seed: played for played in found if played.env_id == env_id and played.row.seed in checked}
+    missing = [Task(env_id, seed, dict(options or {})) for seed in checked if seed not in known]
+    groups = await pool.run_tasks(missing, label=label)
+    if not known:
+        require_episodes(groups)
+    rows = {played.row.seed: played.row for played in known.values()}
+    rows |= {group.task.seed: _row_of(group, env_return_of) for group in groups}
+    num_retries = pool.num_retries - num_before + sum(played.num_retries for played in known.values())
+    return Evaluation(env_id, tuple(rows[seed] for seed in checked), num_retries=num_retries)
+
+
+def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow]) -> Evaluation | None:
+    """Return the evaluation of which every row is there already; None if one is missing."""
+    known = {(played.env_id, played.row.seed): played for played in found}
+    if not all((env_id, seed) in known for env_id in env_ids for seed in seeds):
+        return None
+    parts = []
+    for env_id in env_ids:
+        played = [known[env_id, seed] for seed in seeds]
+        num_retries = sum(each.num_retries for each in played)
+        parts.append(Evaluation(env_id, tuple(each.row for each in played), num_retries=num_retries))
+    return join(parts)
+
+
+def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
+    """Return evaluations of the same environments, by name, in the unit of the first one that has a success rate."""
+    units = [ScoreUnit.at_start(evaluation, has_success_goal=False) for evaluation in evaluations.values()]
+    unit = next((unit for unit in units if unit.name == "success_rate"), ScoreUnit("mean_return"))
+    return {name: evaluation.in_unit(unit) for name, evaluation in evaluations.items()}
+
+
+def join(parts: Sequence[Evaluation]) -> Evaluation:
+    """Several environments' evaluations as one, in which every episode counts the same; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = tuple(row for part in parts for row in part.rows)
+    num_retries = sum(part.num_retries for part in parts)
+    return Evaluation(" + ".join(part.env_id for part in parts), rows, tuple(parts), num_retries=num_retries)
+
+
+def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float | None] | None = None) -> EvaluationRow:
+    if group.dropped:
+        lost = group.dropped[0]
+        return EvaluationRow(group.task.seed, None, None, 0, lost.outcome, lost.reason)
+    episode = group.trajectories[0]
+    return PlayedRow.of(episode, None if env_return_of is None else env_return_of(episode)).row
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two evaluations of the same seeds, pair by pair; differences are second minus first.
+
+    Attributes:
+        num_pairs: seeds that both could score; everything below is about these.
+        num_unpaired: seeds that one or both could not score.
+        mean_difference: of the returns.
+        difference_interval: 95% percentile bootstrap interval of it over pairs; None for a single pair.
+        num_only_first, num_only_second: seeds on which only that side succeeded; None without a notion of success.
+        success_p_value: McNemar's exact test, two-sided; None without a notion of success.
+    """
+
+    num_pairs: int
+    num_unpaired: int
+    mean_difference: float
+    difference_interval: Interval | None
+    num_only_first: int | None
+    num_only_second: int | None
+    success_p_value: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, the interval as [low, high] or None."""
+        return asdict(self) | {"difference_interval": _as_list(self.difference_interval)}
+
+
+def compare(first: Evaluation, second: Evaluation) -> Comparison:
+    """How `second` does against `first` on the same tasks.
+
+    Raises:
+        ConfigError: they are of different environments or seeds, or have no scored seed in common.
+    """
+    if first.env_id != second.env_id:
+        raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
+    rows, others = _rows_by_task(first), _rows_by_task(second)
+    differing = {seed for _, seed in rows.keys() ^ others.keys()}
+    if differing:
+        raise ConfigError(f"compare: evaluations of different seeds; only one side has {sorted(differing)[:5]}")
+    pairs: list[tuple[EvaluationRow, EvaluationRow]] = []
+    differences: list[float] = []
+    for task, a in rows.items():
+        b = others[task]
+        if a.episode_return is not None and b.episode_return is not None:
+            pairs.append((a, b))
+            differences.append(b.episode_return - a.episode_return)
+    if not pairs:
+        raise ConfigError("compare: no seed was scored in both evaluations")
+    has_success = any(row.success is not None for pair in pairs for row in pair)
+    only_first = sum(a.success is True and b.success is not True for a, b in pairs)
+    only_second = sum(b.success is True and a.success is not True for a, b in pairs)
+    return Comparison(
+        num_pairs=len(pairs),
+        num_unpaired=len(first.rows) - len(pairs),
+        mean_difference=sum(differences) / len(pairs),
+        difference_interval=bootstrap_mean_interval(differences),
+        num_only_first=only_first if has_success else None,
+        num_only_second=only_second if has_success else None,
+        success_p_value=mcnemar_exact_p(only_first, only_second) if has_success else None,
+    )
+
+
+def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow]:
+    """Its rows by environment and seed."""
+    return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
+
+
+def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
+    """A table for people: one row per named evaluation. Names are folded and not cut: two may begin alike."""
+    table = Table(Column(overflow="fold"), "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
+    for name, result in evaluations.items():
+        rate = "-" if result.success_rate is None else f"{result.success_rate:.3f}"
+        table.add_row(
+            name,
+            rate,
+            _range(result.success_interval),
+            f"{result.mean_return:.3f}",
+            _range(result.mean_return_interval),
+            f"{result.mean_turns:.2f}",
+            str(result.num_episodes),
+            str(result.num_failed),
+        )
+    return table
+
+
+def comparison_table(comparison: Comparison, *, first: str, second: str) -> Table:
+    """A table for people: what changed from the evaluation named `first` to that named `second`."""
+    table = Table(Column(f"{second} against {first}", overflow="fold"), "value")
+    table.add_row("pairs of episodes", str(comparison.num_pairs))
+    table.add_row("mean return, difference", f"{comparison.mean_difference:+.3f}")
+    table.add_row("  95% interval", _range(comparison.difference_interval))
+    if comparison.success_p_value is not None:
+        table.add_row(f"only {second} succeeded", str(comparison.num_only_second))
+        table.add_row(f"only {first} succeeded", str(comparison.num_only_first))
+        table.add_row("p-value (McNemar, exact)", f"{comparison.success_p_value:.4g}")
+    if comparison.num_unpaired:
+        table.add_row("seeds left out (failed)", str(comparison.num_unpaired))
+    return table
+
+
+def _as_list(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.low, interval.high]
+
+
+def _range(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"

@@ -1,0 +1,132 @@
+"""Watches a run for an environment that holds the interpreter, from a process outside of it.
+
+Code in a thread that keeps the interpreter's lock (a regular expression that never ends) stops every thread of a run:
+no deadline, no Ctrl-C and no checkpoint of this process can help. What can be saved has to have been saved: the last
+checkpoint stands. `watchdog_process.py` names the environment in frozen.json and ends the run; the next start of the
+same run finds the file and runs that environment in worker processes, where a deadline ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_gym.env.workers.announcements import NUM_SLOTS, SLOT_BYTES, close_board, open_board
+from gspo_gym.errors import RecordError
+
+MARKER = "frozen.json"
+_SCRIPT = str(Path(__file__).with_name("watchdog_process.py"))
+_LEAST_SECONDS = 60.0  # code of ours may hold the lock for some seconds; and the environment is let go of after that
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The environments that held the interpreter in earlier starts of a run, and what the last one did."""
+
+    env_ids: tuple[str, ...] = ()
+    call: str = ""
+    seconds: float = 0.0
+
+
+def seconds_until_frozen(step_timeout_seconds: float) -> float:
+    """How long the lock may be held: twice what a call of an environment may take, and a minute at least."""
+    return max(_LEAST_SECONDS, 2 * step_timeout_seconds)
+
+
+@contextlib.contextmanager
+def watching(folder: Path, seconds: float) -> Iterator[None]:
+    """Have this process watched while the body runs; where that is not possible (no Linux), it is not.
+
+    Args:
+        folder: of the run, where the marker goes.
+        seconds: that the interpreter's lock may be held by an environment.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    size = NUM_SLOTS * SLOT_BYTES
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryFile() as board, os.fdopen(write_end, "wb", buffering=0) as beats:
+        board.truncate(size)
+        with mmap.mmap(board.fileno(), size) as memory, _dumping_threads():
+            arguments = (os.getpid(), read_end, board.fileno(), folder.absolute(), seconds)
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", _SCRIPT, *map(str, arguments)],
+                    pass_fds=(read_end, board.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(read_end)
+            is_over = threading.Event()
+            beating = threading.Thread(
+                target=_beat, args=(beats, is_over, min(1.0, seconds / 4)), daemon=True, name="gspo-gym-beats"
+            )
+            beating.start()
+            open_board(memory)
+            try:
+                yield
+            finally:
+                close_board()
+                is_over.set()
+                beating.join()
+                beats.close()
+                _end(process)
+
+
+def read_frozen(folder: Path) -> Frozen:
+    """What the markers of a run's folder say; nothing if there is none.
+
+    Raises:
+        RecordError: the marker cannot be read.
+    """
+    path = folder / MARKER
+    if not path.exists():
+        return Frozen()
+    try:
+        marker = json.loads(path.read_text(encoding="utf-8"))
+        return Frozen(tuple(map(str, marker["env_ids"])), str(marker["call"]), float(marker["seconds"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path}: expected what the watchdog wrote, got {error}; remove the file") from error
+
+
+def _beat(beats: object, is_over: threading.Event, seconds: float) -> None:
+    while not is_over.wait(seconds):
+        with contextlib.suppress(OSError, ValueError):  # the watchdog is gone: nobody is told
+            beats.write(b".")  # type: ignore[attr-defined]  # an unbuffered file
+
+
+@contextlib.contextmanager
+def _dumping_threads() -> Iterator[None]:
+    """On SIGUSR2, write where each thread is; left alone where somebody else handles that signal."""
+    is_free = signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, None)
+    file = sys.__stderr__
+    if not is_free or file is None:
+        yield
+        return
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,302 @@
+"""What can be wrong with the objective and the optimizer; `gspo-gym doctor` runs these over a finished or running run.
+
+A check is a function from a run to a finding, several, or None. Each threshold stands here once, with its reason; a
+check speaks only of metrics that the run has.
+"""
+
+from __future__ import annotations
+
+from gspo_gym.run.doctor.view import Check, Finding, RunView, Window
+
+# Of the trained tokens. A trajectory's ratio clips whole trajectories: the GSPO paper (section 5.1) sees 15% of all
+# tokens clipped and calls it harmless; short episodes learn well at 40%. Beyond 60% most of a batch teaches nothing.
+MAX_SHARED_CLIP_FRACTION = 0.6
+# With a ratio per token the same paper sees 0.13%; PPO's habit is to keep it below 20%.
+MAX_TOKEN_CLIP_FRACTION = 0.2
+# Of what can be clipped at all.
+MAX_SHARE_OF_ATTAINABLE = 0.9
+# Fewer than one token in a thousand under a shared ratio: the clip is there in name only.
+MIN_SHARED_CLIP_FRACTION = 1e-3
+# Of the units, that scoring noise alone would carry out of the clip range: at 10% it is a regular part of the clipping.
+MAX_NOISE_CLIP_FRACTION = 0.1
+# Of the clip range: scoring twice may differ by this much before the clip acts on the difference.
+MAX_NOISE_SHARE_OF_CLIP = 0.5
+# Of the entropy at the beginning: with less left, a batch of a few hundred episodes hardly tries anything new.
+MIN_ENTROPY_SHARE = 0.1
+# Of the steps: if the gradient is nearly always clipped, its length carries no information any more.
+MAX_CLIPPED_GRADIENT_FRACTION = 0.9
+# Of the optimizer steps: one in twenty lost is no accident.
+MAX_NONFINITE_FRACTION = 0.05
+# Nats per token, k3: 0.5 is a factor of 2 to 3 in a sampled token's probability; 0.01 to 0.1 is usual.
+MAX_REFERENCE_KL = 0.5
+# Nats per token, k3, between engine and learner under the same weights. The same arithmetic gives 1e-7 and less,
+# bfloat16 kernels 1e-4 to 1e-3; at 1e-2 single tokens differ by a seventh (exp(sqrt(2 * 0.01)) = 1.15).
+MAX_ROLLOUT_KL = 1e-3
+SERIOUS_ROLLOUT_KL = 1e-2
+# The mismatch grows with the weights in the runs that it ends: this many times what it was, and no longer tiny.
+MAX_ROLLOUT_KL_GROWTH = 3.0
+MIN_GROWN_ROLLOUT_KL = 1e-4
+# Kish's share: below a half, more than half of the episodes' worth is lost to unequal weights.
+MIN_EFFECTIVE_SAMPLES = 0.5
+# Of the trained tokens that a correction leaves out; more is a bias and not a safeguard.
+MAX_CORRECTED_AWAY = 0.2
+
+
+def ratio_is_constant(run: RunView) -> Finding | None:
+    """Every ratio is 1, so that GSPO, GSPO-token and GRPO are the same and no clip can act."""
+    constant = run.recent("ratio/is_constant")
+    if constant is None or min(constant.values) < 1:
+        return None
+    batch, size, epochs = (
+        run.setting("rollout.episodes_per_batch", 0),
+        run.setting("training.batch_size", 0),
+        run.setting("training.update_epochs", 1),
+    )
+    return Finding(
+        "warning",
+        "ratio_is_constant",
+        "The importance ratio is 1 everywhere: old and new policy are the same at every optimizer step, so that the "
+        "clip cannot act and the unit of the ratio makes no difference.",
+        f"ratio/is_constant is 1 in {constant.steps}; {batch} episodes a batch, {size} a step, {epochs} pass(es)",
+        "training.batch_size",
+        f"set it to {max(1, batch // 4)} (the paper takes 4 steps a batch), or training.update_epochs to 2 or more",
+    )
+
+
+def noise_reaches_the_clip(run: RunView) -> Finding | None:
+    """What two scorings of the same tokens differ by is not small against the clip range."""
+    clip = min(run.setting("loss.clip_low", 0.0), run.setting("loss.clip_high", 0.0))
+    is_rescored = run.setting("correction.old_logprobs", "recompute") == "recompute"
+    floor = run.recent("ratio/noise_floor")
+    if is_rescored and clip and floor is not None and floor.mean > MAX_NOISE_SHARE_OF_CLIP * clip:
+        return Finding(
+            "serious",
+            "noise_reaches_the_clip",
+            "Scoring the same tokens twice under the same weights gives ratios that differ by as much as the clip "
+            "allows, so that the clip acts on noise.",
+            f"ratio/noise_floor is {floor.mean:.2g} in {floor.steps}, the clip range {clip:.2g}",
+            "model.dtype",
+            'set it to "float32"; if it is, widen loss.clip_low and loss.clip_high beyond '
+            f"{floor.mean / MAX_NOISE_SHARE_OF_CLIP:.2g}",
+        )
+    noise, sigma = run.recent("ratio/noise_clip_fraction"), run.recent("ratio/predicted_noise")
+    if noise is None or sigma is None or noise.mean <= MAX_NOISE_CLIP_FRACTION:
+        return None
+    evidence = (
+        f"noise of {sigma.mean:.2g} nats in log s against a clip range of {clip:.2g}, beyond which it carries "
+        f"{noise.mean:.0%} of the ratios ({noise.steps})"
+    )
+    if not is_rescored:
+        return Finding(
+            "serious",
+            "noise_reaches_the_clip",
+            "The engine's logprobs are taken as the old ones, and their noise alone clips a good part of the batch.",
+            evidence,
+            "correction.old_logprobs",
+            'set it to "recompute", or widen loss.clip_low and loss.clip_high to several times the noise',
+        )
+    return Finding(
+        "note",
+        "noise_reaches_the_clip",
+        "The engine's logprobs are too noisy for this clip range; the run is safe because it scores the old ones "
+        "itself.",
+        evidence,
+        "correction.old_logprobs",
+        'leave it at "recompute"',
+    )
+
+
+def clips_too_much(run: RunView) -> Finding | None:
+    """Most tokens have no gradient, because the clip binds."""
+    fraction = _clip_fraction(run)
+    unit = run.setting("loss.unit", "trajectory")
+    limit = MAX_TOKEN_CLIP_FRACTION if unit == "token" else MAX_SHARED_CLIP_FRACTION
+    if (steps := run.recent("optim/num_steps")) is not None and steps.mean > 1:
+        # The first step on a batch has every ratio at 1, where no clip binds.
+        limit = min(limit, MAX_SHARE_OF_ATTAINABLE * (1 - 1 / steps.mean))
+    if fraction is None or fraction.mean <= limit:
+        return None
+    low, high = run.setting("loss.clip_low", 0.0), run.setting("loss.clip_high", 0.0)
+    rate = run.setting("training.learning_rate", 0.0)
+    return Finding(
+        "warning",
+        "clips_too_much",
+        "The clip takes the gradient from a large part of every batch.",
+        f"{fraction.mean:.0%} of the trained tokens in {fraction.steps}, with a ratio per {unit} and a range of "
+        f"-{low:g} to +{high:g}; more than {limit:.0%} is too many{_ratio_range(run)}",
+        "loss.clip_low",
+        f"widen it to {3 * low:.2g}, and loss.clip_high to {3 * high:.2g}: the shorter the {unit}, the more its ratio "
+        f"varies; or lower training.learning_rate to {rate / 2:.2g}",
+    )
+
+
+def clips_nothing(run: RunView) -> Finding | None:
+    """The ratio moves, but never as far as the clip."""
+    fraction, constant = _clip_fraction(run), run.recent("ratio/is_constant")
+    q05, q95 = run.recent("ratio/q05"), run.recent("ratio/q95")
+    if fraction is None or q05 is None or q95 is None or run.setting("loss.unit", "trajectory") == "token":
+        return None
+    if fraction.mean >= MIN_SHARED_CLIP_FRACTION or (constant is not None and min(constant.values) >= 1):
+        return None
+    return Finding(
+        "note",
+        "clips_nothing",
+        "The clip range is wider than anything the ratio does, so that nothing limits a step.",
+        f"{fraction.mean:.2%} of the trained tokens clipped in {fraction.steps}{_ratio_range(run)}",
+        "loss.clip_low",
+        f"set it to about {max(1 - q05.mean, 0.0):.1g}, and loss.clip_high to about {max(q95.mean - 1, 0.0):.1g}, or "
+        "take larger steps",
+    )
+
+
+def entropy_collapsed(run: RunView) -> Finding | None:
+    """The policy does not explore any more, and is not good either."""
+    early, recent = run.early("policy/entropy"), run.recent("policy/entropy")
+    if early is None or recent is None or run.is_succeeding or recent.mean >= MIN_ENTROPY_SHARE * early.mean:
+        return None
+    coefficient, rate = run.setting("loss.entropy_coef", 0.0), run.setting("training.learning_rate", 0.0)
+    return Finding(
+        "serious",
+        "entropy_collapsed",
+        "The policy has stopped exploring before it became good: it samples nearly the same tokens every time.",
+        f"policy/entropy fell from {early.mean:.2g} nats in {early.steps} to {recent.mean:.2g} in {recent.steps}",
+        "loss.entropy_coef",
+        f"set it to {2 * coefficient or 0.01:g}, start again from an earlier checkpoint, and if that is not enough "
+        f"lower training.learning_rate to {rate / 2:.2g}",
+    )
+
+
+def gradient_always_clipped(run: RunView) -> Finding | None:
+    """The length of the gradient is the limit's in nearly every step."""
+    limit, norms = run.setting("optimizer.max_grad_norm"), run.recent("optim/grad_norm")
+    if limit is None or norms is None:
+        return None
+    fraction = sum(norm > limit for norm in norms.values) / len(norms.values)
+    if fraction < MAX_CLIPPED_GRADIENT_FRACTION:
+        return None
+    return Finding(
+        "warning",
+        "gradient_always_clipped",
+        "The gradient is clipped in nearly every step, so that one bad batch moves the weights as much as a good one.",
+        f"optim/grad_norm is above {limit:g} in {fraction:.0%} of {norms.steps}, {norms.mean:.2g} on average",
+        "optimizer.max_grad_norm",
+        f"raise it to {2 * norms.mean:.2g}; if the norm grows over the run, lower training.learning_rate instead",
+    )
+
+
+def steps_not_finite(run: RunView) -> Finding | None:
+    """Optimizer steps were skipped for a NaN or infinity."""
+    skipped, taken = run.all("optim/num_nonfinite_steps"), run.all("optim/num_steps")
+    if skipped is None or taken is None or not sum(skipped.values):
+        return None
+    num_skipped = round(sum(skipped.values))
+    fraction = num_skipped / (num_skipped + sum(taken.values))
+    rate = run.setting("training.learning_rate", 0.0)
+    return Finding(
+        "serious" if fraction > MAX_NONFINITE_FRACTION else "warning",
+        "steps_not_finite",
+        "Optimizer steps were skipped, because their loss or gradient was not finite.",
+        f"{num_skipped} of {num_skipped + round(sum(taken.values))} steps ({fraction:.1%}) in {skipped.steps}",
+        "training.learning_rate",
+        f'lower it to {rate / 2:.2g}, and use model.dtype = "float32"',
+    )
+
+
+def far_from_the_reference(run: RunView) -> Finding | None:
+    """The policy has left the reference that it is held to."""
+    kl, early = run.recent("kl/ref_k3"), run.early("kl/ref_k3")
+    if kl is None or early is None or kl.mean <= MAX_REFERENCE_KL:
+        return None
+    key = "loss.kl_coef" if run.setting("loss.kl_coef", 0.0) or not run.setting("rewards.kl_coef", 0.0) else None
+    key = key or "rewards.kl_coef"
+    return Finding(
+        "warning",
+        "far_from_the_reference",
+        "The policy is far from its reference, although a KL term holds it.",
+        f"kl/ref_k3 went from {early.mean:.2g} nats a token in {early.steps} to {kl.mean:.2g} in {kl.steps}; more than "
+        f"{MAX_REFERENCE_KL:g} is far",
+        key,
+        f"raise it from {run.setting(key, 0.0):g} to {2 * run.setting(key, 0.0):g}, or move the reference along with "
+        "reference.update_every_n_iters",
+    )
+
+
+def engine_differs_from_learner(run: RunView) -> Finding | None:
+    """What was sampled is not what the learner thinks it samples."""
+    kl, early = run.recent("kl/rollout_k3"), run.early("kl/rollout_k3")
+    if kl is None or early is None:
+        return None
+    has_grown = kl.mean > MAX_ROLLOUT_KL_GROWTH * early.mean and kl.mean > MIN_GROWN_ROLLOUT_KL
+    if kl.mean <= MAX_ROLLOUT_KL and not has_grown:
+        return None
+    is_corrected = run.setting("correction.level", "none") != "none"
+    return Finding(
+        "serious" if kl.mean > SERIOUS_ROLLOUT_KL and not is_corrected else "warning",
+        "engine_differs_from_learner",
+        "The engine samples from another distribution than the learner computes for the same weights"
+        + (", and the difference grows." if has_grown else "."),
+        f"kl/rollout_k3 was {early.mean:.2g} nats a token in {early.steps} and is {kl.mean:.2g} in {kl.steps}; "
+        f"{MAX_ROLLOUT_KL:g} is what bfloat16 explains",
+        "model.dtype" if is_corrected else "correction.level",
+        'set it to "float32": the correction treats the symptom only'
+        if is_corrected
+        else 'set it to "trajectory" (a geometric mean, cut at correction.high), and look for the cause: dtype, '
+        "truncated sampling, weights that were not published",
+    )
+
+
+def few_effective_samples(run: RunView) -> Finding | None:
+    """Unequal weights, or a correction that leaves tokens out, waste a good part of the batch."""
+    samples = run.recent("correction/effective_sample_fraction")
+    if samples is not None and samples.mean < MIN_EFFECTIVE_SAMPLES:
+        return Finding(
+            "warning",
+            "few_effective_samples",
+            "A few episodes stand for the whole batch: the engine's probabilities are too far from the learner's.",
+            f"correction/effective_sample_fraction is {samples.mean:.2f} in {samples.steps}, less than "
+            f"{MIN_EFFECTIVE_SAMPLES:g}",
+            "correction.high",
+            "with correction.level set, lower it towards 1.2, so that no episode counts for many; the cause is the "
+            "mismatch of kl/rollout_k3",
+        )
+    masked = run.recent("correction/masked_fraction")
+    off_policy = run.recent("correction/off_policy_fraction")
+    fraction = sum(window.mean for window in (masked, off_policy) if window is not None)
+    if masked is None or fraction <= MAX_CORRECTED_AWAY:
+        return None
+    return Finding(
+        "warning",
+        "few_effective_samples",
+        "The correction leaves a good part of the batch out of the loss.",
+        f"{fraction:.0%} of the trained tokens in {masked.steps}, more than {MAX_CORRECTED_AWAY:.0%}",
+        "correction.mode",
+        'set it to "truncate", which keeps them with a smaller weight, or widen correction.low and correction.high',
+    )
+
+
+def _clip_fraction(run: RunView) -> Window | None:
+    """Share of trained tokens whose lower or upper clip binds, step by step."""
+    low, high = run.recent("clip/low_fraction"), run.recent("clip/high_fraction")
+    if low is None or high is None or len(low.values) != len(high.values):
+        return None
+    values = tuple(a + b for a, b in zip(low.values, high.values, strict=True))
+    return Window(low.first_step, low.last_step, values)
+
+
+def _ratio_range(run: RunView) -> str:
+    q05, q95 = run.recent("ratio/q05"), run.recent("ratio/q95")
+    return "" if q05 is None or q95 is None else f"; nine ratios of ten lie between {q05.mean:.4f} and {q95.mean:.4f}"
+
+
+CHECKS: tuple[Check, ...] = (
+    ratio_is_constant,
+    noise_reaches_the_clip,
+    clips_too_much,
+    clips_nothing,
+    entropy_collapsed,
+    gradient_always_clipped,
+    steps_not_finite,
+    far_from_the_reference,
+    engine_differs_from_learner,
+    few_effective_samples,
+)

@@ -1,0 +1,252 @@
+"""collect_episodes: a data set of episodes, played by any policy: written by hand, a model here, or an endpoint.
+
+The same pool as in training plays them, so deadlines, retries and isolation are the same. Called by
+`gspo-gym env collect` and from Python; what is collected is imitated, analysed or judged, never reinforced: only an
+engine's own logprobs could be, and they are stored with the weights' version that sampled them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
+from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
+from gspo_gym.env.registry import resolve
+from gspo_gym.env.session import looking_at
+from gspo_gym.env.workers.isolation import isolated_factory
+from gspo_gym.errors import ConfigError, RolloutError
+from gspo_gym.policy.load import load_policy, load_tokenizer
+from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
+from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.ledger import Disposition
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.rollout.pool import GroupRequest, RolloutPool, require_episodes
+from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory, TrajectoryGroup
+
+SCRIPTED, ENDPOINT = "scripted:", "openai:"
+_TEXT_TOKENIZER = "tiny:qwen3-64"  # for players without a tokenizer of their own: bytes, so that it can say anything
+
+
+@dataclass(frozen=True, slots=True)
+class CollectSettings:
+    """How episodes are collected.
+
+    Attributes:
+        episodes_per_seed: of each task, at least 1.
+        max_turns, max_output_tokens, max_model_len: see `EpisodeLimits`; max_model_len None: what the model reads at
+            most, or no limit for a player without a context.
+        max_concurrent: episodes in flight at once. max_attempts: tries per episode that fails.
+        temperature: of sampling, by a model or an endpoint.
+        isolation: "auto", "thread" or "process": see `TextEnv.isolation`.
+        run_seed: all sampling derives from it.
+    """
+
+    episodes_per_seed: int = 1
+    max_turns: int = 50
+    max_output_tokens: int = 1024
+    max_model_len: int | None = None
+    max_concurrent: int = 16
+    max_attempts: int = 3
+    temperature: float = 1.0
+    isolation: str = "auto"
+    run_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.episodes_per_seed < 1:
+            raise ConfigError(f"collect: expected at least 1 episode a seed, got {self.episodes_per_seed}")
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedEpisodes:
+    """What came of it: one trajectory for each episode asked for, or the reason why it is missing.
+
+    `tools` are the function schemas that the player was offered (Any: JSON).
+    """
+
+    env_id: str
+    policy_name: str
+    trajectories: tuple[Trajectory, ...]
+    dropped: tuple[DroppedEpisode, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Player:
+    act: Actor
+    tokenizer: Any  # transformers is untyped
+    longest: int
+
+
+def collect_episodes(
+    env_id: str,
+    policy: str | PolicyFactory,
+    *,
+    seeds: Sequence[int],
+    env_config: Mapping[str, Any] | None = None,
+    settings: CollectSettings | None = None,
+    already: Sequence[Trajectory] = (),
+    on_episode: Callable[[Trajectory], None] | None = None,
+) -> CollectedEpisodes:
+    """Play the tasks of some seeds; an episode that fails for no fault of the player's is tried again.
+
+    Args:
+        env_id: a registered environment.
+        policy: "scripted:NAME" of the environment's own, "openai:MODEL" or "openai:MODEL@BASE_URL" behind an
+            OpenAI-compatible endpoint, any model that `load_policy` takes, or a function (env, rng) -> player.
+        seeds: which tasks.
+        env_config: arguments of the environment's constructor.
+        settings: the rest; None: all defaults.
+        already: episodes of these seeds that an earlier call gave to `on_episode`; they are not played again.
+        on_episode: is given each episode when it is over, in no order, so that it can be kept; must be quick.
+
+    Raises:
+        UnknownNameError: no such environment, policy or model.
+        RolloutError: not one episode could be played; says why.
+    """
+    settings = settings or CollectSettings()
+    if not seeds:
+        raise ConfigError("collect: expected at least one seed, got none")
+    env_id = resolve(env_id)
+    factory = isolated_factory(env_id, dict(env_config or {}), isolation=settings.isolation)
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    known = {trajectory.trajectory_id: trajectory for trajectory in already}
+
+    async def play() -> CollectedEpisodes:
+        make_policy = policy
+        async with looking_at(factory) as sample:
+            tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))  # for the record
+            if isinstance(policy, str) and policy.startswith(SCRIPTED):
+                make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
+        async with _player(make_policy, settings) as player:
+            pool = _pool(factory, player, settings, on_episode)
+            requests = _requests(env_id, seeds, settings)
+            missing = [each for each in requests if _id_of(each) not in known]
+            played = await pool.play_groups(missing)
+            if not known:
+                _require_episodes(name, played)
+        kept = known | {each.trajectory_id: each for group in played for each in group.trajectories}
+        return CollectedEpisodes(
+            env_id,
+            name,
+            tuple(kept[_id_of(each)] for each in requests if _id_of(each) in kept),
+            tuple(dropped for group in played for dropped in group.dropped),
+            tools,
+        )
+
+    return run_to_end(play())
+
+
+def _pool(
+    factory: Callable[[], Any],
+    player: _Player,
+    settings: CollectSettings,
+    on_episode: Callable[[Trajectory], None] | None,
+) -> RolloutPool:
+    def tell(trajectory: Trajectory, disposition: Disposition) -> None:
+        if on_episode is not None and disposition is Disposition.KEPT:
+            on_episode(trajectory)
+
+    limits = EpisodeLimits(
+        max_turns=settings.max_turns,
+        max_output_tokens=settings.max_output_tokens,
+        max_model_len=settings.max_model_len or player.longest,
+    )
+    return RolloutPool(
+        play=episode_player(
+            make_env=lambda _task: factory(),
+            act=player.act,
+            renderers=RendererCache(player.tokenizer),
+            limits=limits,
+        ),
+        pool_limits=PoolLimits(
+            max_concurrent_rollouts=settings.max_concurrent, max_attempts=settings.max_attempts, min_group_fraction=0.01
+        ),
+        run_seed=settings.run_seed,
+        keep_unscored=True,  # a judge may score them later
+        on_episode=tell,
+    )
+
+
+def _requests(env_id: str, seeds: Sequence[int], settings: CollectSettings) -> list[GroupRequest]:
+    """Groups of one: nothing is compared with anything, so a failure takes no other episode with it."""
+    numbers = range(settings.episodes_per_seed)
+    return [GroupRequest(f"seed{seed}/{number}", Task(env_id, seed), 1) for seed in seeds for number in numbers]
+
+
+def _id_of(request: GroupRequest) -> str:
+    """The id of the group's only episode."""
+    return f"{request.group_id}/0"
+
+
+def _require_episodes(name: str, groups: Sequence[TrajectoryGroup]) -> None:
+    try:
+        require_episodes(groups)
+    except RolloutError as error:
+        raise RolloutError(f"{name} on {groups[0].task.env_id}: {error}") from error
+
+
+def _player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractAsyncContextManager[_Player]:
+    if not isinstance(policy, str):
+        return _scripted_player(policy)
+    if policy.startswith(ENDPOINT):
+        return _endpoint_player(
+            endpoint_settings(policy, temperature=settings.temperature, max_tokens=settings.max_output_tokens)
+        )
+    return _model_player(policy, settings)
+
+
+def chat_policy(model: ChatModel) -> PolicyFactory:
+    """A player of any environment that hands the conversation, and the tools, to a model behind an endpoint."""
+
+    def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+        tools = tuple(getattr(env, "tool_schemas", ()))
+
+        async def player(messages: Sequence[Message]) -> Message:
+            return await model.reply(messages, tools=tools, seed=int(rng.integers(2**31)))
+
+        return player
+
+    return policy
+
+
+def endpoint_settings(name: str, *, temperature: float, max_tokens: int) -> ChatModelSettings:
+    """Of "openai:MODEL", or "openai:MODEL@BASE_URL" for another provider than OpenAI.
+
+    >>> endpoint_settings("openai:m@http://localhost:8000/v1", temperature=1.0, max_tokens=8).base_url
+    'http://localhost:8000/v1'
+    """
+    model, _, url = name.removeprefix(ENDPOINT).partition("@")
+    return ChatModelSettings(model, base_url=url or None, temperature=temperature, max_tokens=max_tokens)
+
+
+@asynccontextmanager
+async def _scripted_player(policy: PolicyFactory) -> Any:
+    yield _Player(ScriptedActor(policy), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
+
+
+@asynccontextmanager
+async def _endpoint_player(settings: ChatModelSettings) -> Any:
+    model = ChatModel(settings)
+    try:
+        yield _Player(ScriptedActor(chat_policy(model)), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
+    finally:
+        await model.close()
+
+
+@asynccontextmanager
+async def _model_player(name: str, settings: CollectSettings) -> Any:
+    policy = load_policy(name)
+    longest = settings.max_model_len or int(getattr(policy.model.config, "max_position_embeddings", 32_768))
+    engine = LocalEngine(policy.model, max_model_len=longest, max_batch_size=settings.max_concurrent)
+    try:
+        yield _Player(EngineActor(engine, temperature=settings.temperature), policy.tokenizer, longest)
+    finally:
+        await engine.close()

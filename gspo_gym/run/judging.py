@@ -1,0 +1,171 @@
+"""A run's judge: what its pools score with, what a step reports, and the watch over it. Built in `build_judge.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from gspo_gym.judge.base import Judge, JudgeCost
+from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
+from gspo_gym.judge.budget import JudgeBudget
+from gspo_gym.judge.drift import DriftCheck
+from gspo_gym.judge.gold import GoldWatch
+from gspo_gym.judge.pausing import PausingJudge
+from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, read_judgements
+from gspo_gym.judge.scorer import EpisodeScorer, OnJudged, RubricsOf
+from gspo_gym.rollout.scoring import Scoring, ScoringLimits
+from gspo_gym.types import Trajectory
+
+# As `RunRecorder.event`: a kind of EVENTS, the step that ended last, JSON values (hence Any).
+OnEventOfStep = Callable[[str, int, Mapping[str, Any]], None]
+
+
+class Closable(Protocol):
+    """What holds connections or tasks."""
+
+    async def close(self) -> None:
+        """Give them back."""
+        ...
+
+
+class Judging:
+    """Scores the episodes of training and of evaluations. Used within one event loop; close it.
+
+    Args:
+        judge: who is asked; an outage is waited out.
+        rubrics_of: by what.
+        weights: of the blend.
+        limits: what a pool does about scores that are late or do not come.
+        rewards: what stands for the environment's rewards in the blend.
+        budget: what the judge may spend, and has.
+
+    Attributes:
+        judge: the same, waiting.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        rubrics_of: RubricsOf,
+        weights: RewardBlend,
+        *,
+        limits: ScoringLimits,
+        rewards: EnvRewards = env_rewards,
+        budget: JudgeBudget | None = None,
+    ) -> None:
+        self.judge = PausingJudge(judge, on_event=self.tell)
+        self._limits = limits
+        self._budget = budget or JudgeBudget()
+        self._told = self._budget.spent
+        self._told_pause_seconds = 0.0
+        self._gold: GoldWatch | None = None
+        self._others: list[Closable] = []
+        self._write: JudgementRecorder | None = None
+        self._on_event: OnEventOfStep | None = None
+        self._step = 0
+        self._env_returns: dict[str, float | None] = {}
+
+        def scorer(*on_judged: OnJudged) -> EpisodeScorer:
+            return EpisodeScorer(
+                self.judge, rubrics_of, weights, rewards=rewards, may_score=self._may_score, on_judged=on_judged
+            )
+
+        self._training = scorer(self._record, self._collect)
+        self._evaluation = scorer(self._record, self._remember)
+
+    @property
+    def for_training(self) -> Scoring:
+        """For a pool whose episodes are learned from."""
+        return Scoring(self._training, self._limits)
+
+    @property
+    def for_evaluation(self) -> Scoring:
+        """For a pool whose episodes are looked at; see `env_return`."""
+        return Scoring(self._evaluation, self._limits)
+
+    def env_return(self, trajectory: Trajectory) -> float | None:
+        """What the environment itself gave an evaluation's episode, once; None if it gave nothing."""
+        return self._env_returns.pop(trajectory.trajectory_id, None)
+
+    def watch(self, gold: GoldWatch) -> None:
+        """Compare the judge with gold from now on."""
+        self._gold = gold
+
+    def close_too(self, other: Closable) -> None:
+        """Close this, too, when the time comes: a gold judge, a cache."""
+        self._others.append(other)
+
+    def record_into(self, folder: Path, on_event: OnEventOfStep, *, step: int = 0) -> None:
+        """Write judgements into a run's folder, which is at `step`, and say what happens.
+
+        What earlier processes of the run have spent there counts from now on, and so does how far judge and gold were
+        apart to begin with.
+
+        Raises:
+            RecordError: its judgements or events cannot be read.
+        """
+        from gspo_gym.run.recording import (
+            read_events,  # here: it loads torch, which judging without a run does not need
+        )
+
+        path = folder / JUDGEMENTS_FILE
+        self._write = JudgementRecorder(path)
+        self._on_event, self._step = on_event, step
+        first = next((event["data"] for event in read_events(folder) if event["kind"] == "judge_gold"), None)
+        if self._gold is not None and first is not None:
+            self._gold.go_on_from(DriftCheck(**{name: value for name, value in first.items() if name != "of_step"}))
+        spent = max((judged.spent for judged in read_judgements(path)), key=lambda c: c.num_calls, default=JudgeCost())
+        self._budget.spent = self._budget.spent + spent
+        self._told = self._budget.spent
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """The metrics since the step before; begins a comparison with gold if it is time."""
+        self._step = step
+        self._evaluation.drain()  # an evaluation's numbers are its own
+        spent, told = self._budget.spent, self._told
+        pause_seconds = self.judge.pause_seconds
+        metrics = {
+            **self._training.drain(),
+            "judge/calls": float(spent.num_calls - told.num_calls),
+            "judge/input_tokens": float(spent.input_tokens - told.input_tokens),
+            "judge/output_tokens": float(spent.output_tokens - told.output_tokens),
+            "judge/cost_usd": spent.usd - told.usd,
+            "judge/pause_seconds": pause_seconds - self._told_pause_seconds,
+            **({} if self._gold is None else self._gold.after_step(step)),
+        }
+        self._told, self._told_pause_seconds = spent, pause_seconds
+        return metrics
+
+    def tell(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Pass on what happened (Any: JSON) to whoever records it."""
+        if self._on_event is not None:
+            self._on_event(kind, self._step, data)
+
+    async def finish(self) -> None:
+        """Wait for what goes on beside the training."""
+        if self._gold is not None:
+            await self._gold.finish()
+
+    async def close(self) -> None:
+        """Give up what goes on, and the connections. Closing twice is fine."""
+        if self._gold is not None:
+            await self._gold.close()
+        for each in (self.judge, *self._others):
+            await each.close()
+
+    def _may_score(self) -> None:
+        if self._gold is not None:
+            self._gold.require_agreement()
+
+    def _record(self, _: Trajectory, judged: JudgedEpisode) -> None:
+        if self._write is not None:
+            self._write(dataclasses.replace(judged, spent=self._budget.spent))
+
+    def _collect(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
+        if self._gold is not None:
+            self._gold.collect(trajectory, judged)
+
+    def _remember(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
+        self._env_returns[trajectory.trajectory_id] = judged.env_return

@@ -1,0 +1,354 @@
+"""The run folder: what a run was, what it measured, what happened in it, and its episodes token by token.
+
+    runs/<label>/
+        config.toml         the resolved configuration
+        metrics.jsonl       one object a step: {"schema", "step", "time", "group/name": number, ...}
+        events.jsonl        {"schema", "time", "step", "kind", "data"}
+        episodes/*.jsonl    one trajectory a line, see `recording_episodes.py`
+        summary.json        what came out
+        checkpoints/        see `checkpoints.py`
+        ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
+        judgements.jsonl    where a judge scores: what it said, and what each reward was made of
+        discarded/          what a resumed run did again: lines and episodes recorded after its checkpoint
+
+Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`
+removes. `time` is in seconds since 1970. Called by the trainer; draws nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gspo_gym.base.files import append_line, cut_torn_line, make_folder, replace_file, sync, whole_lines
+from gspo_gym.errors import ConfigError, RecordError, nearest_name
+from gspo_gym.judge.scorer import METRICS as JUDGE_METRICS
+from gspo_gym.learning.metrics import METRICS as LEARNING_METRICS
+from gspo_gym.remote.apps.metrics import METRICS as APP_METRICS
+from gspo_gym.rollout.recording_episodes import SCHEMA_VERSION, write_episodes
+from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
+from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
+from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
+from gspo_gym.run.resume import LEDGER_FILE, discard_later
+from gspo_gym.run.sinks import Sink, evaluation_numbers
+from gspo_gym.types import Trajectory
+
+# Every number of a metrics line by name; "reward/<term>" is open, because environments name their terms.
+METRICS: Mapping[str, str] = MappingProxyType(
+    {
+        **ROLLOUT_METRICS,
+        **SELECTION_METRICS,
+        **LEARNING_METRICS,
+        **JUDGE_METRICS,
+        **APP_METRICS,
+        "batch/constant_group_fraction": "share of groups whose episodes all earned the same, of all that were played",
+        "batch/dropped_constant_groups": "groups left out of the batch, because their episodes all earned the same",
+        "batch/refilled_groups": "groups played in place of those that teach nothing",
+        "batch/num_filtered": "episodes left out of the batch, because their advantages are within filter_eps",
+        "batch/num_untrained": "episodes that are compared and not in the batch: no token of theirs is trained on",
+        "batch/mean_return": "mean over compared episodes of the return after step rewards, overlong penalty and clip",
+        "batch/overlong_fraction": "share of compared episodes that a limit cut off (turns, context, output tokens)",
+        "rollout/staleness_mean": "mean over kept episodes of how many versions the oldest token is behind",
+        "rollout/staleness_max": "most versions that a token of a kept episode is behind the weights that are trained",
+        "rollout/stale_dropped": "episodes given up in this step, because no update could have used them in time",
+        "time/rollout_seconds": "collecting the step's episodes; of those that are played ahead, waiting for them",
+        "time/update_seconds": "from the collected episodes to published weights",
+        "time/step_seconds": "the whole step, without evaluation and checkpoint",
+    }
+)
+
+EVENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "frozen": "an environment held the interpreter in an earlier start and now runs in worker processes; data: "
+        "which, and for how many seconds",
+        "started": "a run began; data: its id, which its checkpoints name",
+        "resumed": "a run went on from a checkpoint; data: what of later steps went into discarded/",
+        "rescored": "an endpoint plays what is learned from, scored by the learner; data: where it is, and of which "
+        "distribution the logprobs in its episodes are (none: they are zeros)",
+        "warmup": "the warm-up ended; data: its losses",
+        "evaluation": "data: the evaluation, seed by seed",
+        "checkpoint": "a checkpoint is complete; data: its folder",
+        "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
+        "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
+        "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
+        "return_selection": "kept episodes of task apps return something else than all that were played, beyond "
+        "chance; data: how many, both means, p",
+        "staging_failed": "new weights could not be written and are written again; data: version, reason",
+        "update_failed": "an engine failed an update and is replaced; data: version, reason",
+        "engine_restored": "an engine died and another has the committed weights; data: version",
+        "judge_paused": "the judge is down and nothing is scored until it is back; data: judge, reason",
+        "judge_resumed": "the judge is back; data: judge, seconds that it was down",
+        "judge_gold": "the judge was compared with gold; data: of which step, and how far apart they are",
+        "judge_gold_failed": "a comparison of the judge with gold came to nothing; data: of which step, reason",
+        "judge_drift": "the judge and gold have drifted apart; data: of which step, reason",
+        "selection": "environment failures depend on the policy's actions, so that retries select; data: the reason",
+        "uncommitted": "episodes with weights that were never committed were left out; data: how many",
+        "finished": "the run ended; data: its status, and why it failed",
+        "sink_failed": "a sink of [tracking] raised and gets nothing more; data: which, and its error",
+        "nonfinite_metrics": "metrics that were NaN or infinite, and so are null in their line; data: name -> value",
+    }
+)
+
+SUMMARY: Mapping[str, str] = MappingProxyType(
+    {
+        "status": "how the run ended",
+        "error": "why it failed; null if it did not",
+        "policy_name": "the user's name for who played",
+        "rescored": "whether an endpoint played what was learned from, and the policy evaluations only",
+        "steps": "training steps taken",
+        "episodes": "episodes trained on",
+        "wall_seconds": "seconds of training and evaluation",
+        "score": "what scores are measured in, success_rate or mean_return; null before the first evaluation",
+        "initial_eval": "the evaluation before the first step",
+        "final_eval": "the last evaluation",
+        "best_eval": "the evaluation with the highest score",
+        "sampled_tokens": "tokens that were sampled in training episodes",
+        "trained_tokens": "tokens that went through a backward pass",
+        "gradient_steps": "training steps whose optimizer steps had a gradient; 0: nothing was learned",
+        "curve": "[step, score] of every evaluation",
+    }
+)
+
+_EPISODES_NAME = re.compile(r"[a-z]+(_(?P<step>\d+))?")
+
+
+class RunRecorder:
+    """Writes a run's folder; `create` or `resume` gives one.
+
+    Attributes:
+        folder: where it writes.
+        policy_name: the user's name for who plays; goes into every episode.
+
+    `sinks` show the numbers of metrics and evaluations elsewhere, too (`recording_sinks.py`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        last_step: int | None,
+        policy_name: str = "policy",
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = folder
+        self.policy_name = policy_name
+        self._last_step = last_step
+        self._sinks = list(sinks)
+        self._clock = clock
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        config_toml: str,
+        *,
+        policy_name: str = "policy",
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> RunRecorder:
+        """Start a run's folder with its resolved configuration.
+
+        Raises:
+            ConfigError: the folder holds a run already.
+            StorageError: it cannot be made or written.
+        """
+        if (folder / "config.toml").exists():
+            raise ConfigError(
+                f"{folder}: holds a run already; go on with it (--resume), give this one another model.label, or "
+                "remove the folder"
+            )
+        make_folder(folder / "episodes")
+        replace_file(folder / "config.toml", config_toml)
+        recorder = cls(folder, last_step=None, policy_name=policy_name, sinks=sinks, clock=clock)
+        recorder.event("started", 0, {"run": uuid.uuid4().hex})
+        return recorder
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path,
+        step: int,
+        *,
+        is_played_again: Callable[[str], bool] = lambda _: False,
+        policy_name: str = "policy",
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> RunRecorder:
+        """Go on with a run after the checkpoint of `step`: what was recorded later moves to discarded/.
+
+        `is_played_again` says which trajectory ids of the ledger are played again.
+
+        Raises:
+            ConfigError: the folder holds no run.
+            RecordError: a line of its records is damaged.
+        """
+        if not (folder / "config.toml").exists():
+            raise ConfigError(f"{folder}: there is no run to resume (no config.toml)")
+        for name in ("metrics.jsonl", "events.jsonl", LEDGER_FILE):
+            cut_torn_line(folder / name)
+        data = discard_later(
+            folder,
+            step,
+            metrics=read_metrics(folder),
+            events=read_events(folder),
+            episode_files=[path for path in sorted((folder / "episodes").glob("*.jsonl")) if _step_of(path) > step],
+            is_played_again=is_played_again,
+        )
+        recorder = cls(folder, last_step=step, policy_name=policy_name, sinks=sinks, clock=clock)
+        recorder.event("resumed", step, data)
+        return recorder
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a step's metrics. A NaN or infinity is written as null, with an event that says which it was.
+
+        Raises:
+            RecordError: a name that METRICS does not explain, a value that is no number, or a step that is not later
+                than the last one.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise RecordError(f"metrics: expected a step after {self._last_step}, got {step}")
+        for name, value in values.items():
+            if name not in METRICS and not name.startswith((TERM_PREFIX, SOURCE_PREFIX, TOOL_PREFIX)):
+                raise RecordError(f"metrics: {name!r} is not explained in METRICS; {nearest_name(name, METRICS)}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RecordError(f"metrics: {name}: expected a number, got {value!r}")
+        nonfinite = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
+        if nonfinite:
+            self.event("nonfinite_metrics", step, nonfinite)
+        line = {"step": step, "time": self._clock(), **values} | dict.fromkeys(nonfinite)
+        self._append("metrics.jsonl", line)
+        self._last_step = step
+        self._send(step, {name: value for name, value in values.items() if name not in nonfinite})
+
+    def event(self, kind: str, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Append something that happened. Any: the data are JSON values, and differ by kind.
+
+        Raises:
+            RecordError: a kind that EVENTS does not explain, or data that are not JSON.
+        """
+        if kind not in EVENTS:
+            raise RecordError(f"event: {kind!r} is not explained in EVENTS; {nearest_name(kind, EVENTS)}")
+        line = {"time": self._clock(), "step": step, "kind": kind, "data": dict(data or {})}
+        self._append("events.jsonl", line)
+        if kind == "evaluation":
+            self._send(step, evaluation_numbers(data or {}))
+
+    def episodes(self, name: str, trajectories: Iterable[Trajectory]) -> None:
+        """Write episodes/<name>.jsonl, replacing it if it exists; `name` is like "step_000012" or "eval_000010".
+
+        Raises:
+            RecordError: another kind of name, or an episode that cannot be written.
+        """
+        if not _EPISODES_NAME.fullmatch(name):
+            raise RecordError(f'episodes: expected a name like "step_000012", got {name!r}')
+        path = self.folder / "episodes" / f"{name}.jsonl"
+        write_episodes(path, trajectories, policy_name=self.policy_name)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json, replacing it if it exists. Any: JSON values of the keys of SUMMARY.
+
+        Raises:
+            RecordError: a key is missing or not explained in SUMMARY, or a value is not JSON.
+        """
+        if wrong := set(values) ^ set(SUMMARY):
+            raise RecordError(f"summary: expected the keys {list(SUMMARY)}; missing or too many: {sorted(wrong)}")
+        replace_file(self.folder / "summary.json", _dump({"schema": SCHEMA_VERSION, **values}, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the sinks, and force the appended lines to the disk, so that a power cut, too, leaves them.
+
+        Closing twice is fine.
+        """
+        for sink in tuple(self._sinks):
+            self._call(sink, sink.close)
+        self._sinks.clear()
+        for name in ("metrics.jsonl", "events.jsonl"):
+            if (self.folder / name).exists():
+                sync(self.folder / name)
+
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in tuple(self._sinks):
+            self._call(sink, partial(sink.write, step, values))
+
+    def _call(self, sink: Sink, action: Callable[[], None]) -> None:
+        """A sink that raises, whatever it raises, is dropped with an event: the folder has all that it would show."""
+        try:
+            action()
+        except Exception as error:
+            self._sinks.remove(sink)
+            self.event("sink_failed", self._last_step or 0, {"sink": sink.name, "error": f"{error!r}"[:500]})
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        append_line(self.folder / name, _dump({"schema": SCHEMA_VERSION, **line}))
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
+
+    Raises:
+        RecordError: another line is damaged; names file and line.
+    """
+    return _read_lines(folder / "metrics.jsonl")
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's events.jsonl, as `read_metrics` does it."""
+    return _read_lines(folder / "events.jsonl")
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Return the id that a run was given when it began; None: its folder has none.
+
+    Raises:
+        RecordError: a line of events.jsonl is damaged.
+    """
+    first = next((event for event in read_events(folder) if event["kind"] == "started"), None)
+    return None if first is None else first["data"].get("run")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """A run's summary.json.
+
+    Raises:
+        RecordError: there is none, or it is not JSON.
+    """
+    path = folder / "summary.json"
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+    return summary
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(whole_lines(path), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise RecordError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(line, dict) or line.get("schema") != SCHEMA_VERSION:
+            raise RecordError(f"{path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {text[:60]!r}")
+        lines.append(line)
+    return lines
+
+
+def _step_of(path: Path) -> int:
+    match = _EPISODES_NAME.fullmatch(path.stem)
+    return int(match["step"]) if match and match["step"] else -1
+
+
+def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
+    try:
+        return json.dumps(values, allow_nan=False, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"cannot be written as JSON: {error}: {str(values)[:200]}") from error

@@ -1,0 +1,175 @@
+"""What a run prints at its end: the learning curve, before and after, two episodes, what to do next.
+
+Everything comes from records; nothing is measured here. Called by `train.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
+from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.run.report.curve import text_curve
+from gspo_gym.types import Message, Trajectory
+
+_SPEAKER_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
+
+
+def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
+    """All of it, for a run whose episodes lie in `folder`."""
+    before, after = summary["initial_eval"], summary["final_eval"]
+    print_curve(console, summary["curve"], label=f"{summary['score'].replace('_', ' ')} on held-out seeds")
+    print_before_after(console, before, after)
+    first, last = (read_episodes(_evaluation_file(folder, e["step"])) for e in (before, after))
+    seed = _most_improved(first, last)
+    for title, episodes in (("before", first), ("after", last)):
+        for trajectory in episodes:
+            if trajectory.task.seed == seed:
+                print_episode(console, title, trajectory)
+    minutes, seconds = divmod(round(summary["wall_seconds"]), 60)
+    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    for sentence in (_why_it_stopped(summary, config), _what_was_not_kept(folder)):
+        if sentence is not None:
+            console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"{summary['steps']} steps, {summary['episodes']:,} episodes, {summary['trained_tokens']:,} tokens trained on, "
+        f"{minutes} min {seconds} s of training and evaluation",
+        soft_wrap=True,
+        highlight=False,
+    )
+    print_next_steps(console, folder)
+
+
+def print_next_steps(console: Console, folder: Path) -> None:
+    """Print what one would do now, as commands that work from the present folder."""
+    console.print("\n[bold]next[/bold]")
+    for command, purpose in next_steps(folder):
+        line = Text(f"  {shlex.join(command)}   ").append(f"# {purpose}", style="dim")
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def next_steps(folder: Path) -> list[tuple[list[str], str]]:
+    """Return what one would do after the run in `folder`: arguments of a command, and what it is for."""
+    path = folder / "config.toml"
+    config = tomllib.loads(path.read_text(encoding="utf-8"))
+    python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
+    cli = [python, "-m", "gspo_gym.cli.main"]
+    steps: list[tuple[list[str], str]] = [([*cli, "doctor", str(folder)], "what could be better")]
+    if config.get("services", {}).get("task_url") is None:  # else an app plays it, elsewhere
+        options = [f"--option={key}={json.dumps(value)}" for key, value in rollout.get("env_config", {}).items()]
+        play = [*cli, "env", "play", rollout["env_name"], "--mask", *options]
+        steps.append((play, "play yourself, and see what is trained on"))
+    if any((folder / "checkpoints").glob("step_*")):
+        evaluate = [python, "-m", "gspo_gym.evaluate", str(path), "--model", str(folder), "--seeds", "1000:1200"]
+        steps.append((evaluate, "other held-out tasks"))
+    label = f"model.label={folder.name[:50]}-seed{seed}"
+    steps.append(([python, "-m", "gspo_gym.train", str(path), f"run.seed={seed}", label], "another run seed"))
+    tools = Path("configs/sql_analyst.toml")
+    if tools.exists():
+        steps.append(([python, "-m", "gspo_gym.train", str(tools)], "tools over a database"))
+    else:
+        steps.append(([*cli, "config", "new", "tools.toml", "--env", "SqlAnalyst"], "a configuration to begin with"))
+    steps.append(([*cli, "env", "new", "MyTask"], "your own environment, which trains as it stands"))
+    return steps
+
+
+def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Say why a run ended before its last step; None: it did not."""
+    training = config["training"]
+    planned, goal = training["num_epochs"] * training["iterations_per_epoch"], training.get("stop_at_success_rate")
+    if summary["steps"] >= planned or goal is None:
+        return None
+    return (
+        f"stopped after {summary['steps']} of {planned} steps: its evaluation reached "
+        f"training.stop_at_success_rate = {goal:g}"
+    )
+
+
+def _what_was_not_kept(folder: Path) -> str | None:
+    """Say how many attempts at training episodes were not kept; None: all were."""
+    path = folder / "ledger.jsonl"
+    ends = [entry for entry in read_ledger(path) if isinstance(entry, Terminal)] if path.exists() else []
+    lost = Counter(end.outcome.value for end in ends if end.disposition is not Disposition.KEPT)
+    if not lost:
+        return None
+    told = ", ".join(f"{count} {outcome}" for outcome, count in lost.most_common())
+    return f"{lost.total()} of {len(ends)} attempts at training episodes were played again or dropped: {told}"
+
+
+def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: str) -> None:
+    """The score of each evaluation over the steps; scores outside [0, 1] widen the axis."""
+    scores = [score for _, score in curve]
+    low, high = min(0.0, *scores), max(1.0, *scores)
+    console.print(f"\n[bold]{label}[/bold], one column an evaluation, steps {curve[0][0]} to {curve[-1][0]}")
+    for line in text_curve(scores, low=low, high=high):
+        console.print(line, highlight=False)
+
+
+def print_before_after(console: Console, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """The first and the last evaluation beside each other; both are summaries as in summary.json."""
+    table = Table(title="held-out evaluation")
+    for name in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
+        table.add_column(name, justify="left" if not name else "right")
+    table.add_row("success rate", _rate(before), _rate(after))
+    table.add_row("mean return", f"{before['mean_return']:.3f}", f"{after['mean_return']:.3f}")
+    table.add_row("episodes", str(before["num_episodes"]), str(after["num_episodes"]))
+    console.print(table)
+
+
+def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
+    """One episode as a conversation, with the reward of each turn."""
+    text = Text()
+    rewards = iter(trajectory.turns)
+    for message in trajectory.messages:
+        text.append(f"{message.role:>9}  ", style="dim")
+        text.append(_spoken(message), style=_SPEAKER_STYLES[message.role])
+        if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
+            text.append(f"   [{turn.reward:+.2f}]", style="dim")
+        text.append("\n")
+    verdict = {True: "success", False: "failure", None: trajectory.outcome.value}[trajectory.success]
+    text.append(f"{verdict}, return {trajectory.reward:+.2f}", style="bold")
+    console.print(Panel(text, title=f"{title}: {trajectory.task.task_id}", expand=False))
+
+
+def _relative(path: Path) -> Path:
+    """The path from here, if it lies below: `.venv/bin/python` for who has not activated the environment."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _evaluation_file(folder: Path, step: int) -> Path:
+    return folder / "episodes" / f"eval_{step:06d}.jsonl"
+
+
+def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:
+    """The seed whose return rose most, the longest last episode among equals: it shows the most."""
+    before = {trajectory.task.seed: trajectory.reward for trajectory in first}
+    both = [trajectory for trajectory in last if trajectory.task.seed in before]
+    best = max(both, key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)))
+    return best.task.seed
+
+
+def _spoken(message: Message) -> str:
+    calls = [
+        f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})" for call in message.tool_calls
+    ]
+    return " ".join([message.content, *calls]).strip() or "(nothing)"
+
+
+def _rate(summary: Mapping[str, Any]) -> str:
+    if summary["success_rate"] is None:
+        return "-"
+    low, high = summary["success_interval"]
+    return f"{summary['success_rate']:.3f}  (95%: {low:.3f} to {high:.3f})"

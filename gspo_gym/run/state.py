@@ -1,0 +1,79 @@
+"""Where a run stands: the record that every checkpoint holds, and from which a resumed run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_gym.learning.running import RunningReturns
+from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Where a run stands; saved with every checkpoint, so that a resumed run goes on as if nothing had happened.
+
+    The evaluations are summaries as in summary.json. `wall_seconds` are those of training steps and evaluations.
+    `num_tasks` counts the groups that were asked for, and with them the tasks; `pending_tasks` are the numbers of those
+    that were played ahead and not trained on: a resumed run plays them again, before all others. `running` are the
+    statistics of all returns so far. `score_unit` is what all scores of the run are measured in; None before the first
+    evaluation, which decides it. `gradient_steps` counts the steps in which the optimizer had a gradient to go by.
+    """
+
+    step: int = 0
+    num_tasks: int = 0
+    pending_tasks: tuple[int, ...] = ()
+    num_episodes: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    gradient_steps: int = 0
+    wall_seconds: float = 0.0
+    initial_eval: Mapping[str, Any] | None = None
+    final_eval: Mapping[str, Any] | None = None
+    best_eval: Mapping[str, Any] | None = None
+    curve: tuple[tuple[int, float], ...] = field(default=())  # (step, score) of each evaluation
+    running: RunningReturns = field(default_factory=RunningReturns)
+    score_unit: ScoreUnit | None = None
+
+    @property
+    def last_evaluated(self) -> int | None:
+        """The step of the latest evaluation; None: there was none."""
+        return self.curve[-1][0] if self.curve else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
+        curve = tuple((int(step), float(score)) for step, score in values["curve"])
+        pending = tuple(int(number) for number in values.get("pending_tasks", ()))
+        running = RunningReturns(**values.get("running", {}))
+        unit = values.get("score_unit")
+        return cls(
+            **{
+                **values,
+                "curve": curve,
+                "running": running,
+                "pending_tasks": pending,
+                "score_unit": None if unit is None else ScoreUnit(unit["name"], tuple(unit["success_of"])),
+            }
+        )
+
+    def after_evaluation(self, evaluation: Evaluation, unit: ScoreUnit) -> TrainState:
+        """Return the state with this evaluation as the latest, and as the first or the best where it is.
+
+        `unit` is the run's, and the evaluation is measured in it.
+        """
+        summary = {"step": self.step, **evaluation.summary()}
+        score = evaluation.score
+        is_best = self.best_eval is None or score > max(score for _, score in self.curve)
+        return dataclasses.replace(
+            self,
+            initial_eval=self.initial_eval or summary,
+            final_eval=summary,
+            best_eval=summary if is_best else self.best_eval,
+            curve=(*self.curve, (self.step, score)),
+            score_unit=unit,
+        )

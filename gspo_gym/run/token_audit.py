@@ -1,0 +1,352 @@
+"""What a model is given in live play, against a full rendering of the conversation; and what it is trained on.
+
+Players take live turns the way a rollout does: the model itself where it is a small one, and hand-written players in
+the tokens that the model would have to sample. Every prompt that the player was handed is compared with the template's
+rendering of all messages from nothing. Answers may be spelt in their own way; any other difference is drift, and a
+failure. Called by `env_check_command.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.chat.drift import check_context, check_drift
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.env.core import PolicyFactory
+from gspo_gym.env.playing import spoken_by, tool_calling_policy
+from gspo_gym.env.registry import make, resolve
+from gspo_gym.errors import TemplateError
+from gspo_gym.policy.load import load_policy, load_tokenizer
+from gspo_gym.policy.tiny import TINY_PREFIX
+from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor, ScriptedActor
+from gspo_gym.rollout.episode import EpisodeRequest, run_episode
+from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.types import Completion, Message, Segment, Task, Trajectory
+
+Seam = Literal["start", "extends", "new segment"]
+Rendering = Literal["same", "respelt", "drift"]
+
+_TURN_FIELDS = ("seed", "turn", "seam", "reason", "rendering", "difference")
+_ALOUD = ", reasoning aloud"
+_SHOWN = 5  # failures that are told
+_REASONING = "Let me see."
+_MAX_SAMPLED = 16  # of a model that answers at random: enough to be cut off, and to end by itself at times
+_MAX_MODEL_LEN = 1_000_000  # of hand-written players, who read nothing
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAudit:
+    """One prompt that a player was handed.
+
+    Attributes:
+        player, seed, turn: which.
+        seam: how it goes on from the turn before; "new segment" where the template rewrites what was said.
+        reason: why there is a new segment; "" otherwise.
+        rendering: "same" as a fresh one, token for token; "respelt": but for the answers' spelling; else "drift".
+        difference: what differs, "" if nothing does.
+    """
+
+    player: str
+    seed: int
+    turn: int
+    seam: Seam
+    reason: str
+    rendering: Rendering
+    difference: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.player}, seed {self.seed}, turn {self.turn}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlayerAudit:
+    """A player's turns, and its tokens that are trained on and that are not, over all segments."""
+
+    player: str
+    turns: tuple[TurnAudit, ...]
+    num_trained: int
+    num_untrained: int
+
+    def count(self, what: Seam | Rendering) -> int:
+        """How many turns have this seam or rendering."""
+        return sum(what in (turn.seam, turn.rendering) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAudit:
+    """What `audit_tokens` found.
+
+    Attributes:
+        env_id, model: what played.
+        players: in the order in which they played.
+        failures: drift, templates that cannot be rendered, episodes that failed.
+        notes: players that this template cannot express.
+        sample_player, sample: an episode's last segment as (text, whether it is trained on), and whose it is.
+    """
+
+    env_id: str
+    model: str
+    players: tuple[PlayerAudit, ...]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+    sample_player: str
+    sample: tuple[tuple[str, bool], ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    @property
+    def broken_seams(self) -> dict[str, tuple[int, str]]:
+        """Why turns started a new segment: how many did, and the first of them, by reason."""
+        turns = [turn for player in self.players for turn in player.turns if turn.reason]
+        counts = Counter(turn.reason for turn in turns)
+        return {turn.reason: (counts[turn.reason], turn.where) for turn in reversed(turns)}
+
+    def as_json(self) -> dict[str, Any]:
+        """The audit for machines (Any: JSON)."""
+        return {
+            "environment": self.env_id,
+            "model": self.model,
+            "passed": self.passed,
+            "players": [_player_as_json(player) for player in self.players],
+            "new_segments": [
+                {"reason": reason, "count": count, "first": first}
+                for reason, (count, first) in self.broken_seams.items()
+            ],
+            "failures": list(self.failures),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        head = f"tokens of {self.env_id} with {self.model}: {'passed' if self.passed else 'FAILED'}"
+        lines = [head, f"  {'':28}{'turns':>6}{'extend':>8}{'new':>5}{'same':>6}{'respelt':>9}{'drift':>7}"]
+        lines[1] += f"{'trained':>9}{'masked':>8}"
+        for audit in self.players:
+            counts = [audit.count(what) for what in ("extends", "new segment", "same", "respelt", "drift")]
+            widths = zip((8, 5, 6, 9, 7), counts, strict=True)
+            cells = "".join(f"{count:>{width}}" for width, count in widths)
+            tokens = f"{audit.num_trained:>9}{audit.num_untrained:>8}"
+            lines.append(f"  {audit.player:28}{len(audit.turns):>6}{cells}{tokens}")
+        for reason, (count, first) in self.broken_seams.items():
+            lines.append(f"  new segments, {count} of them, first at {first}: {reason}")
+        lines += [f"  FAIL {failure}" for failure in self.failures[:_SHOWN]]
+        if len(self.failures) > _SHOWN:
+            lines.append(f"  FAIL ... and {len(self.failures) - _SHOWN} more like these")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[str, Any] | None = None) -> TokenAudit:
+    """Play at least `num_turns` live turns with each player and compare what it was given.
+
+    A tiny model samples its own answers. Of any other only the tokenizer and template are loaded, and hand-written
+    players speak: the environment's own, arbitrary actions, and the reference again with reasoning before its answers.
+
+    Raises:
+        UnknownNameError: no such environment or model.
+        TemplateError: the tokenizer's chat template cannot be rendered exactly.
+    """
+    env_id, config = resolve(env), dict(env_config or {})
+    probe = make(env_id, **config)
+    policies: Mapping[str, PolicyFactory] = getattr(getattr(probe, "unwrapped", probe), "policies", {})
+    probe.close()
+    return run_to_end(_audit(_Table(env_id, config, model, num_turns), policies))
+
+
+@dataclass(slots=True)
+class _Table:
+    """Where the players sit down: what they play, and what has come of it so far."""
+
+    env_id: str
+    config: dict[str, Any]  # Any: JSON
+    model: str
+    num_turns: int
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    segments: dict[str, Segment] = field(default_factory=dict)  # the last of each player's first episode
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        return EpisodeLimits(
+            max_turns=self.num_turns, max_output_tokens=_MAX_MODEL_LEN - 1, max_model_len=_MAX_MODEL_LEN
+        )
+
+
+async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenAudit:
+    audits: list[PlayerAudit] = []
+    if table.model.startswith(TINY_PREFIX):
+        policy = load_policy(table.model)
+        renderers = RendererCache(policy.tokenizer)
+        longest = policy.model.config.max_position_embeddings
+        limits = table.limits.model_copy(update={"max_output_tokens": _MAX_SAMPLED, "max_model_len": longest})
+        engine = LocalEngine(policy.model, max_model_len=longest)
+        try:
+            audits.append(await _play(table, table.model, EngineActor(engine), renderers, limits))
+        finally:
+            await engine.close()
+    else:
+        renderers = RendererCache(load_tokenizer(table.model))
+    players = {**policies, "arbitrary actions": tool_calling_policy}
+    for name, factory in players.items():
+        audits.append(await _play(table, name, ScriptedActor(factory), renderers, table.limits))
+    name = "reference" if "reference" in players else "arbitrary actions"
+    thinking = ScriptedActor(_thinking(players[name]))
+    audits.append(await _play(table, name + _ALOUD, thinking, renderers, table.limits))
+    sample_player = "reference" if "reference" in table.segments else next(iter(table.segments), "")
+    segment = table.segments.get(sample_player)
+    return TokenAudit(
+        env_id=table.env_id,
+        model=table.model,
+        players=tuple(audits),
+        failures=tuple(table.failures),
+        notes=tuple(table.notes),
+        sample_player=sample_player,
+        sample=() if segment is None else mask_picture(segment, renderers.tokenizer),
+    )
+
+
+def _thinking(factory: PolicyFactory) -> PolicyFactory:
+    """The player, with a line of reasoning before every answer."""
+
+    def policy(env: Any, rng: Any) -> Any:
+        player = factory(env, rng)
+
+        async def play(messages: Sequence[Message]) -> Message:
+            said = await spoken_by(player, messages)
+            message = Message("assistant", said) if isinstance(said, str) else said
+            return replace(message, reasoning_content=_REASONING)
+
+        return play
+
+    return policy
+
+
+class _Witness:
+    """An actor that lets another play and notes what it was asked."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self.asked: list[ActRequest] = []
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        self.asked.append(request)
+        return await self._actor(request)
+
+    async def end_session(self, session_id: str) -> None:
+        await self._actor.end_session(session_id)
+
+
+async def _play(
+    table: _Table, player: str, actor: Actor, renderers: RendererCache, limits: EpisodeLimits
+) -> PlayerAudit:
+    """Episodes of seeds 0, 1, ... until there were turns enough, or one failed."""
+    turns: list[TurnAudit] = []
+    num_trained = num_tokens = seed = 0
+    while len(turns) < table.num_turns:
+        witness = _Witness(actor)
+        request = EpisodeRequest(f"{player}/{seed}", Task(table.env_id, seed), sampling_seed=seed)
+        trajectory = await run_episode(
+            request,
+            make_env=partial(_make, table.config),
+            act=witness,
+            renderers=renderers,
+            limits=limits,
+        )
+        turns += _audit_turns(table, player, trajectory, witness.asked)
+        num_trained += sum(int(segment.action_mask.sum()) for segment in trajectory.segments)
+        num_tokens += sum(map(len, trajectory.segments))
+        if trajectory.segments:
+            table.segments.setdefault(player, trajectory.segments[-1])
+        if trajectory.error is not None or not trajectory.turns:
+            text = f"{player}, seed {seed}: {trajectory.error or 'the episode had no turn'}"
+            is_inexpressible = player.endswith(_ALOUD) and TemplateError.__name__ in text
+            (table.notes if is_inexpressible else table.failures).append(text)
+            break
+        seed += 1
+    return PlayerAudit(player, tuple(turns), num_trained, num_tokens - num_trained)
+
+
+def _make(config: Mapping[str, Any], task: Task) -> Any:
+    return make(task.env_id, **config)
+
+
+def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequence[ActRequest]) -> list[TurnAudit]:
+    """The turns of an episode that were played to their end; what is wrong with them goes to the failures."""
+    audits = []
+    for turn, request in zip(trajectory.turns, asked, strict=False):
+        segment = trajectory.segments[turn.segment]
+        length = turn.action_span[0]
+        given = request.prompt_token_ids.tolist()
+        where = f"{player}, seed {trajectory.task.seed}, turn {turn.index}"
+        if given != segment.token_ids[:length].tolist():
+            table.failures.append(f"{where}: the player was given other tokens than the record says")
+        seam: Seam = "extends"
+        reason = ""
+        if turn.index == 0:
+            seam = "start"
+        elif turn.segment != trajectory.turns[turn.index - 1].segment:
+            seam = "new segment"
+            reason = _why(request, trajectory.segments[turn.segment - 1].token_ids.tolist())
+        rendering, difference = _compare(request.renderer, given, segment.action_mask[:length].tolist(), request)
+        if rendering == "drift":
+            table.failures.append(f"{where}: {difference}")
+        audits.append(TurnAudit(player, trajectory.task.seed, turn.index, seam, reason, rendering, difference))
+    return audits
+
+
+def _compare(
+    renderer: Renderer, given: list[int], is_sampled: list[bool], request: ActRequest
+) -> tuple[Rendering, str]:
+    drift = check_drift(renderer, given, request.messages)
+    if drift.matches:
+        return "same", ""
+    context = check_context(renderer, given, is_sampled, request.messages)
+    return ("respelt", str(drift)) if context.matches else ("drift", str(context))
+
+
+def _why(request: ActRequest, before: list[int]) -> str:
+    """Why the template did not let the tokens before stand, read off what it wrote in their place."""
+    renderer, after = request.renderer, request.prompt_token_ids.tolist()
+    text = renderer.decode(after)
+    thoughts = [message.reasoning_content for message in request.messages if message.reasoning_content]
+    if any(thought not in text for thought in thoughts):
+        return "the template drops the reasoning of earlier turns"
+    pairs = zip(before, after, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
+    around = slice(max(0, position - 4), position + 8)
+    was, became = (renderer.decode(ids[around]) for ids in (before, after))
+    return f"the template rewrites {was!r} to {became!r}"
+
+
+def mask_picture(segment: Segment, tokenizer: Any) -> tuple[tuple[str, bool], ...]:
+    """A segment's text in runs of tokens that are trained on and that are not (Any: transformers is untyped)."""
+    pieces = []
+    start = 0
+    mask = segment.action_mask
+    for stop in range(1, len(segment) + 1):  # runs, not single tokens: a character may spread over several
+        if stop == len(segment) or mask[stop] != mask[start]:
+            text = tokenizer.decode(segment.token_ids[start:stop].tolist(), skip_special_tokens=False)
+            pieces.append((text, bool(mask[start])))
+            start = stop
+    return tuple(pieces)
+
+
+def _player_as_json(audit: PlayerAudit) -> dict[str, Any]:
+    return {
+        "player": audit.player,
+        "num_turns": len(audit.turns),
+        "num_extend": audit.count("extends"),
+        "num_new_segments": audit.count("new segment"),
+        **{f"num_{rendering}": audit.count(rendering) for rendering in get_args(Rendering)},
+        "num_trained_tokens": audit.num_trained,
+        "num_untrained_tokens": audit.num_untrained,
+        "turns": [{name: getattr(turn, name) for name in _TURN_FIELDS} for turn in audit.turns],
+    }

@@ -1,0 +1,367 @@
+"""The loop: collect -> update -> publish weights -> evaluate, until the plan is done.
+
+`Trainer` joins parts that know nothing of each other; it is the only object that calls them all. What the parts are is
+decided in `build.py`; what they do with a batch is decided in `rollout` and `learning`. Called by `train.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gspo_gym.errors import ConfigError
+from gspo_gym.judge.base import JudgeError
+from gspo_gym.learning.advantages import is_constant
+from gspo_gym.learning.batching import BuiltBatch, build_batch
+from gspo_gym.learning.credit import played, returns_of
+from gspo_gym.learning.mismatch import MismatchAlarm
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
+from gspo_gym.learning.update import Learner
+from gspo_gym.policy.weight_sync import require_committed, versions_of
+from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
+from gspo_gym.rollout.mixture import Mixture
+from gspo_gym.rollout.pool import GroupRequest, RolloutPool
+from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule, staleness_metrics
+from gspo_gym.rollout.summary import rollout_metrics, source_metrics
+from gspo_gym.run.collect import Collected, ConstantGroups, batch_metrics, collect_groups
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.report.progress import Progress
+from gspo_gym.run.state import TrainState as TrainState
+from gspo_gym.seeding import training_seed
+from gspo_gym.types import Task, TrajectoryGroup
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """What a run does, in steps; one step is one batch of episodes and the updates on it.
+
+    Attributes:
+        env_id: the environment trained on, or the main one of several.
+        run_seed: everything random in the run derives from it.
+        num_steps: steps in all.
+        groups_per_batch, group_size: episodes of a step = groups_per_batch x group_size.
+        advantages: how the episodes of a group are compared.
+        evaluate_every: steps between evaluations; there is one before the first step and one after the last, too.
+        checkpoint_every: steps between checkpoints; there is one after the last step in any case.
+        log_every: steps between lines in metrics.jsonl.
+        stop_at_success_rate: an evaluation that reaches it ends the run; None runs all steps.
+        rewards, step_rewards: what becomes of rewards before episodes are compared.
+        constant_groups: what becomes of groups in which nobody did better than anybody else: they are trained on, left
+            out, or replaced by groups of fresh tasks.
+        max_refill_rounds: times that a step asks for replacements.
+        log_episodes_every_n_iters: steps between files of training episodes; 0 writes none.
+        max_staleness: most versions that a sample may lie behind the weights that are trained on it; 0: episodes are
+            played when a step begins, and nothing is while the learner works.
+        weight_sync_interval: steps between new weights for the engine.
+        mixture: further environments, and the fraction of groups that each gets; the rest are `env_id`'s.
+
+    Raises:
+        ConfigError: constant groups are to be left out although they teach something, or samples would be older than
+            they may be from the start.
+    """
+
+    env_id: str
+    run_seed: int
+    num_steps: int
+    groups_per_batch: int
+    group_size: int
+    advantages: AdvantageSettings
+    evaluate_every: int
+    checkpoint_every: int
+    log_every: int
+    stop_at_success_rate: float | None
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    step_rewards: StepRewardSettings = field(default_factory=StepRewardSettings)
+    constant_groups: ConstantGroups = "keep"
+    max_refill_rounds: int = 10
+    log_episodes_every_n_iters: int = 1
+    max_staleness: int = 0
+    weight_sync_interval: int = 1
+    mixture: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps whose episodes are played in advance: the engine's weights are up to interval - 1 versions behind."""
+        return self.max_staleness - (self.weight_sync_interval - 1)
+
+    def __post_init__(self) -> None:
+        if self.num_ahead < 0:
+            raise ConfigError(
+                f"max_staleness: expected at least weight_sync_interval - 1 = {self.weight_sync_interval - 1}, which "
+                f"samples are behind before their update, got {self.max_staleness}"
+            )
+        if self.constant_groups != "keep" and self.advantages.baseline not in ("group", "leave_one_out"):
+            raise ConfigError(
+                f"constant_groups: {self.constant_groups!r} leaves out groups whose episodes all earned the same, but "
+                f"with baseline {self.advantages.baseline!r} they do have advantages; compare within the group "
+                "(baseline 'group' or 'leave_one_out') or keep them"
+            )
+
+
+# Plays the evaluation's episodes with the present weights; the text names the occasion.
+Evaluate = Callable[[str], Awaitable[Evaluation]]
+SaveCheckpoint = Callable[[TrainState], None]
+# Makes the learner's present weights the ones that sample, under the given version.
+Publish = Callable[[int], Awaitable[None]]
+WhileLearning = Callable[[], AbstractAsyncContextManager[object]]
+
+
+class Trainer:
+    """Runs a plan. Holds no mathematics, no names and no files of its own; `state` says where it stands."""
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        *,
+        pool: RolloutPool,
+        publish: Publish,
+        learner: Learner,
+        evaluate: Evaluate,
+        save_checkpoint: SaveCheckpoint,
+        recorder: RunRecorder,
+        progress: Progress,
+        state: TrainState | None = None,
+        weight_version: Callable[[], int] = lambda: 0,
+        is_committed: Callable[[int], bool] | None = None,
+        alarm: MismatchAlarm | None = None,
+        more_metrics: Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]] | None = None,
+        while_learning: WhileLearning = contextlib.nullcontext,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Join the parts.
+
+        `weight_version` says what samples now, and is asked only if episodes are played ahead. `is_committed` says
+        whether tokens of a version may be trained on; None: all may. `alarm` judges every batch; None: nobody does.
+        `more_metrics` gives a step's others, from its number and groups. `while_learning` is around the learner's work
+        on a batch; what played it may give its memory up for so long.
+        """
+        self.plan = plan
+        self.state = state or TrainState()
+        self._saved: TrainState | None = None  # what the newest checkpoint of this process holds
+        self._schedule = self._make_schedule(pool, weight_version)
+        self._publish = publish
+        self._learner = learner
+        self._evaluate = evaluate
+        self._save_checkpoint = save_checkpoint
+        self._recorder = recorder
+        self._progress = progress
+        self._is_committed = is_committed
+        self._alarm = alarm
+        self._more_metrics = more_metrics
+        self._while_learning = while_learning
+        self._clock = clock
+
+    async def run(self) -> TrainState:
+        """Train until the plan is done or an evaluation reaches its goal; returns the final state.
+
+        However it ends, no episode is being played and no thread works for it any more.
+
+        Raises:
+            RolloutError: no episode of a whole batch could be used.
+            NonFiniteError: too many optimizer steps in a row were not finite.
+            EnginePoisonedError: a weight update failed half-way.
+            EngineMismatchError: the engine's logprobs are not the learner's, batch after batch.
+            JudgeError: nothing will be scored any more; the run is saved and can go on.
+        """
+        plan = self.plan
+        self._progress.started(plan.num_steps)
+        try:
+            await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in
+            while self.state.step < plan.num_steps and not self._is_goal_reached():
+                await self._run_step()
+                await self._evaluate_if_due()
+                if self.state.step % plan.checkpoint_every == 0:
+                    await self._save()
+            await self._save()
+        except JudgeError:  # raised while episodes are played, so that the weights are those of `state`
+            await self._save()
+            raise
+        finally:
+            self._progress.finished()
+            await self._schedule.close()
+        return self.state
+
+    async def _run_step(self) -> None:
+        """One batch of episodes, the updates on it, and the new weights published.
+
+        A step whose groups teach nothing takes no update and is a step all the same: the weights get its number.
+        """
+        started, step, unit = self._clock(), self.state.step + 1, self.state.score_unit
+        success_of = () if unit is None else unit.success_of
+        self._schedule.begin(step)
+        collected = self._only_committed(await self._collect(), step)
+        num_late = self._schedule.finish()
+        played_at = self._clock()
+        async with self._while_learning():
+            built, learned = await self._block(lambda: self._learn(collected))
+        self._require_agreement(collected, learned, step)
+        await self._publish(step)
+        finished = self._clock()
+        is_ahead = self.plan.max_staleness > 0  # then episodes are played all the time, not only while a step waits
+        metrics = {
+            **rollout_metrics(
+                collected.groups,
+                seconds=(finished if is_ahead else played_at) - started,
+                success_of=success_of,
+            ),
+            **(source_metrics(collected.groups, success_of=success_of) if self.plan.mixture else {}),
+            **(staleness_metrics(collected.groups, version=step - 1, num_dropped=num_late) if is_ahead else {}),
+            **learned,
+            **batch_metrics(collected, built),
+            **({} if self._more_metrics is None else self._more_metrics(step, collected.groups)),
+            "time/rollout_seconds": played_at - started,
+            "time/update_seconds": finished - played_at,
+            "time/step_seconds": finished - started,
+        }
+        self.state = dataclasses.replace(
+            self.state,
+            step=step,
+            num_tasks=self._schedule.num_tasks,
+            pending_tasks=self._schedule.pending_tasks,
+            num_episodes=self.state.num_episodes + built.counts.num_trajectories,
+            sampled_tokens=self.state.sampled_tokens + int(metrics["rollout/sampled_tokens"]),
+            trained_tokens=self.state.trained_tokens + int(metrics.get("batch/trained_tokens", 0)),
+            gradient_steps=self.state.gradient_steps + (learned.get("optim/grad_norm_max", 0.0) > 0),
+            wall_seconds=self.state.wall_seconds + finished - started,
+            running=built.running,
+        )
+        self._record_step(collected, metrics, is_updated=built.batch is not None)
+
+    def _make_schedule(self, pool: RolloutPool, weight_version: Callable[[], int]) -> Schedule:
+        """Where groups come from: the only thing in which synchronous and pipelined training differ."""
+        plan, state = self.plan, self.state
+        mixture = Mixture(plan.env_id, plan.mixture)
+
+        def request(number: int, name: str) -> GroupRequest:
+            task = Task(mixture.env_of(number), training_seed(plan.run_seed, number))
+            return GroupRequest(name, task, size=plan.group_size)
+
+        if plan.max_staleness == 0:
+            return OnDemand(pool.collect, request, num_tasks=state.num_tasks)
+        return PlayedAhead(
+            pool.play_group,
+            request,
+            weight_version=weight_version,
+            groups_per_step=plan.groups_per_batch,
+            num_steps=plan.num_steps,
+            max_staleness=plan.max_staleness,
+            num_ahead=plan.num_ahead,
+            num_tasks=state.num_tasks,
+            pending_tasks=state.pending_tasks,
+        )
+
+    async def _collect(self) -> Collected:
+        plan = self.plan
+        return await collect_groups(
+            self._schedule.take,
+            num_groups=plan.groups_per_batch,
+            constant_groups=plan.constant_groups,
+            max_refill_rounds=plan.max_refill_rounds,
+            is_informative=self._is_informative,
+        )
+
+    def _only_committed(self, collected: Collected, step: int) -> Collected:
+        """Without episodes of weights that were never committed, of which there are none unless an engine is broken."""
+        if self._is_committed is None:
+            return collected
+        checked = require_committed(collected.kept, self._is_committed)
+        if checked.num_dropped:
+            self._recorder.event("uncommitted", step, {"num_episodes": checked.num_dropped})
+        return dataclasses.replace(collected, kept=checked.groups)
+
+    def _require_agreement(self, collected: Collected, learned: Mapping[str, float], step: int) -> None:
+        """Sound the alarm if engine and learner disagree; the weights that were scored are those of the step before."""
+        if self._alarm is None:
+            return
+        sampled_under = {version for group in collected.kept for t in group.trajectories for version in versions_of(t)}
+        reason = self._alarm.check(learned, sampled_under=sampled_under, version=step - 1)
+        if reason is not None:
+            self._recorder.event("mismatch", step, {"reason": reason})
+            self._progress.note(f"step {step}: {reason}")
+
+    def _learn(self, collected: Collected) -> tuple[BuiltBatch, Mapping[str, float]]:
+        plan = self.plan
+        built = build_batch(
+            collected.kept,
+            plan.advantages,
+            rewards=plan.rewards,
+            step_rewards=plan.step_rewards,
+            running=self.state.running,
+        )
+        return built, {} if built.batch is None else self._learner.update(built.batch).metrics
+
+    async def _block(self, work: Callable[[], _Result]) -> _Result:
+        """What the work returns; in a thread if episodes are played meanwhile, which must not wait for it.
+
+        A cancellation takes effect when the work has ended: it cannot be stopped, and must not go on behind our back.
+        """
+        if self.plan.max_staleness == 0:
+            return work()
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.gather(working, return_exceptions=True)
+            raise
+
+    def _is_informative(self, group: TrajectoryGroup) -> bool:
+        plan = self.plan
+        returns = [
+            returns_of(t, discount=plan.advantages.discount, rewards=plan.rewards, step_rewards=plan.step_rewards)
+            for t in played(group)
+        ]
+        return not is_constant(returns, plan.advantages)
+
+    def _record_step(self, collected: Collected, metrics: Mapping[str, float], *, is_updated: bool) -> None:
+        plan, step = self.plan, self.state.step
+        for reason in collected.failures:
+            self._recorder.event("refill_failed", step, {"reason": reason})
+        if not is_updated:
+            self._recorder.event("no_update", step, {"num_groups": len(collected.groups)})
+        if step % plan.log_every == 0 or step == plan.num_steps:
+            self._recorder.metrics(step, metrics)
+        if plan.log_episodes_every_n_iters and step % plan.log_episodes_every_n_iters == 0:
+            self._recorder.episodes(f"step_{step:06d}", [t for group in collected.groups for t in group.trajectories])
+        self._progress.stepped(step, metrics)
+
+    async def _evaluate_if_due(self) -> None:
+        """Evaluate before the first step, every so many, and after the last, unless this step has its evaluation."""
+        plan, step = self.plan, self.state.step
+        is_due = step % plan.evaluate_every == 0 or step >= plan.num_steps
+        if is_due and step != self.state.last_evaluated:
+            await self._run_evaluation()
+
+    async def _run_evaluation(self) -> None:
+        # Weights change in `_run_step` only, so an evaluation has one version, also while episodes are played ahead.
+        started = self._clock()
+        step = self.state.step
+        played = await self._evaluate(f"eval_{step:06d}")
+        unit = self.state.score_unit or ScoreUnit.at_start(
+            played, has_success_goal=self.plan.stop_at_success_rate is not None
+        )
+        evaluation = played.in_unit(unit)
+        self.state = dataclasses.replace(
+            self.state.after_evaluation(evaluation, unit),
+            wall_seconds=self.state.wall_seconds + self._clock() - started,
+        )
+        self._recorder.event("evaluation", step, evaluation.to_dict())
+        self._progress.note(f"step {step}: {evaluation.sentence()}")
+
+    async def _save(self) -> None:
+        """Save a checkpoint of the present state, unless the newest one holds it."""
+        if self._saved is not self.state:
+            await self._block(lambda: self._save_checkpoint(self.state))
+            self._saved = self.state
+
+    def _is_goal_reached(self) -> bool:
+        goal, latest = self.plan.stop_at_success_rate, self.state.final_eval
+        rate = latest["success_rate"] if latest is not None and latest["step"] == self.state.step else None
+        return goal is not None and rate is not None and bool(rate >= goal)
