@@ -10,7 +10,7 @@ import pytest
 from gspo_gym.cli.search.settings import FOREIGN, ParameterRange, load_search
 from gspo_gym.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 GOOD = """
 [search]
 base = "{root}/configs/quickstart.toml"

@@ -28,7 +28,7 @@ from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.types import Task, Turn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 RUBRIC = {
     "event": {"goal_text": "One step.", "criteria": [{"id": "process.tone", "description": "Polite."},
                                                      {"id": "progress.found", "description": "Found."}]},

@@ -26,7 +26,7 @@ from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettin
 from gspo_gym.types import Message
 
 TOKENIZER = tiny_tokenizer()
-QWEN3 = (Path(__file__).parents[1] / "chat/templates/qwen3.jinja").read_text()
+QWEN3 = (Path(__file__).parents[2] / "chat/templates/qwen3.jinja").read_text()
 SYSTEM = Message("system", "You play.")
 HELPER = Message("system", "You help.")
 TITLE = Message("system", "You write titles.")

@@ -9,7 +9,7 @@ import pytest
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import load_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))  # the recipes have tests of their own
 
 

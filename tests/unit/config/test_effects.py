@@ -24,7 +24,7 @@ from gspo_gym.config.services import missing_machinery
 from gspo_gym.env.registry import make
 from gspo_gym.errors import GymError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 BASE = {
     "algorithm": {"variety": "gspo_token"},
@@ -192,14 +192,14 @@ REFUSED = {
 }
 
 # Keys whose effect another test shows, and why it cannot be seen here.
-RULES = "tests/unit/test_config_rules.py::"
-ENGINES = "tests/unit/test_build_engines.py::"
-APPS = "tests/unit/test_build_apps.py::"
-SYNC = "tests/unit/test_weight_sync_settings.py::"
+RULES = "tests/unit/config/rules/test_rules.py::"
+ENGINES = "tests/unit/config/build/test_engines.py::"
+APPS = "tests/unit/config/build/test_apps.py::"
+SYNC = "tests/unit/config/build/test_weight_sync_settings.py::"
 SHOWN_BY = {
-    "run.tags": "tests/unit/test_config_hosted.py::test_tags_are_kept_with_the_run",
+    "run.tags": "tests/unit/config/test_hosted.py::test_tags_are_kept_with_the_run",
     # one legal value: any other is refused
-    "algorithm.type": "tests/unit/test_config_problems.py::test_a_wrong_value_is_named_with_what_was_expected",
+    "algorithm.type": "tests/unit/config/test_problems.py::test_a_wrong_value_is_named_with_what_was_expected",
     "training.weight_sync.targets": RULES + "test_a_contradiction_is_named_on_both_sides",
     "training.weight_sync.enable": RULES + "test_a_contradiction_is_named_on_both_sides",
     # they decide what is refused
@@ -227,7 +227,7 @@ SHOWN_BY = {
     "rollout.engine": ENGINES + "test_an_endpoint_samples_and_its_weights_stay_its_own",
     "services.engine_urls": ENGINES + "test_several_urls_share_the_work",
     "services.engine_model": ENGINES + "test_an_endpoint_is_asked_for_the_model_that_is_named_or_the_base",
-    "rollout.rescore": "tests/unit/test_rescored_runs.py::test_every_record_says_who_sampled",
+    "rollout.rescore": "tests/unit/run/test_rescored_runs.py::test_every_record_says_who_sampled",
     **{
         f"vllm.{name}": ENGINES + "test_each_key_of_vllm_reaches_its_settings"
         for name in (
@@ -247,13 +247,13 @@ SHOWN_BY = {
     # they need several devices
     **dict.fromkeys(
         ("topology.gpus_for_vllm", "topology.gpus_for_ref", "topology.tensor_parallel"),
-        "tests/unit/test_config_devices.py::test_each_part_has_the_gpus_that_the_table_says",
+        "tests/unit/config/test_devices.py::test_each_part_has_the_gpus_that_the_table_says",
     ),
     # they need a device, an earlier run, or a whole run
-    "compute.gpu_type": "tests/unit/test_config_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
-    "model.source": "tests/unit/test_config_services.py::"
+    "compute.gpu_type": "tests/unit/config/test_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
+    "model.source": "tests/unit/config/test_services.py::"
     "test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names",
-    "rollout.policy_name": "tests/unit/test_run_settings.py::test_a_run_records_who_played_and_what_it_was_told",
+    "rollout.policy_name": "tests/unit/run/test_run_settings.py::test_a_run_records_who_played_and_what_it_was_told",
     # they need an engine that is sent its weights
     "training.weight_sync_interval": SYNC + "test_weights_are_sent_every_interval_iterations",
     "training.weight_sync.mode": SYNC + "test_mode_decides_whether_an_adapter_is_sent_alone",
@@ -262,31 +262,31 @@ SHOWN_BY = {
     "training.weight_sync.verify_every_k": SYNC + "test_checksums_are_compared_every_kth_update_and_by_default_never",
     "correction.max_engine_gap": SYNC + "test_a_given_gap_is_the_alarms_limit",
     # they need a server
-    "services.reference_url": "tests/unit/test_build_reference.py::test_a_server_that_runs_already_is_used",
+    "services.reference_url": "tests/unit/config/build/test_reference.py::test_a_server_that_runs_already_is_used",
     **dict.fromkeys(
         ("reference.placement", "reference.port"),
-        "tests/unit/test_served_reference_runs.py::test_a_served_reference_trains_to_the_same_weights",
+        "tests/unit/run/test_served_reference_runs.py::test_a_served_reference_trains_to_the_same_weights",
     ),
     "reference.tp": (
-        "tests/unit/test_build_reference.py::test_a_model_that_tp_processes_cannot_share_is_refused_at_once"
+        "tests/unit/config/build/test_reference.py::test_a_model_that_tp_processes_cannot_share_is_refused_at_once"
     ),
     **dict.fromkeys(
         ("reference.health_max_wait_s", "reference.health_interval_ms"),
-        "tests/unit/test_build_reference.py::test_health_is_asked_at_the_interval_until_the_wait_is_over",
+        "tests/unit/config/build/test_reference.py::test_health_is_asked_at_the_interval_until_the_wait_is_over",
     ),
     # they need a judge
     **{
-        key: "tests/unit/test_build_judge.py::test_another_value_builds_another_judge"
+        key: "tests/unit/config/build/test_judge.py::test_another_value_builds_another_judge"
         for key in ("services.judge_url", *(key for key in leaf_keys() if key.startswith("judge.")))
         if key != "judge.type"
     },
     **dict.fromkeys(
         (f"judge.panel.{name}" for name in PanelEntry.model_fields),
-        "tests/unit/test_build_judge.py::test_another_value_of_a_member_builds_another_panel",
+        "tests/unit/config/build/test_judge.py::test_another_value_of_a_member_builds_another_panel",
     ),
-    "judge.type": "tests/unit/test_config_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
+    "judge.type": "tests/unit/config/test_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
     # it matters only where a base is an adapter of another shape
-    "training.lora.on_mismatch": "tests/unit/test_models_adapters.py::"
+    "training.lora.on_mismatch": "tests/unit/policy/test_lora.py::"
     "test_merging_widens_every_expert_in_its_own_place",
 }
 

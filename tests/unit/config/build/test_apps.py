@@ -461,7 +461,7 @@ def test_app_episodes_are_played_ahead_and_carry_their_versions(make: Make, tmp_
     assert oldest[-1] > 0
 
 
-RECIPE = load_config(Path(__file__).parents[2] / "configs/recipes/hosted_crafter.toml")
+RECIPE = load_config(Path(__file__).parents[4] / "configs/recipes/hosted_crafter.toml")
 STEP_REWARDS = {
     f"training.{name}": value
     for name, value in RECIPE.training.model_dump(exclude_none=True).items()

@@ -25,7 +25,7 @@ from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
 
 SETTINGS = VllmSettings(model="policy", max_model_len=512)
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[3] / "support"
 
 
 def interpreter(folder: Path, script: str) -> Path:

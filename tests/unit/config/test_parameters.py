@@ -6,7 +6,7 @@ from pathlib import Path
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.services import missing_machinery
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TABLE = (ROOT / "configs" / "recipes" / "PARAMETERS.md").read_text(encoding="utf-8")
 # Counted by hand in the five documents: keys, constructor arguments, methods and functions with theirs.
 COUNTS = {

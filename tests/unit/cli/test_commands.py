@@ -19,7 +19,7 @@ from gspo_gym.cli.main import command_parser, main
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 
 

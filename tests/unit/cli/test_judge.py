@@ -19,7 +19,7 @@ from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.recording_episodes import write_episodes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_check_shows_what_a_bundled_rubric_will_do(capsys: pytest.CaptureFixture[str]) -> None:

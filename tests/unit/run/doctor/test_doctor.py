@@ -26,7 +26,7 @@ from gspo_gym.run.doctor.view import Finding, RunView
 from gspo_gym.run.recording import EVENTS, METRICS, RunRecorder
 from gspo_gym.types import Outcome
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 CONFIG: dict[str, dict[str, Any]] = {
     "rollout": {"episodes_per_batch": 128, "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256},

@@ -19,7 +19,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.rollout.evaluation import EvaluationRow, KeptRows, PlayedRow
 from gspo_gym.types import Outcome
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 CONFIG = """
 [model]
 base = "tiny:qwen3-64"

@@ -32,7 +32,7 @@ from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.types import Message, ParseStatus, Segment, StepResult, Task, Trajectory, Turn
 
-QWEN3 = (Path(__file__).parents[1] / "chat/templates/qwen3.jinja").read_text()
+QWEN3 = (Path(__file__).parents[2] / "chat/templates/qwen3.jinja").read_text()
 SAMPLING = {"temperature": 0.8, "top_p": 0.9}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_gym.cli.main import main
 
-CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 GUESS = "GuessNumber"
 SEARCH = """
 [search]

@@ -15,7 +15,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.config.reference import reference
 from gspo_gym.config.run_config import load_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

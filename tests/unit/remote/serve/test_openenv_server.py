@@ -418,7 +418,7 @@ register("Notes-v0", Notes)
 
 def test_the_command_serves_until_sigterm_and_closes_its_sessions(tmp_path: Path) -> None:
     (tmp_path / "notes_env.py").write_text(LEAVES_A_NOTE)
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "notes_env:Notes-v0", "--port", "0"]
     command += ["--option", f"folder={tmp_path}", "--protocol", "openenv"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}

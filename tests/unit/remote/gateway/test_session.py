@@ -40,7 +40,7 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, Message, ParseStatus, ToolCall
 
 TOKENIZER = tiny_tokenizer()
-QWEN3 = (Path(__file__).parents[1] / "chat/templates/qwen3.jinja").read_text()
+QWEN3 = (Path(__file__).parents[2] / "chat/templates/qwen3.jinja").read_text()
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "description": name, "parameters": {"type": "object"}}}
     for name in ("look", "jump")

@@ -13,7 +13,7 @@ from gspo_gym.config.reference import entries_of, leaf_keys, reference, resolved
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.toml_text import inline
 
-README = Path(__file__).parents[2] / "configs" / "README.md"
+README = Path(__file__).parents[3] / "configs" / "README.md"
 
 
 def test_the_table_of_all_keys_is_current() -> None:

@@ -144,7 +144,7 @@ def test_pages_that_describe_the_server_are_not_served() -> None:
 
 def test_the_command_serves_a_task_app_until_sigterm() -> None:
     command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "GuessNumber", "--port", "0", "--isolation", "thread"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
