@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks NAME` prints ratios measured side by side in one run."""

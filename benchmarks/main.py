@@ -303,7 +303,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = Parser(prog="python -m benchmarks.main", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:
@@ -311,7 +311,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GymError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

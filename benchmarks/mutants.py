@@ -1,6 +1,6 @@
 """How many small faults the tests notice: `python -m benchmarks mutants FILE...`, in the root of a checkout.
 
-Every mutant is one small change of a file (see `benchmark_mutations`), written into a temporary copy of the checkout,
+Every mutant is one small change of a file (see `mutations`), written into a temporary copy of the checkout,
 where the tests of that file run until the first failure. A mutant dies if a test fails, if nothing can be imported, or
 if the tests take longer than `TIMEOUT_FACTOR` times what they take without it. One process at a time.
 
@@ -154,7 +154,7 @@ def copied_checkout(root: Path) -> Iterator[CheckoutCopy]:
         if (copy / "envs").is_dir():
             (copy / "gspo_gym_envs").symlink_to("envs")  # before the checkout's own, which an installation points to
         server = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("benchmark_mutants_server.py"))],
+            [sys.executable, "-P", str(Path(__file__).with_name("mutants_server.py"))],
             cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     __version__: str
     from gspo_gym.cli.evaluate import run_evaluation as run_evaluation
     from gspo_gym.cli.train import run_training as run_training
+    from gspo_gym.config.build.episode_collection import collect_episodes as collect_episodes
     from gspo_gym.config.run_config import RunConfig as RunConfig
     from gspo_gym.config.run_config import load_config as load_config
     from gspo_gym.engine.local.engine import LocalEngine as LocalEngine
@@ -33,14 +34,13 @@ if TYPE_CHECKING:
     from gspo_gym.rollout.adapter import TokenObservationWrapper as TokenObservationWrapper
     from gspo_gym.rollout.episode_files import load_episodes as load_episodes
     from gspo_gym.rollout.episode_files import save_episodes as save_episodes
-    from gspo_gym.run.episode_collection import collect_episodes as collect_episodes
     from gspo_gym.types import Message as Message
     from gspo_gym.types import ToolCall as ToolCall
 
 _HOMES = {
     "Achievements": "env.achievements",
-    "DatasetEnv": "env.dataset",
-    "LocalEngine": "engine.local",
+    "DatasetEnv": "env.data.dataset",
+    "LocalEngine": "engine.local.engine",
     "Message": "types",
     "Reward": "env.rewards",
     "RewardTerms": "env.rewards",
@@ -52,17 +52,17 @@ _HOMES = {
     "ToolCall": "types",
     "ToolEnv": "env.core",
     "as_gymnasium": "env.plain",
-    "check_env": "env.checker",
-    "collect_episodes": "episode_collection",
+    "check_env": "env.checks.checker",
+    "collect_episodes": "config.build.episode_collection",
     "load_config": "config.run_config",
-    "load_episodes": "episode_files",
-    "load_policy": "models",
+    "load_episodes": "rollout.episode_files",
+    "load_policy": "policy.load",
     "make": "env.registry",
     "make_vec": "env.vector",
     "register": "env.registry",
-    "run_evaluation": "evaluate",
-    "run_training": "train",
-    "save_episodes": "episode_files",
+    "run_evaluation": "cli.evaluate",
+    "run_training": "cli.train",
+    "save_episodes": "rollout.episode_files",
     "tool": "env.tools",
 }
 

@@ -43,8 +43,8 @@ class CodeRepair(ToolEnv):
         style: "terse" or "verbose" (with instructions).
         wrapper: program and arguments that go before every run, such as a container, with {folder} for the folder.
         python: the interpreter inside the wrapper; None: this one.
-        allow_unconfined: run what the model wrote even where nothing confines it (`gspo_gym.env.workers.confinement`): it can
-            then read the solution, and do all that this user can.
+        allow_unconfined: run what the model wrote even where nothing confines it
+            (`gspo_gym.env.workers.confinement`): it can then read the solution, and do all that this user can.
 
     Reset options: `module`, to choose the module instead of drawing it.
 

@@ -1,0 +1,1 @@
+"""The command `gspo-gym`, one module for a group of commands."""

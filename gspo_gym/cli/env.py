@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from gspo_gym.cli import env_check as env_check_command
 from gspo_gym.cli import env_collect as env_collect_command
 from gspo_gym.cli import serve_env as serve_command
 from gspo_gym.cli.authoring import command as authoring_commands
-from gspo_gym.cli.command_line import Parser, add_environment, env_config_of, parse_and_run
+from gspo_gym.cli.command_line import Parser, add_environment, env_config_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,11 +106,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`python -m gspo_gym.cli.env`, the same as `gspo-gym env`."""
-    return parse_and_run(make_parser(), argv)
-
-
 def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
     """The token ids of what the person typed; `name(key=value, ...)` calls a tool where there are tools."""
     from gspo_gym.types import Message
@@ -167,7 +161,3 @@ def _show_tokens(
                 start = stop
         console.print(text)
         console.print(f"[dim]trained on: {int(segment.action_mask.sum())} of {len(segment)} tokens (green)[/dim]")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

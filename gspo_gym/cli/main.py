@@ -72,7 +72,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.flags.safe_path and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that MODULE:NAME finds modules of the present folder
     return parse_and_run(command_parser(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

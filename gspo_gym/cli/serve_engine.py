@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from gspo_gym.cli.command_line import Parser, parse_and_run
 from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings
 
@@ -121,14 +120,3 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m gspo_gym.cli.serve_engine`, the same as `gspo-gym serve`."""
-    parser = Parser(prog="gspo-gym serve", description="Serve a model to training runs.")
-    add_arguments(parser)
-    return parse_and_run(parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

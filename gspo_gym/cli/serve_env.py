@@ -7,12 +7,11 @@ Sessions are closed before the command ends. Loads FastAPI, and no torch.
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.addresses import is_loopback
 from gspo_gym.base.keys import read_key
-from gspo_gym.cli.command_line import Parser, add_environment, env_config_of, parse_and_run
+from gspo_gym.cli.command_line import add_environment, env_config_of
 from gspo_gym.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -158,14 +157,3 @@ def served_of(arguments: argparse.Namespace) -> ServedEnv:
         allowed_origins=arguments.allow_origin,
         allowed_hosts=arguments.allow_host,
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m gspo_gym.cli.serve_env`, the same as `gspo-gym env serve`."""
-    parser = Parser(prog="gspo-gym env serve", description="Serve an environment to other trainers.")
-    add_arguments(parser)
-    return parse_and_run(parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m gspo_gym.train", description="Train a model as a config file says.")
     add_arguments(parser)
     return parse_and_run(parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

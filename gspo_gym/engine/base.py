@@ -189,8 +189,8 @@ class EngineHealth:
 class Engine(Protocol):
     """The only place where a model generates.
 
-    Weights change by a transaction whose steps are `pause`, `apply_weights`, `resume`; `gspo_gym.policy.weight_sync` takes
-    them, in that order, with an attestation before the last. A step that fails poisons the engine.
+    Weights change by a transaction whose steps are `pause`, `apply_weights`, `resume`; `gspo_gym.policy.weight_sync`
+    takes them, in that order, with an attestation before the last. A step that fails poisons the engine.
     """
 
     @property

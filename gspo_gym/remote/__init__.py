@@ -1,1 +1,1 @@
-"""Environments over the network: served to other trainers. The clients' side is in `env/adapters`."""
+"""Task apps that play for us, the gateway that records them, and our environments served to others."""

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def judge_url() -> Iterator[str]:
-    command = [sys.executable, "-m", "gspo_gym.cli.main", "judge", "fake", "--port", "0"]
+    command = [sys.executable, "-m", "gspo_gym.cli", "judge", "fake", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split(" at ")[1].strip()

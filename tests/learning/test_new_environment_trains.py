@@ -41,12 +41,10 @@ def test_a_new_environment_is_trained_on(kind, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run("gspo_gym.cli.main", "env", "new", "FirstTry", "--kind", kind, folder=tmp_path)
+    run("gspo_gym.cli", "env", "new", "FirstTry", "--kind", kind, folder=tmp_path)
     pip = ("pip", "--python", str(python), "--disable-pip-version-check", "--quiet")
     run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ".", program=sys.executable)
-    assert "passed" in run(
-        "gspo_gym.cli.main", "env", "check", "FirstTry", folder=tmp_path
-    )  # found by its name, anywhere
+    assert "passed" in run("gspo_gym.cli", "env", "check", "FirstTry", folder=tmp_path)  # found by its name, anywhere
     # two steps, because what the second changes shows in their two checkpoints; before the first there is none
     two_steps = ("training.iterations_per_epoch=2", "training.checkpoint_every_n_iters=1", "evaluation.seeds=0:20")
     run("gspo_gym.train", "train.toml", *two_steps)

@@ -15,7 +15,7 @@ STOP_SECONDS = 30
 @contextlib.contextmanager
 def serving_process(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """The base URL of `gspo-gym env serve ARGUMENTS` on a free port, for as long as the block lasts."""
-    command = [sys.executable, "-m", "gspo_gym.cli.main", "env", "serve", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "gspo_gym.cli", "env", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},

@@ -1,7 +1,7 @@
 """Faults planted, one at a time, in an otherwise good run, and the recorded runs that have them.
 
 `python tests/support/doctor_faults.py [NAME ...]` plays the runs of `FAULTS` (a quickstart of 40 small steps, about ten
-seconds each) and writes what the doctor reads of them to tests/unit/data/doctor/NAME.json. Every fixture says which
+seconds each) and writes what the doctor reads of them to tests/unit/run/doctor/data/NAME.json. Every fixture says which
 command-line overrides made it; `good` is the run without a fault, `good_seed_1` the same under another run seed.
 """
 
@@ -22,7 +22,7 @@ from gspo_gym.errors import GymError
 from gspo_gym.run.doctor.view import RunView
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "tests" / "unit" / "data" / "doctor"
+FOLDER = ROOT / "tests" / "unit" / "run" / "doctor" / "data"
 
 BASE = (
     "training.iterations_per_epoch=32",

@@ -49,14 +49,12 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     used = subprocess.run([python, "-c", USE], cwd=tmp_path, capture_output=True, text=True)
     assert used.returncode == 0, used.stderr
     assert used.stdout == "correct\n"
-    helped = subprocess.run(
-        [python, "-m", "gspo_gym.cli.main", "env", "list"], cwd=tmp_path, capture_output=True, text=True
-    )
+    helped = subprocess.run([python, "-m", "gspo_gym.cli", "env", "list"], cwd=tmp_path, capture_output=True, text=True)
     assert "gspo_gym/SqlAnalyst-v0" in helped.stdout, helped.stderr
-    judged = [python, "-m", "gspo_gym.cli.main", "judge", "check", "support_desk/bundle@v1"]
+    judged = [python, "-m", "gspo_gym.cli", "judge", "check", "support_desk/bundle@v1"]
     checked = subprocess.run(judged, cwd=tmp_path, capture_output=True, text=True)
     assert checked.stdout.startswith("VALID: "), checked.stderr
     wrote = subprocess.run(
-        [python, "-m", "gspo_gym.cli.main", "env", "new", "FromWheel"], cwd=tmp_path, capture_output=True, text=True
+        [python, "-m", "gspo_gym.cli", "env", "new", "FromWheel"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (tmp_path / "from-wheel-env" / "from_wheel" / "env.py").is_file(), wrote.stderr

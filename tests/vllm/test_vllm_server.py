@@ -69,7 +69,7 @@ def adapter_engine(connect: Connect, tmp_path_factory: pytest.TempPathFactory) -
     """Takes adapters of `ADAPTED`; its server was started by the command, and ends as that is told to."""
     model_folder = tmp_path_factory.mktemp("adapted") / "model"
     save_policy(load_policy(ADAPTED, seed=1), model_folder)
-    command = [sys.executable, "-m", "gspo_gym.cli.serve_engine", str(model_folder), "--engine", "vllm"]
+    command = [sys.executable, "-m", "gspo_gym.cli", "serve", str(model_folder), "--engine", "vllm"]
     options = "--port 0 --dtype float32 --max-model-len 2048 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
     with subprocess.Popen(
         [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"],

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,16 +283,3 @@ def _table(leaderboard: dict[str, Any]) -> Any:
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m gspo_gym.cli.search.command`."""
-    from gspo_gym.cli.command_line import Parser, parse_and_run
-
-    parser = Parser(prog="python -m gspo_gym.cli.search.command", description="Search over runs.")
-    add_arguments(parser)
-    return parse_and_run(parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

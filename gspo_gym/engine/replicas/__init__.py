@@ -1,0 +1,1 @@
+"""Several engines as one, and engines that are replaced after a crash."""

@@ -183,7 +183,7 @@ class VllmServer:
         if self._settings.model_folder is not None:  # nothing of it is elsewhere, so nothing is looked for elsewhere
             env["HF_HUB_OFFLINE"] = "1"
         # Its workers load `vllm_worker.py`, with an interpreter that may not have this package.
-        ours = str(Path(__file__).parents[2])
+        ours = str(Path(__file__).parents[3])
         env["PYTHONPATH"] = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
         if self._key is not None:
             env["VLLM_API_KEY"] = self._key  # not an argument, which every program of this machine can read

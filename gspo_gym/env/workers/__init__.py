@@ -1,0 +1,1 @@
+"""Environments in worker processes, and the sandbox for code that a model wrote."""

@@ -37,7 +37,8 @@ try:
     import resource
 except ImportError as _error:
     raise MissingExtraError(
-        "running what a model wrote (gspo_gym.env.workers.sandbox, and CodeRepair with it) needs limits on processes, which "
+        "running what a model wrote (gspo_gym.env.workers.sandbox, and CodeRepair with it) needs limits on "
+        "processes, which "
         "this system does not have: use Linux or macOS, on Windows the Windows Subsystem for Linux. Other environments "
         "run here"
     ) from _error

@@ -1,0 +1,1 @@
+"""How well a judge agrees with people, and which attacks fool it."""

@@ -1,0 +1,1 @@
+"""The judge over HTTP: contract, client, server."""

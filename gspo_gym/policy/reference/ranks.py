@@ -1,9 +1,9 @@
 """The processes that share a reference server's model: each holds a part of every layer, and all do the same at once.
 
-Rank 0 is the server. It starts the others (`python -m gspo_gym.policy.reference.ranks`) and tells them what it does through
-their standard input: frames of eight bytes that count and then JSON, or tensors as safetensors. Each answers when it is
-done. What the model sends between its parts goes through torch.distributed, gloo on processors and NCCL on GPUs, on the
-loopback interface or from GPU to GPU. Started by `reference_server` with --tp 2 or more.
+Rank 0 is the server. It starts the others (`python -m gspo_gym.policy.reference.ranks`) and tells them what it does
+through their standard input: frames of eight bytes that count and then JSON, or tensors as safetensors. Each answers
+when it is done. What the model sends between its parts goes through torch.distributed, gloo on processors and NCCL on
+GPUs, on the loopback interface or from GPU to GPU. Started by `reference_server` with --tp 2 or more.
 
 Nobody waits for a rank that is gone: if one ends, the server says which and ends; if the server does, so do they.
 """

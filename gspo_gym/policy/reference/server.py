@@ -1,4 +1,4 @@
-"""`python -m gspo_gym.policy.reference.server --model FOLDER`: a frozen policy in a process of its own, which scores tokens.
+"""`python -m gspo_gym.policy.reference.server --model FOLDER`: a frozen policy in its own process, which scores tokens.
 
 It answers on the loopback interface only: who comes from another machine brings a tunnel. Started by `build_reference`
 for runs with reference.placement = "dedicated", or by hand for [services] reference_url. The protocol is in

@@ -1,0 +1,1 @@
+"""Task apps that we train on: client, episodes, rewards, probes."""

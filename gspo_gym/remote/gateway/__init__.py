@@ -1,0 +1,1 @@
+"""The OpenAI-compatible gateway that captures the tokens of agents which drive themselves."""

@@ -1,0 +1,1 @@
+"""Our environments served to other trainers: task apps and OpenEnv."""

@@ -65,7 +65,7 @@ def next_steps(folder: Path) -> list[tuple[list[str], str]]:
     path = folder / "config.toml"
     config = tomllib.loads(path.read_text(encoding="utf-8"))
     python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
-    cli = [python, "-m", "gspo_gym.cli.main"]
+    cli = [python, "-m", "gspo_gym.cli"]
     steps: list[tuple[list[str], str]] = [([*cli, "doctor", str(folder)], "what could be better")]
     if config.get("services", {}).get("task_url") is None:  # else an app plays it, elsewhere
         options = [f"--option={key}={json.dumps(value)}" for key, value in rollout.get("env_config", {}).items()]

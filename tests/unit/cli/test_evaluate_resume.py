@@ -51,7 +51,7 @@ def interrupted(folder: Path) -> str:
     """Send SIGINT to an evaluation of ten seeds once eight rows are there; return what it said."""
     part = folder / "r.json.part"
     running = subprocess.Popen(
-        [sys.executable, "-m", "gspo_gym.cli.main", *COMMAND, "--seeds", "0:10"],
+        [sys.executable, "-m", "gspo_gym.cli", *COMMAND, "--seeds", "0:10"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         stderr=subprocess.PIPE,

@@ -30,7 +30,7 @@ def test_a_completion_script_names_the_commands(shell: str, capsys: pytest.Captu
 
 def test_bash_takes_the_completion_script() -> None:
     program = (
-        f'eval "$({sys.executable} -m gspo_gym.cli.main --print-completion bash)"; '
+        f'eval "$({sys.executable} -m gspo_gym.cli --print-completion bash)"; '
         "COMP_WORDS=(gspo-gym doc); COMP_CWORD=1; _shtab_gspo_gym 2>/dev/null; "
         'echo "${COMPREPLY[@]}"; complete -p gspo-gym'
     )

@@ -16,7 +16,8 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from gspo_gym.cli.serve_env import add_arguments, main, served_of
+from gspo_gym.cli.main import main
+from gspo_gym.cli.serve_env import add_arguments, served_of
 from gspo_gym.env.registry import make
 from gspo_gym.remote.serve.served_env import ServedEnv, rubrics_of, served_app
 from gspo_gym.remote.serving import BackgroundServer
@@ -89,7 +90,7 @@ def test_without_options_it_is_a_task_app_for_this_machine() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    assert main(["env", "serve", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -98,7 +99,7 @@ def test_a_key_for_models_needs_hosts_that_get_it(
 ) -> None:
     """On loopback any program could ask for a rollout with a URL of its own, and be sent the key."""
     monkeypatch.setenv("MODEL_KEY", "s3cret")
-    assert main(["GuessNumber", "--inference-key-env", "MODEL_KEY"]) == 2
+    assert main(["env", "serve", "GuessNumber", "--inference-key-env", "MODEL_KEY"]) == 2
     said = capsys.readouterr().err
     assert "name the hosts that get the key" in said
     assert "s3cret" not in said
@@ -143,7 +144,18 @@ def test_pages_that_describe_the_server_are_not_served() -> None:
 
 
 def test_the_command_serves_a_task_app_until_sigterm() -> None:
-    command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "GuessNumber", "--port", "0", "--isolation", "thread"]
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_gym.cli",
+        "env",
+        "serve",
+        "GuessNumber",
+        "--port",
+        "0",
+        "--isolation",
+        "thread",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

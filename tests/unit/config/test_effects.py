@@ -286,8 +286,7 @@ SHOWN_BY = {
     ),
     "judge.type": "tests/unit/config/test_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
     # it matters only where a base is an adapter of another shape
-    "training.lora.on_mismatch": "tests/unit/policy/test_lora.py::"
-    "test_merging_widens_every_expert_in_its_own_place",
+    "training.lora.on_mismatch": "tests/unit/policy/test_lora.py::test_merging_widens_every_expert_in_its_own_place",
 }
 
 

@@ -271,7 +271,18 @@ ATTACKS: dict[str, tuple[bytes, Callable[[], Iterator[bytes]], Sequence[int]]] =
 @pytest.fixture(scope="module")
 def process() -> Iterator[tuple[str, int]]:
     """A server of its own: URL and process id."""
-    command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "GuessNumber", "--port", "0", "--isolation", "thread"]
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_gym.cli",
+        "env",
+        "serve",
+        "GuessNumber",
+        "--port",
+        "0",
+        "--isolation",
+        "thread",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as served:
         assert served.stdout is not None

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.cli.main import main
 from gspo_gym.cli.search import study as search_study
-from gspo_gym.cli.search.command import main, run_search
+from gspo_gym.cli.search.command import run_search
 from gspo_gym.cli.search.settings import SearchSettings, load_search
 from gspo_gym.cli.search.study import SearchStudy
 from gspo_gym.cli.search.trial import TrialResult, read_evaluations, run_trial
@@ -324,7 +325,7 @@ def test_without_optuna_the_error_says_how_to_get_it(make: Make, monkeypatch: py
 @pytest.mark.slow
 def test_three_real_runs_are_searched_by_the_command(make: Make, tmp_path: Path, capsys: Any) -> None:
     settings = make(num_trials=3, max_parallel=2)
-    assert main([str(tmp_path / "search.toml")]) == 0
+    assert main(["search", str(tmp_path / "search.toml")]) == 0
     said = capsys.readouterr().out
     assert "The best of many trials is partly the luckiest" in said.replace("\n", " ")
     board = json.loads((settings.search_folder / "leaderboard.json").read_text())

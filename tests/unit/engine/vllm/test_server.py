@@ -19,7 +19,8 @@ import httpx
 import pytest
 import torch
 
-from gspo_gym.cli.serve_engine import add_arguments, main, settings_of
+from gspo_gym.cli.main import main
+from gspo_gym.cli.serve_engine import add_arguments, settings_of
 from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
@@ -55,7 +56,7 @@ def test_a_socket_needs_an_absolute_path() -> None:
 
 
 def test_the_command_refuses_such_an_address_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["policy", "--engine", "vllm", "--host", "0.0.0.0"]) == 2
+    assert main(["serve", "policy", "--engine", "vllm", "--host", "0.0.0.0"]) == 2
     assert "ssh -L" in capsys.readouterr().err
 
 
@@ -207,8 +208,8 @@ def test_a_port_that_somebody_listens_on_is_refused(tmp_path: Path) -> None:
 def test_the_command_prints_the_url_and_ends_its_server_at_sigterm(tmp_path: Path) -> None:
     python = interpreter(tmp_path, f'echo $$ > {tmp_path}/server; exec "$PYTHON" "$STUB" "$@"')
     code = (
-        "import sys; from pathlib import Path; from gspo_gym import serve_engine_command as command; "
-        f"sys.executable = {str(python)!r}; sys.exit(command.main(['policy', '--port', '0', '--enforce-eager']))"
+        "import sys; from pathlib import Path; from gspo_gym.cli.main import main; "
+        f"sys.executable = {str(python)!r}; sys.exit(main(['serve', 'policy', '--port=0', '--enforce-eager']))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -227,7 +228,7 @@ def test_the_command_reports_a_server_that_ends_by_itself(
     )
     monkeypatch.setattr(sys, "executable", str(python))
     (tmp_path / "end").touch()  # so it ends at once, before or after it answered
-    status = main(["policy", "--port", "0"])
+    status = main(["serve", "policy", "--port", "0"])
     assert status in (1, 2)
     assert "out of memory" in capsys.readouterr().err
 

@@ -448,7 +448,7 @@ def test_functions_that_are_not_there_are_errors_at_once(name: str) -> None:
 def running(*arguments: str, cwd: Path) -> Iterator[str]:
     """The command as a process, and the URL that it prints; it must end well when it is told to."""
     environment = {**os.environ, "PYTHONPATH": f"{cwd}:{Path(__file__).parents[4]}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gspo_gym.cli.main", "judge", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "gspo_gym.cli", "judge", *arguments, "--port", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment
     ) as process:

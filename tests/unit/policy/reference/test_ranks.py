@@ -290,7 +290,8 @@ def test_no_rank_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, time; from pathlib import Path; from gspo_gym.policy.reference.process import ReferenceProcess\n"
+            "import sys, time; from pathlib import Path\n"
+            "from gspo_gym.policy.reference.process import ReferenceProcess\n"
             f"_ = ReferenceProcess(['--model', 'tiny:qwen3-128', '--tp', '2', '--port', '{port}'], "
             "log=Path(sys.argv[1])); time.sleep(600)",
             str(log.path),

@@ -28,7 +28,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from gspo_gym.cli.serve_env import main
+from gspo_gym.cli.main import main
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.tools import tool
 from gspo_gym.errors import ConfigError, UsageError
@@ -419,7 +419,7 @@ register("Notes-v0", Notes)
 def test_the_command_serves_until_sigterm_and_closes_its_sessions(tmp_path: Path) -> None:
     (tmp_path / "notes_env.py").write_text(LEAVES_A_NOTE)
     root = Path(__file__).parents[4]
-    command = [sys.executable, "-m", "gspo_gym.cli.serve_env", "notes_env:Notes-v0", "--port", "0"]
+    command = [sys.executable, "-m", "gspo_gym.cli", "env", "serve", "notes_env:Notes-v0", "--port", "0"]
     command += ["--option", f"folder={tmp_path}", "--protocol", "openenv"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
 
@@ -441,9 +441,9 @@ def test_the_command_serves_until_sigterm_and_closes_its_sessions(tmp_path: Path
 
 
 def test_the_command_refuses_what_it_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["GuesNumber"]) == 2
+    assert main(["env", "serve", "GuesNumber"]) == 2
     assert "did you mean 'GuessNumber'" in capsys.readouterr().err
-    assert main(["GuessNumber", "--host", "0.0.0.0"]) == 2
+    assert main(["env", "serve", "GuessNumber", "--host", "0.0.0.0"]) == 2
     assert "--api-key-env" in capsys.readouterr().err
-    assert main(["GuessNumber", "--api-key-env", "NOT_SET_ANYWHERE"]) == 2
+    assert main(["env", "serve", "GuessNumber", "--api-key-env", "NOT_SET_ANYWHERE"]) == 2
     assert "NOT_SET_ANYWHERE" in capsys.readouterr().err

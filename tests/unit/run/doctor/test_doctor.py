@@ -528,7 +528,7 @@ def test_findings_come_with_the_worst_first():
 
 def texts_of(pattern: str) -> set[str]:
     """Quoted texts of this form in the doctor's code."""
-    code = "".join(path.read_text() for path in (ROOT / "gspo_gym" / "doctor").glob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "gspo_gym" / "run" / "doctor").glob("*.py"))
     return set(re.findall(rf'["`]({pattern})["`]', code))
 
 
@@ -549,7 +549,7 @@ def test_every_key_that_is_named_exists():
         for model in (annotation, *getattr(annotation, "__args__", ()))  # an optional section is X | None
         for key in getattr(model, "model_fields", {})
     }
-    code = "".join(path.read_text() for path in (ROOT / "gspo_gym" / "doctor").glob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "gspo_gym" / "run" / "doctor").glob("*.py"))
     texts = " ".join(re.findall(r'"[^"\n]*"', code))  # quoted ones
     named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+\b", texts)
     keys = {key for key in named if not key.startswith("run.")}  # `run` is a variable there, in f-strings too

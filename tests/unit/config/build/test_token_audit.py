@@ -13,10 +13,10 @@ import pytest
 
 from gspo_gym.errors import UnknownNameError
 from gspo_gym.policy.tiny import tiny_tokenizer
-from gspo_gym.run.token_audit import PlayerAudit, TokenAudit, audit_tokens, mask_picture
+from gspo_gym.config.build.token_audit import PlayerAudit, TokenAudit, audit_tokens, mask_picture
 from gspo_gym.types import Segment
 
-TEMPLATES = Path(__file__).parent / "chat" / "templates"
+TEMPLATES = Path(__file__).parents[2] / "chat" / "templates"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + SAID + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
