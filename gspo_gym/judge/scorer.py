@@ -1,4 +1,4 @@
-"""Scores finished episodes with a judge: asks, asks again, blends, writes down. What a pool awaits (`rollout.scoring`).
+"""Scores finished episodes with a judge: asks once, blends, writes down. What a pool awaits (`rollout.scoring`).
 
 An episode that gets no score raises `UnscoredError`, and the pool does with it what it was told; nothing becomes 0. A
 judge that is down is waited for (`judge.pausing`); one whose budget is spent, or that does not accept the key, ends the
@@ -61,7 +61,6 @@ class EpisodeScorer:
         weights: of the blend.
         rewards: what stands for the environment's rewards in the blend.
         may_score: raises if nothing is to be scored any more.
-        max_attempts: how often a judge that answers is asked about one episode before it counts as unscored.
         on_judged: receives every score.
     """
 
@@ -73,7 +72,6 @@ class EpisodeScorer:
         *,
         rewards: EnvRewards = env_rewards,
         may_score: Callable[[], None] = lambda: None,
-        max_attempts: int = 2,
         on_judged: Sequence[OnJudged] = (),
     ) -> None:
         self._judge = judge
@@ -81,7 +79,6 @@ class EpisodeScorer:
         self._weights = weights
         self._rewards = rewards
         self._may_score = may_score
-        self._max_attempts = max_attempts
         self._on_judged = tuple(on_judged)
         self._tally = _Tally([], [])
 
@@ -136,18 +133,19 @@ class EpisodeScorer:
         }
 
     async def _ask(self, trajectory: Trajectory) -> tuple[Trajectory, Judgement]:
-        """The first complete judgement, and the episode blended with it."""
-        task, attempts_left = trajectory.task, self._max_attempts
-        while True:
-            attempts_left -= 1
-            try:
-                rubrics = await self._rubrics_of(task)
-                judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))
-                return blend(trajectory, judgement, self._weights, self._rewards), judgement
-            except JudgeStoppedError as error:
-                is_spent = isinstance(error, JudgeBudgetError)
-                advice = "raise judge.options.max_calls or max_cost_usd" if is_spent else "mend that"
-                raise type(error)(f"{error}: {advice}, and go on with --resume") from error
-            except JudgeError as error:
-                if attempts_left <= 0:
-                    raise UnscoredError(f"{self._judge.name}: {error} ({self._max_attempts} attempts)") from error
+        """Return the episode blended with its judgement, and the judgement.
+
+        The judge is asked once: a failed call, or an answer that cannot be read, is tried again where it is sent
+        (`Asking`), within one bound, so that an episode which cannot be scored costs judge.options.max_attempts calls.
+        """
+        task = trajectory.task
+        try:
+            rubrics = await self._rubrics_of(task)
+            judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))
+            return blend(trajectory, judgement, self._weights, self._rewards), judgement
+        except JudgeStoppedError as error:
+            is_spent = isinstance(error, JudgeBudgetError)
+            advice = "raise judge.options.max_calls or max_cost_usd" if is_spent else "mend that"
+            raise type(error)(f"{error}: {advice}, and go on with --resume") from error
+        except JudgeError as error:
+            raise UnscoredError(f"{self._judge.name}: {error}") from error

@@ -176,24 +176,14 @@ def test_a_failed_episode_is_not_shown_to_the_judge() -> None:
     assert [request.trajectory.attempt for request in judge.requests] == [1] * 4
 
 
-def test_a_judge_that_answers_badly_is_asked_once_more() -> None:
-    answers = iter([JudgeError("half a verdict"), judgement([1.0, 0.0], outcome=0.5)])
-
-    def answer(_: JudgeRequest) -> Judgement:
-        said = next(answers)
-        if isinstance(said, JudgeError):
-            raise said
-        return said
-
-    assert asyncio.run(scorer(answer)(episode([0.0, 1.0]))).reward == pytest.approx(1.25)
-
-
-def test_after_that_it_is_unscored_with_the_reason() -> None:
+def test_a_judge_that_gives_no_score_is_not_asked_again_and_the_reason_is_kept() -> None:
     def answer(_: JudgeRequest) -> Judgement:
         raise JudgeError("half a verdict")
 
-    with pytest.raises(UnscoredError, match=r"scripted: half a verdict \(2 attempts\)"):
-        asyncio.run(scorer(answer)(episode([0.0, 1.0])))
+    judge = ScriptedJudge(answer)
+    with pytest.raises(UnscoredError, match=r"^scripted: half a verdict$"):
+        asyncio.run(EpisodeScorer(judge, no_rubrics, BLEND)(episode([0.0, 1.0])))
+    assert len(judge.requests) == 1  # trying again is for what sends the call, which knows why it failed
 
 
 def test_an_incomplete_judgement_is_as_bad_as_none() -> None:

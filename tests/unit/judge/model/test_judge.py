@@ -21,16 +21,20 @@ from judged_episodes import BOTH, EVENT, OUTCOME, episode, request
 from provider_refusals import gemini_unknown, openai_parameter, openai_value
 
 from gspo_gym.base.retries import RetrySettings
-from gspo_gym.errors import ConfigError
+from gspo_gym.config.judge import JudgeOptionsSection
+from gspo_gym.errors import ConfigError, UnscoredError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
+from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.budget import JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
 from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric import Criterion, Rubric
+from gspo_gym.judge.scorer import EpisodeScorer
 from gspo_gym.judge.service.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt
 from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.types import Task
 
 Json = dict[str, Any]
 
@@ -482,3 +486,27 @@ def test_what_is_too_long_hides_no_bad_turn_and_the_verdict_says_what_was_cut(la
     writer = "the policy" if len(last) > 20_000 else "the environment"
     assert len(got.cuts) == 1
     assert f"characters of {writer} were not shown" in got.cuts[0]
+
+
+def test_an_episode_that_cannot_be_scored_costs_four_calls_and_no_other_loop_multiplies_them(
+    url: str, model: Model
+) -> None:
+    """Two answers that cannot be read and two 503 share one bound, which is 4 by default."""
+    model.change = lambda answer, number: {"choices": []}
+    model.fails = lambda number: number % 2 == 0
+    assert JudgeOptionsSection().max_attempts == 4
+    patience = AskingSettings(retries=RetrySettings(max_attempts=4, first_delay_seconds=0.0, max_delay_seconds=0.0))
+
+    async def rubrics(_: Task) -> Rubrics:
+        return BOTH
+
+    async def score() -> None:
+        judge = ModelJudge(ModelJudgeSettings("stub", base_url=url, asking=patience))
+        try:
+            await EpisodeScorer(judge, rubrics, RewardBlend(env=0.5, outcome=1.0))(request(*SAID).trajectory)
+        finally:
+            await judge.close()
+
+    with pytest.raises(UnscoredError, match="4 attempts"):
+        asyncio.run(score())
+    assert len(model.bodies) == 4
