@@ -21,7 +21,6 @@ BUNDLED = {
     "gspo_gym/TicTacToe-v0": "gspo_gym_envs.tic_tac_toe.env:TicTacToe",
     "gspo_gym/Homestead-v0": "gspo_gym_envs.homestead.env:Homestead",
     "gspo_gym/OpenEnv-v0": "gspo_gym.env.suites.openenv:OpenEnvEnv",  # needs the argument `url`
-    "gspo_gym/StepProtocol-v0": "gspo_gym.env.suites.step_protocol:StepProtocolEnv",  # needs `url` and `name`
     "gspo_gym/NeMoGym-v0": "gspo_gym.env.suites.nemo_gym:NeMoGymEnv",  # needs `url` and `rows`
     # Other projects' suites; each needs the argument that names one of its environments.
     "gspo_gym/ToyText-v0": "gspo_gym.env.suites.toy_text:ToyTextEnv",

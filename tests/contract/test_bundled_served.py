@@ -20,6 +20,7 @@ from gspo_gym.base.messages import message_to_wire
 from gspo_gym.env.playing import Playthrough, play, replaying
 from gspo_gym.env.registry import make
 from gspo_gym.remote.apps.contracts import RolloutResponse, read_response
+from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
 
@@ -42,8 +43,8 @@ def here(name: str, seed: int) -> Playthrough:
 @pytest.mark.parametrize("name", OURS)
 def test_it_plays_step_by_step_as_in_this_process(name: str) -> None:
     """Messages, rewards, terms, events, success and flags: all that `difference_from` compares."""
-    with BackgroundServer(create_task_app(name)) as server:
-        there = partial(make, "StepProtocol", url=server.url, name=name)
+    with BackgroundServer(create_openenv_app(name)) as server:
+        there = partial(make, "OpenEnv", url=server.url)
         assert there().tool_schemas == make(name).unwrapped.tool_schemas
         for seed in SEEDS:
             assert here(name, seed).difference_from(played(there, replaying(here(name, seed).actions), seed)) is None

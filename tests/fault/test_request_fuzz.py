@@ -91,7 +91,7 @@ class Parrot(TextEnv):
 
 
 def play(policy: str, name: str, given: Any) -> list[Good]:
-    """Requests of the task app's contract and of the step protocol; `given` are arguments of the environment."""
+    """Requests of the task app's contract; `given` are arguments of the environment."""
     config = {"model": "m", "inference_url": f"{policy}/v1?cid=x", "temperature": 0.5, "max_tokens": 9}
     rollout = {
         "run_id": "run",
@@ -103,8 +103,6 @@ def play(policy: str, name: str, given: Any) -> list[Good]:
         "safety": {"max_ops": 8, "max_time_s": 20.0},
         "mode": "rl",
     }
-    opening = {"attempt_id": None, "seed": 3, "config": given, "options": {}}
-    step = {"env_id": "gone", "step_id": 0, "action": {"message": {"role": "assistant", "content": "hi"}}}
     return [
         Good("/rollout", rollout),
         Good("/task_info?seed=0&seed=1", method="GET"),
@@ -112,12 +110,6 @@ def play(policy: str, name: str, given: Any) -> list[Good]:
         Good("/run/status/run", method="GET"),
         Good("/info", method="GET"),
         Good("/done", {}),
-        Good(f"/env/{name}/describe", {"config": given}),
-        Good(f"/env/{name}/initialize", opening),
-        Good(f"/env/{name}/initialize", {**opening, "attempt_id": "one"}),
-        Good(f"/env/{name}/step", step),
-        Good(f"/env/{name}/step", {**step, "action": {"tool_calls": [{"tool": "echo", "args": {"text": "a"}}]}}),
-        Good(f"/env/{name}/terminate", {"env_id": "gone"}),
     ]
 
 
@@ -143,10 +135,7 @@ def _asked_for(body: Any) -> Any:
 def task_app(env: Any = Parrot) -> Iterator[tuple[str, list[Good]]]:
     app = create_task_app(env, isolation="thread", client_options=["*"])
     with BackgroundServer(ScriptedModel(_asked_for)) as model, BackgroundServer(app) as server:
-        goods = play(model.url, env.__name__, {"prefix": "p"})
-        opened = _post(server.url, goods[7])["env_id"]
-        moves = [Good(f"/env/{env.__name__}/step", {**goods[9].body, "env_id": opened, "step_id": None})]
-        yield server.url, [*goods, *moves]
+        yield server.url, play(model.url, env.__name__, {"prefix": "p"})
 
 
 @contextlib.contextmanager
@@ -301,8 +290,8 @@ def example_app() -> Iterator[tuple[str, list[Good]]]:
 
 SERVERS: dict[str, Server] = {
     "gateway": gateway,
-    "task app and step protocol, text": task_app,
-    "task app and step protocol, tools": lambda: task_app(Echo),
+    "task app, text": task_app,
+    "task app, tools": lambda: task_app(Echo),
     "OpenEnv": openenv_server,
     "both protocols on one port": both_protocols,
     "judge": judge,
@@ -319,8 +308,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/remote/serve/services.py": ("OpenEnv", "both protocols on one port"),
     "gspo_gym/remote/serve/served_env.py": ("both protocols on one port",),
     "gspo_gym/remote/serve/task_app_server.py": (
-        "task app and step protocol, text",
-        "task app and step protocol, tools",
+        "task app, text",
+        "task app, tools",
     ),
     "gspo_gym/remote/serve/openenv_server.py": ("OpenEnv",),
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),

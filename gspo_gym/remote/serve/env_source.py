@@ -1,7 +1,7 @@
 """EnvSource: which environment a server plays, and what a client may change of it.
 
 The arguments of a constructor are the operator's: one of them may be a file or a URL. A client may repeat them, and set
-those that the operator names. Called by `task_app_rollout.py` and `step_sessions.py`.
+those that the operator names.
 """
 
 from __future__ import annotations

@@ -74,15 +74,6 @@ class Session:
         async with self._lock:
             return await self._turn(self.env.step(message_at(self.num_steps)))
 
-    async def refuse(self, error: str) -> StepResult:
-        """Answer text that was no action, in place of `act`.
-
-        Raises:
-            as `act`.
-        """
-        async with self._lock:
-            return await self._turn(self.env.invalid_action(error))
-
     async def close(self) -> None:
         """Close the environment; what it raises by that is of no use to a client that has gone."""
         with suppress(GymError):
@@ -140,8 +131,8 @@ class Sessions:
         """Sessions that take a place: open ones, and those whose environment is being made."""
         return len(self._open) + self._num_opening
 
-    async def create(self, factory: Callable[[], Any] | None = None) -> Session:
-        """A session with a fresh environment; `factory` makes it, if it is not the server's own.
+    async def create(self) -> Session:
+        """Open a session with a fresh environment.
 
         Raises:
             CapacityError: all places are taken.
@@ -153,19 +144,19 @@ class Sessions:
             raise CapacityError(f"{self.num_active} of at most {self.max_sessions} sessions are open")
         self._num_opening += 1
         try:
-            session = Session(await self.open_env(factory))
+            session = Session(await self.open_env())
         finally:
             self._num_opening -= 1
         self._open[session.id] = session
         return session
 
-    async def open_env(self, factory: Callable[[], Any] | None = None) -> EnvSession:
+    async def open_env(self) -> EnvSession:
         """An environment that takes no place.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: it could not be made.
         """
-        return await open_session(factory or self._factory, env_id=self._env_id, step_timeout_seconds=self._timeout)
+        return await open_session(self._factory, env_id=self._env_id, step_timeout_seconds=self._timeout)
 
     def get(self, session_id: str) -> Session:
         """An open session.
@@ -176,10 +167,6 @@ class Sessions:
         if session_id not in self._open:
             raise UsageError(f"there is no session {session_id!r}")
         return self._open[session_id]
-
-    def is_open(self, session: Session) -> bool:
-        """Whether it still has its place."""
-        return session.id in self._open
 
     async def destroy(self, session: Session) -> None:
         """Close a session; its place is free when its environment is closed."""

@@ -1,8 +1,7 @@
 """Any environment of ours as a task app: an agent with its own loop, which a trainer elsewhere gives a model to.
 
-The contract is that of `contracts.py`: /health, /info, /task_info, /rollout in both modes, /done; beside it /run/abort,
-/run/status and the step-wise protocol under /env/{name}. Called by `serve_command.py`; for a server in a notebook see
-`serving.BackgroundServer`. What is asked of callers is `guard.py`'s.
+The contract is that of `contracts.py`: /health, /info, /task_info, /rollout in both modes, /done; beside it /run/abort
+and /run/status. For a server in a notebook see `serving.BackgroundServer`. What is asked of callers is `guard.py`'s.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import fastapi
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
+from gspo_gym.env.session import open_session
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.remote.apps.contracts import RolloutRequest
@@ -25,10 +25,8 @@ from gspo_gym.remote.refusals import RefusalError, answer_refusal
 from gspo_gym.remote.serve import task_app_documents as documents
 from gspo_gym.remote.serve.env_source import EnvSource
 from gspo_gym.remote.serve.inference import require_openai
-from gspo_gym.remote.serve.openenv_sessions import Sessions
 from gspo_gym.remote.serve.runs import Runs
 from gspo_gym.remote.serve.services import joined_app
-from gspo_gym.remote.serve.step_sessions import InitializeRequest, StepRequest, StepSessions, TerminateRequest
 from gspo_gym.remote.serve.task_app_documents import AppFacts
 from gspo_gym.remote.serve.task_app_rollout import InferenceSettings, Rollouts
 
@@ -43,10 +41,10 @@ class TaskAppLimits:
 
     Attributes:
         max_concurrent_rollouts: played at once; more wait, and too many of those are answered 503.
-        max_sessions: of the step-wise protocol at once.
+        max_sessions: of OpenEnv's protocol at once, where the server speaks it, too.
         rollout_timeout_seconds: of one rollout, whatever its request says.
         step_timeout_seconds: for each call of an environment's method.
-        idle_timeout_seconds: of a step-wise session without a call, before it may lose its place to another.
+        idle_timeout_seconds: of such a session without a call, before it may lose its place to another.
     """
 
     max_concurrent_rollouts: int = 64
@@ -63,7 +61,7 @@ class TaskAppLimits:
 
 
 class TaskApp:
-    """What answers: one environment, its rollouts and its step-wise sessions.
+    """What answers: one environment, and its rollouts.
 
     Attributes:
         facts: what is said of it; read from one instance when the server starts.
@@ -80,14 +78,6 @@ class TaskApp:
         require_openai()
         self.source, self.limits = source, limits
         self._rubrics, self._has_key = rubrics, has_key
-        self.sessions = Sessions(
-            source.factory,
-            env_id=source.env_id,
-            max_sessions=limits.max_sessions,
-            step_timeout_seconds=limits.step_timeout_seconds,
-            idle_timeout_seconds=limits.idle_timeout_seconds,
-        )
-        self.steps = StepSessions(source, self.sessions)
         self.runs = Runs(max_running=limits.max_concurrent_rollouts, max_waiting=_MAX_WAITING)
         self.rollouts = Rollouts(
             source,
@@ -110,12 +100,14 @@ class TaskApp:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """For as long as the server runs; rollouts are stopped and sessions closed at its end.
+        """For as long as the server runs; rollouts are stopped at its end.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
         """
-        session = await self.sessions.open_env()
+        session = await open_session(
+            self.source.factory, env_id=self.source.env_id, step_timeout_seconds=self.limits.step_timeout_seconds
+        )
         try:
             schemas = session.tool_schemas
         finally:
@@ -134,7 +126,6 @@ class TaskApp:
             yield
         finally:
             await self.runs.stop_all()
-            await self.sessions.close_all()
 
 
 def create_task_app(
@@ -191,24 +182,11 @@ class _AbortRequest(BaseModel):
     run_id: str
 
 
-class _DescribeRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    config: dict[str, Any] = {}
-
-
 _ROUTER = fastapi.APIRouter()
 
 
 def _app(request: fastapi.Request) -> TaskApp:
     task_app: TaskApp = request.app.state.task_app
-    return task_app
-
-
-def _called(request: fastapi.Request, name: str) -> TaskApp:
-    task_app = _app(request)
-    if not task_app.source.is_called(name):
-        raise RefusalError(404, "unknown_env", f"{name!r} is not served here; {task_app.source.name} is")
     return task_app
 
 
@@ -266,30 +244,6 @@ async def status(request: fastapi.Request, run_id: str) -> dict[str, Any]:
 async def done(request: fastapi.Request) -> dict[str, Any]:
     """For trainers that say when nothing more is coming; nothing here waits for it."""
     return {"ok": True, "service": _app(request).facts.name}
-
-
-@_ROUTER.post("/env/{name:path}/describe")
-async def describe(request: fastapi.Request, name: str, asked: _DescribeRequest) -> JSONResponse:
-    """What a step-wise client has to know before it plays."""
-    return JSONResponse(await _called(request, name).steps.describe(asked.config))
-
-
-@_ROUTER.post("/env/{name:path}/initialize")
-async def initialize(request: fastapi.Request, name: str, asked: InitializeRequest) -> JSONResponse:
-    """Opens a step-wise session."""
-    return JSONResponse(await _called(request, name).steps.initialize(asked))
-
-
-@_ROUTER.post("/env/{name:path}/step")
-async def step(request: fastapi.Request, name: str, asked: StepRequest) -> JSONResponse:
-    """Plays one action."""
-    return JSONResponse(await _called(request, name).steps.step(asked))
-
-
-@_ROUTER.post("/env/{name:path}/terminate")
-async def terminate(request: fastapi.Request, name: str, asked: TerminateRequest) -> JSONResponse:
-    """Ends a step-wise session."""
-    return JSONResponse(await _called(request, name).steps.terminate(asked))
 
 
 async def _disconnected(request: fastapi.Request) -> None:

@@ -18,7 +18,6 @@ from websockets.asyncio.client import connect
 
 from gspo_gym.cli.main import main
 from gspo_gym.cli.serve_env import add_arguments, served_of
-from gspo_gym.env.registry import make
 from gspo_gym.remote.serve.served_env import ServedEnv, rubrics_of, served_app
 from gspo_gym.remote.serving import BackgroundServer
 
@@ -112,7 +111,7 @@ def test_bundled_environments_bring_their_rubrics() -> None:
     other = rubrics_of("GuessNumber", "frozen_lake/bundle@v1").outcome
     assert other is not None
     assert other != outcome
-    assert rubrics_of("StepProtocol").outcome is None  # an adapter brings none
+    assert rubrics_of("OpenEnv").outcome is None  # an adapter brings none
 
 
 def test_both_protocols_are_spoken_on_one_port() -> None:
@@ -121,20 +120,12 @@ def test_both_protocols_are_spoken_on_one_port() -> None:
             await socket.send(json.dumps({"type": "reset", "data": {"seed": 0}}))
             return json.loads(await socket.recv())["data"]["observation"]["text"]
 
-    async def opened_step_by_step(url: str) -> str:
-        env = make("StepProtocol", url=url, name="GuessNumber")
-        try:
-            return str((await env.reset(seed=0))[0][0].content)
-        finally:
-            await env.close()
-
     with BackgroundServer(served_app(ServedEnv("GuessNumber", protocol="all", isolation="thread"))) as server:
         assert httpx.get(f"{server.url}/info", trust_env=False).json()["service"]["task"]["id"] == "GuessNumber"
         assert httpx.get(f"{server.url}/schema", trust_env=False).status_code == 200
         health = httpx.get(f"{server.url}/health", trust_env=False).json()
         assert (health["status"], health["healthy"]) == ("healthy", True)  # OpenEnv's word, and a task app's
         assert asyncio.run(played_over_openenv(server.url)) == "Guess 1-8. 4 tries."
-        assert asyncio.run(opened_step_by_step(server.url)) == "Guess 1-8. 4 tries."
 
 
 def test_pages_that_describe_the_server_are_not_served() -> None:

@@ -38,7 +38,6 @@ from gspo_gym.env.suites.nemo_gym import NeMoGymEnv
 from gspo_gym.env.suites.openenv import OpenEnvEnv
 from gspo_gym.env.suites.reasoning_gym import ReasoningGymEnv
 from gspo_gym.env.suites.skyrl_gym import SkyRLGymEnv
-from gspo_gym.env.suites.step_protocol import StepProtocolEnv
 from gspo_gym.env.suites.textarena import TextArenaEnv
 from gspo_gym.env.suites.verifiers import VerifiersEnv
 from gspo_gym.env.tasks import TaskSource
@@ -178,17 +177,6 @@ def served_openenv(first: int | None) -> Sides:
     return [int(answer.partition("seed ")[2].partition('"')[0]) < FIRST for answer in told[-COUNT:]]
 
 
-def served_steps(first: int | None) -> Sides:
-    """Every initialize is a session of its own, so no seed was given before."""
-    assert first is None
-    with BackgroundServer(create_task_app(SaysSeed, isolation="thread")) as server:
-        url, posted = f"{server.url}/env/SaysSeed/initialize", []
-        with httpx.Client(trust_env=False, timeout=30) as client:
-            for _ in range(COUNT):
-                posted.append(client.post(url, json={}).json()["observation"]["text"])
-    return [side(observation) for observation in posted]
-
-
 def served_rollouts(first: int | None, mode: str = "rl") -> Sides:
     """Every rollout is a session of its own."""
     assert first is None
@@ -323,9 +311,6 @@ PROBES: Mapping[str, Callable[[int | None], Sides]] = {
     "OpenEnv client": lambda first: served_to_ours(
         lambda url: OpenEnvEnv(url=url), create_openenv_app(SaysSeed, isolation="thread"), first
     ),
-    "StepProtocol client": lambda first: served_to_ours(
-        lambda url: StepProtocolEnv(url=url, name="SaysSeed"), create_task_app(SaysSeed, isolation="thread"), first
-    ),
     "NeMoGym": nemo,
     "TaskSource": task_source,
     "Dataset": dataset,
@@ -342,7 +327,6 @@ PROBES: Mapping[str, Callable[[int | None], Sides]] = {
 }
 # Those whose every unseeded request is a session of its own.
 STATELESS: Mapping[str, Callable[[int | None], Sides]] = {
-    "step protocol server": served_steps,
     "task app rollout": served_rollouts,
 }
 
@@ -391,17 +375,17 @@ INTERFACES: Mapping[str, str] = {
     "gspo_gym/env/suites/openenv.py OpenEnvEnv.reset": "OpenEnv client",
     "gspo_gym/env/suites/reasoning_gym.py ReasoningGymEnv.reset": "ReasoningGym",
     "gspo_gym/env/suites/skyrl_gym.py SkyRLGymEnv.reset": "SkyRLGym",
-    "gspo_gym/env/suites/step_protocol.py StepProtocolEnv.reset": "StepProtocol client",
     "gspo_gym/env/suites/textarena.py TextArenaEnv.reset": "TextArena",
     "gspo_gym/env/suites/verifiers.py VerifiersEnv.reset": "Verifiers",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset": "TokenObservationWrapper",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset_async": "TokenObservationWrapper",
+    "gspo_gym/rollout/statistics.py bootstrap_mean_interval": "of resampling, not of a task",
     "gspo_gym/rollout/verifiers_client.py verifiers_client": "of sampling, not of a task",
+    "gspo_gym/remote/apps/check.py CheckSettings.seed": "of the probes, which are no training",
     "gspo_gym/remote/apps/contracts.py RolloutEnv.seed": "task app rollout",
     "gspo_gym/remote/serve/env_source.py EnvSource.seed_of": "task app rollout",
     "gspo_gym/remote/serve/openenv_sessions.py Session.reset": "OpenEnv server",
     "gspo_gym/remote/serve/openenv_wire.py ResetRequest.seed": "OpenEnv server",
-    "gspo_gym/remote/serve/step_sessions.py InitializeRequest.seed": "step protocol server",
     "envs/countdown/env.py Countdown.reset": "TaskSource",
     "envs/frozen_lake/env.py FrozenLake.reset": "FrozenLake",
     "envs/guess_number/env.py GuessNumber.reset": _NO_SIDES,
