@@ -23,6 +23,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from gspo_gym.env.announcements import announced, announcing
 from gspo_gym.env.answers import as_reset_result, as_step_result, described
+from gspo_gym.env.loading import Making
 from gspo_gym.env.workers import OwnThread, Returned
 from gspo_gym.errors import (
     ActionLimitError,
@@ -321,29 +322,41 @@ async def open_session(
 
     So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
     in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
-    `step_timeout_seconds` None waits for ever. `checks_returns`: see `EnvSession`.
+    `step_timeout_seconds` None waits for ever; what is loaded once for many environments does not count (`loading.py`).
+    `checks_returns`: see `EnvSession`.
 
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
         ContractError: what it made is no environment.
     """
-    opening = asyncio.create_task(_open_session(factory, env_id, step_timeout_seconds, checks_returns=checks_returns))
+    making = Making(step_timeout_seconds)
+    opening = asyncio.create_task(
+        _open_session(factory, env_id, step_timeout_seconds, making, checks_returns=checks_returns)
+    )
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
+        making.give_up()
         with contextlib.suppress(GymError):  # nobody is left to whom it would matter
             await (await opening).close()
         raise
 
 
 async def _open_session(
-    factory: Callable[[], Any], env_id: str, step_timeout_seconds: float | None, *, checks_returns: bool
+    factory: Callable[[], Any],
+    env_id: str,
+    step_timeout_seconds: float | None,
+    making: Making,
+    *,
+    checks_returns: bool,
 ) -> EnvSession:
     thread = OwnThread()
     made: list[Any] = []
     try:
-        returned = await thread.call_async(lambda: made.append(factory()), timeout_seconds=step_timeout_seconds)
+        async with making.timeout:
+            returned = await thread.call_async(lambda: made.append(making.run(factory)), timeout_seconds=None)
     except TimeoutError:
+        making.give_up()
         thread.abandon(lambda: _close_if_possible(made))  # should it come after all
         text = f"{env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
         raise EnvTimeoutError(text) from None
