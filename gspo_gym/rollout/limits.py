@@ -30,7 +30,7 @@ class EpisodeLimits(Settings):
         default=30.0, gt=0, description="to make the environment, and for each reset, step or close of it"
     )
     episode_timeout_seconds: float = Field(
-        default=600.0, gt=0, description="for the whole episode, once its environment is made"
+        default=600.0, gt=0, description="for the whole episode, from when its environment was made"
     )
     action_limit_return: float | None = Field(
         default=None,
