@@ -97,22 +97,29 @@ class Loading:
         An environment whose thread waits is not charged for that, and one that loads has `FIRST_LOAD_SECONDS`. What
         becomes of the first load, a failure too, is all that there is to wait for, and no longer than that.
         """
-        is_first = False
-        if key not in self._slowest_seconds:
-            with self._lock:
-                first = self._first.setdefault(key, threading.Lock())
-            with waiting_for(first, seconds=FIRST_LOAD_SECONDS) as is_held:
-                is_first = is_held and key not in self._slowest_seconds
-                if is_first:
-                    started, took = time.monotonic(), 0.0
-                    try:
-                        with clock_stopped(FIRST_LOAD_SECONDS):
-                            yield True
-                        took = time.monotonic() - started
-                    finally:
-                        self._slowest_seconds[key] = took
-        if not is_first:
+        if key in self._slowest_seconds:
             yield False
+            return
+        with self._lock:
+            first = self._first.setdefault(key, threading.Lock())
+        with contextlib.ExitStack() as stack:
+            is_held = stack.enter_context(waiting_for(first, seconds=FIRST_LOAD_SECONDS))
+            is_first = is_held and key not in self._slowest_seconds
+            if is_first:
+                stack.enter_context(self._first_of(key))
+            else:
+                stack.close()
+            yield is_first
+
+    @contextlib.contextmanager
+    def _first_of(self, key: str) -> Iterator[None]:
+        started, took = time.monotonic(), 0.0
+        try:
+            with clock_stopped(FIRST_LOAD_SECONDS):
+                yield
+            took = time.monotonic() - started
+        finally:
+            self._slowest_seconds[key] = took
 
     @contextlib.contextmanager
     def again(self, key: str, seconds: float) -> Iterator[Callable[[], float]]:

@@ -11,18 +11,14 @@ import asyncio
 import contextlib
 import inspect
 import math
-import os
-import sysconfig
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from gspo_gym.env.announcements import announced, announcing
-from gspo_gym.env.answers import as_reset_result, as_step_result, described
+from gspo_gym.env.answers import as_reset_result, as_step_result, described, place_of
 from gspo_gym.env.loading import Making
 from gspo_gym.env.workers import OwnThread, Returned
 from gspo_gym.errors import (
@@ -38,8 +34,6 @@ from gspo_gym.types import Message, StepResult
 
 _RETURN_TOLERANCE = 1e-6  # of the larger bound: rewards may be float32 sums
 _KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # what `gymnasium.make` puts around an environment
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen")
 _ANSWERS_ACTION = ("step", "invalid_action")
 
 
@@ -381,21 +375,6 @@ def _close_if_possible(made: list[Any]) -> None:
         close = getattr(env, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
-
-
-def place_of(error: BaseException) -> str:
-    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if that is not known.
-
-    That is the innermost line outside this library, Python's own and installed packages; else, for an environment that
-    is an installed package itself, the outermost line outside this library.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    authored = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
-    frame = (authored or foreign[:1] or frames)[-1]
-    return f" ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}, in {frame.name}: {frame.line})"
 
 
 @contextlib.asynccontextmanager
