@@ -11,7 +11,7 @@ from typing import Any
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.files import write_output
-from gspo_gym.translate import agilerl, roll, stateset, trl, trl_arguments
+from gspo_gym.translate import agilerl, roll, roll_arguments, stateset, trl, trl_arguments
 from gspo_gym.translate.draft import Draft, Translation, label_of
 
 # What a run needs and another system's file need not hold; the first four have an option of the command.
@@ -36,7 +36,7 @@ class System:
 
 SYSTEMS = {
     "trl": System("TRL", trl_arguments.DEFAULTS, trl.translate),
-    "roll": System("ROLL", roll.DEFAULTS, roll.translate, roll.flatten),
+    "roll": System("ROLL", roll_arguments.DEFAULTS, roll.translate, roll.flatten),
     "agilerl": System("AgileRL", agilerl.DEFAULTS, agilerl.translate, agilerl.flatten),
     "stateset": System("stateset-agents", stateset.DEFAULTS, stateset.translate),
 }
