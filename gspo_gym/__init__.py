@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     __version__: str
     from gspo_gym.cli.evaluate import run_evaluation as run_evaluation
     from gspo_gym.cli.train import run_training as run_training
+    from gspo_gym.config.build.episode_collection import collect_episodes as collect_episodes
     from gspo_gym.config.run_config import RunConfig as RunConfig
     from gspo_gym.config.run_config import load_config as load_config
     from gspo_gym.engine.local.engine import LocalEngine as LocalEngine
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from gspo_gym.rollout.adapter import TokenObservationWrapper as TokenObservationWrapper
     from gspo_gym.rollout.episode_files import load_episodes as load_episodes
     from gspo_gym.rollout.episode_files import save_episodes as save_episodes
-    from gspo_gym.run.episode_collection import collect_episodes as collect_episodes
     from gspo_gym.types import Message as Message
     from gspo_gym.types import ToolCall as ToolCall
 

@@ -14,7 +14,7 @@ from gspo_gym.base.files import write_output
 from gspo_gym.cli.command_line import add_environment, env_config_of
 
 if TYPE_CHECKING:
-    from gspo_gym.run.token_audit import TokenAudit
+    from gspo_gym.config.build.token_audit import TokenAudit
 
 _MAX_SHOWN = 400  # characters of a run of tokens in the picture; of a longer one, its two ends
 
@@ -52,7 +52,7 @@ def check_environment(arguments: argparse.Namespace) -> int:
     audit = None
     # What does not even play has no tokens to look at.
     if arguments.model is not None and report.state_of("play") == "ok":
-        from gspo_gym.run.token_audit import audit_tokens
+        from gspo_gym.config.build.token_audit import audit_tokens
 
         audit = audit_tokens(arguments.name, arguments.model, num_turns=arguments.turns, env_config=config)
         print(audit)

@@ -14,7 +14,7 @@ from gspo_gym.cli.command_line import add_environment, env_config_of
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 
 if TYPE_CHECKING:
-    from gspo_gym.run.episode_collection import CollectedEpisodes
+    from gspo_gym.config.build.episode_collection import CollectedEpisodes
     from gspo_gym.types import Trajectory
 
 
@@ -56,9 +56,9 @@ def collect(arguments: argparse.Namespace) -> int:
 
     from gspo_gym.base.files import PartFile
     from gspo_gym.base.settings import parse_seeds
+    from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
     from gspo_gym.rollout.episode_files import require_writable, save_episodes
     from gspo_gym.rollout.recording_episodes import trajectory_from_json, trajectory_to_json
-    from gspo_gym.run.episode_collection import CollectSettings, collect_episodes
     from gspo_gym.run.report.progress import counting
 
     require_writable(arguments.out)

@@ -206,11 +206,11 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
 async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     """By players that speak in messages: hand-written ones, and models behind an endpoint's chat route."""
     from gspo_gym.config.build import trainer as build
+    from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
     from gspo_gym.config.build.judge import build_judging
     from gspo_gym.config.services import refuse_to_run
     from gspo_gym.env.chat_model import ChatModel
     from gspo_gym.policy.load import load_tokenizer
-    from gspo_gym.run.episode_collection import chat_policy, endpoint_settings
 
     refuse_to_run(config.sections)
     renderers = build.build_renderers(config, load_tokenizer(build.model_name(config)))  # counts tokens for the limits

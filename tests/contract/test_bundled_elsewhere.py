@@ -16,13 +16,13 @@ import pytest
 from gspo_gym_envs import BUNDLED
 from gymnasium.utils.env_checker import check_env
 
+from gspo_gym.config.build.episode_collection import collect_episodes
 from gspo_gym.env.plain import as_gymnasium
 from gspo_gym.env.playing import Playthrough, play, replaying
 from gspo_gym.env.registry import make
 from gspo_gym.env.vector import make_vec
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.run.episode_collection import collect_episodes
 from gspo_gym.types import Message
 
 OURS = [name for name, home in BUNDLED.items() if home.startswith("gspo_gym_envs.")]  # not adapters and data sets

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.config.build.episode_collection import collect_episodes
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.env.checks.checker import check_env
@@ -26,7 +27,6 @@ from gspo_gym.errors import ConfigError, EnvError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.policy.tiny import build_tiny
 from gspo_gym.rollout.verifiers_client import verifiers_client
-from gspo_gym.run.episode_collection import collect_episodes
 from gspo_gym.types import Message, ToolCall
 
 # What the package and its dependencies warn of is not ours to mend.

@@ -23,13 +23,13 @@ import pytest
 
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.main import main
+from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
 from gspo_gym.config.run_config import load_config
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError, RecordError, RolloutError, UnknownNameError
 from gspo_gym.rollout.episode_files import load_episodes, save_episodes
 from gspo_gym.rollout.recording_episodes import trajectory_to_json
-from gspo_gym.run.episode_collection import CollectSettings, collect_episodes
 from gspo_gym.types import Message, Outcome
 
 
@@ -128,7 +128,7 @@ def test_a_model_is_collected_with_the_tokens_that_it_sampled() -> None:
 
 
 def test_an_endpoint_is_evaluated_over_seeds_as_a_model_here_is(endpoint: Any) -> None:
-    config = load_config(Path(__file__).parents[3] / "configs" / "quickstart.toml", ["evaluation.seeds=0:6"])
+    config = load_config(Path(__file__).parents[4] / "configs" / "quickstart.toml", ["evaluation.seeds=0:6"])
     evaluation = run_evaluation(config, f"openai:halver@http://127.0.0.1:{endpoint.server_port}/v1")
     # 2 ** 4 > 8, so halving finds every number within four guesses
     assert (evaluation.success_rate, [row.seed for row in evaluation.rows]) == (1.0, list(range(6)))
@@ -209,7 +209,7 @@ def test_the_command_writes_a_file_and_says_how_it_went(tmp_path: Path, capsys: 
 
 @pytest.mark.slow  # five processes that load torch
 def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp_path: Path) -> None:
-    support = Path(__file__).parents[2] / "support"
+    support = Path(__file__).parents[3] / "support"
     environ = os.environ | {"PYTHONPATH": str(support)}
     command = [
         sys.executable,
