@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import write_output
-from gspo_gym.config.foreign import agilerl, roll, stateset, trl, trl_arguments
+from gspo_gym.config.foreign import agilerl, roll, roll_arguments, stateset, trl, trl_arguments
 from gspo_gym.config.foreign.draft import Draft, Translation, label_of
 from gspo_gym.errors import ConfigError
 
@@ -36,7 +36,7 @@ class System:
 
 SYSTEMS = {
     "trl": System("TRL", trl_arguments.DEFAULTS, trl.translate),
-    "roll": System("ROLL", roll.DEFAULTS, roll.translate, roll.flatten),
+    "roll": System("ROLL", roll_arguments.DEFAULTS, roll.translate, roll.flatten),
     "agilerl": System("AgileRL", agilerl.DEFAULTS, agilerl.translate, agilerl.flatten),
     "stateset": System("stateset-agents", stateset.DEFAULTS, stateset.translate),
 }

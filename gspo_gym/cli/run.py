@@ -25,9 +25,10 @@ from gspo_gym.config.build.weights import build_weight_sync
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import read_frozen, seconds_until_frozen, watching
@@ -140,6 +141,7 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
 async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
+    _require_named_run(config.run_folder, checkpoint.folder)
     for folder in checkpoints.passed_over():
         progress.note(f"{folder} is not complete, and is passed over")
     _require_same_run(config)
@@ -249,6 +251,20 @@ async def _enter_judging(config: RunConfig, player: build.Player, stack: context
 
 def _checkpoints(config: RunConfig) -> CheckpointStore:
     return CheckpointStore(config.run_folder / "checkpoints", run_id=read_run_id(config.run_folder))
+
+
+def _require_named_run(folder: Path, checkpoint: Path) -> None:
+    """Refuse a checkpoint that names its run in a folder that does not say which run it holds.
+
+    Raises:
+        CheckpointError: says what to restore.
+    """
+    run = read_manifest(checkpoint).run
+    if run is not None and read_run_id(folder) is None:
+        raise CheckpointError(
+            f"{checkpoint}: is of the run {run}, and {folder} does not say which run it holds: restore its "
+            "config.toml, whose first line is the run's id, or its events.jsonl"
+        )
 
 
 def _require_same_run(config: RunConfig) -> None:

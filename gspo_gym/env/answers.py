@@ -1,12 +1,16 @@
 """What an environment answered -> a `StepResult`, or a ContractError that says what was expected and what came.
 
-Pure functions; nothing is called or waited for. Called by `session.py`.
+And for what it raised, the place. Pure functions; nothing is called or waited for. Called by `session.py`.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,8 @@ from gspo_gym.errors import ContractError, RecordError, nearest_name
 from gspo_gym.types import Message, StepResult
 
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen")
 _MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 
 
@@ -148,3 +154,18 @@ def _as_info(info: object, where: str) -> dict[str, Any]:
     if not isinstance(info, Mapping):
         raise ContractError(f"{where}: expected info as a mapping, got {described(info)}")
     return dict(info)
+
+
+def place_of(error: BaseException) -> str:
+    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if that is not known.
+
+    That is the innermost line outside this library, Python's own and installed packages; else, for an environment that
+    is an installed package itself, the outermost line outside this library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    authored = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    frame = (authored or foreign[:1] or frames)[-1]
+    return f" ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}, in {frame.name}: {frame.line})"

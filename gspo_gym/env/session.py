@@ -11,18 +11,15 @@ import asyncio
 import contextlib
 import inspect
 import math
-import os
-import sysconfig
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from gspo_gym.env.answers import as_reset_result, as_step_result, described
+from gspo_gym.env.answers import as_reset_result, as_step_result, described, place_of
 from gspo_gym.env.workers.announcements import announced, announcing
+from gspo_gym.env.workers.loading import Making
 from gspo_gym.env.workers.threads import OwnThread, Returned
 from gspo_gym.errors import (
     ActionLimitError,
@@ -37,8 +34,6 @@ from gspo_gym.types import Message, StepResult
 
 _RETURN_TOLERANCE = 1e-6  # of the larger bound: rewards may be float32 sums
 _KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # what `gymnasium.make` puts around an environment
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen")
 _ANSWERS_ACTION = ("step", "invalid_action")
 
 
@@ -321,29 +316,41 @@ async def open_session(
 
     So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
     in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
-    `step_timeout_seconds` None waits for ever. `checks_returns`: see `EnvSession`.
+    `step_timeout_seconds` None waits for ever; what is loaded once for many environments does not count (`loading.py`).
+    `checks_returns`: see `EnvSession`.
 
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
         ContractError: what it made is no environment.
     """
-    opening = asyncio.create_task(_open_session(factory, env_id, step_timeout_seconds, checks_returns=checks_returns))
+    making = Making(step_timeout_seconds)
+    opening = asyncio.create_task(
+        _open_session(factory, env_id, step_timeout_seconds, making, checks_returns=checks_returns)
+    )
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
+        making.give_up()
         with contextlib.suppress(GymError):  # nobody is left to whom it would matter
             await (await opening).close()
         raise
 
 
 async def _open_session(
-    factory: Callable[[], Any], env_id: str, step_timeout_seconds: float | None, *, checks_returns: bool
+    factory: Callable[[], Any],
+    env_id: str,
+    step_timeout_seconds: float | None,
+    making: Making,
+    *,
+    checks_returns: bool,
 ) -> EnvSession:
     thread = OwnThread()
     made: list[Any] = []
     try:
-        returned = await thread.call_async(lambda: made.append(factory()), timeout_seconds=step_timeout_seconds)
+        async with making.timeout:
+            returned = await thread.call_async(lambda: made.append(making.run(factory)), timeout_seconds=None)
     except TimeoutError:
+        making.give_up()
         thread.abandon(lambda: _close_if_possible(made))  # should it come after all
         text = f"{env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
         raise EnvTimeoutError(text) from None
@@ -368,21 +375,6 @@ def _close_if_possible(made: list[Any]) -> None:
         close = getattr(env, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
-
-
-def place_of(error: BaseException) -> str:
-    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if that is not known.
-
-    That is the innermost line outside this library, Python's own and installed packages; else, for an environment that
-    is an installed package itself, the outermost line outside this library.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    authored = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
-    frame = (authored or foreign[:1] or frames)[-1]
-    return f" ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}, in {frame.name}: {frame.line})"
 
 
 @contextlib.asynccontextmanager

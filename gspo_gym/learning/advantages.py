@@ -84,7 +84,7 @@ def is_constant(group: Sequence[Returns], settings: AdvantageSettings) -> bool:
     At level "turn" every turn's returns-to-go must be alike. Such a group teaches nothing when it is compared with
     itself (baseline "group" or "leave_one_out").
     """
-    if len(group) < 2:
+    if not group:
         return True
     return not _Spread.of(_table(group, settings.level), _magnitudes(group, settings.level)).varies.any()
 
@@ -103,10 +103,11 @@ class _Spread:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], magnitudes: NDArray[np.float64]) -> _Spread:
-        """The spread of values [n, K] that were summed from rewards of these `magnitudes` [n, K]; see `_rounding`."""
-        mean = values.mean(axis=0) if len(values) else values.sum(axis=0)
-        if len(values) < 2:
-            return cls(mean, np.zeros(values.shape[1], np.bool_), 0.0)
+        """The spread of values [n, K] that were summed from rewards of these `magnitudes` [n, K]; see `_rounding`.
+
+        n is at least 1; of one episode nothing varies.
+        """
+        mean = values.mean(axis=0)
         varies = np.ptp(values, axis=0) > _rounding(magnitudes.max(axis=0), mean)
         std = float(values[:, varies].std(axis=0, ddof=1).max()) if varies.any() else 0.0
         return cls(mean, varies, std)

@@ -21,13 +21,14 @@ def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
 
 @contextlib.contextmanager
 def seeded_random(seed: int, device: torch.device) -> Iterator[None]:
-    """Within, torch's generators of the CPU and of `device` start from the seed; afterwards they are as they were."""
+    """Within, torch's generators of the CPU and of `device` start from the seed; afterwards they are as they were.
+
+    `device` is that of a tensor, which has an index where it is a GPU.
+    """
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        for cuda in devices:
-            index = torch.cuda.current_device() if cuda.index is None else cuda.index
-            torch.cuda.default_generators[index].manual_seed(seed)
+    with torch.random.fork_rng(devices=devices):  # which initializes CUDA where there is a device
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)):
+            generator.manual_seed(seed)
         yield
 
 

@@ -43,8 +43,8 @@ class PolicyOptimizer:
         model: nn.Module,
         settings: OptimizerSettings,
         *,
-        total_steps: int | None = None,
-        max_nonfinite_steps: int = 5,
+        total_steps: int | None,
+        max_nonfinite_steps: int,
     ) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_trainable(self._parameters)

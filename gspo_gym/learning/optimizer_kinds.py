@@ -77,7 +77,7 @@ def check_state(name: str, parameter: nn.Parameter, found: Mapping[str, Tensor],
     shapes = {"step": (), "qmap1": (256,), "qmap2": (256,), "absmax1": (num_blocks,), "absmax2": (num_blocks,)}
     expected: Sequence[str] = _ADAMW_NAMES
     if _is_8bit(settings):
-        is_coded = found.get("state1", torch.empty(0)).dtype == torch.uint8
+        is_coded = "state1" in found and found["state1"].dtype == torch.uint8
         expected = _EIGHT_BIT_CODED_NAMES if is_coded else _EIGHT_BIT_NAMES
     if set(found) != set(expected):
         raise CheckpointError(f"optimizer state of {name}: expected {sorted(expected)}, got {sorted(found)}")
@@ -89,6 +89,12 @@ def check_state(name: str, parameter: nn.Parameter, found: Mapping[str, Tensor],
 
 def write_state(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
     """Put copies of these states, bit for bit, in place of all that the optimizer has (Any: see `build_adamw`)."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        # Its own way, because that knows where each of its kinds counts the steps: on the CPU or beside the parameter.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        copies = {i: _copies(states[p]) for i, p in enumerate(parameters) if p in states}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": copies})
+        return
     optimizer.state.clear()
     for parameter, state in states.items():
         optimizer.state[parameter] = {
@@ -96,20 +102,17 @@ def write_state(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Tenso
         }
 
 
+def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
 def _own_copy(optimizer: Any, parameter: nn.Parameter, name: str, tensor: Tensor) -> Any:
-    """What the optimizer keeps under that name: bitsandbytes counts steps in an int, and may page the moments."""
-    is_bitsandbytes = not isinstance(optimizer, torch.optim.AdamW)
-    if is_bitsandbytes and name == "step":
+    """What bitsandbytes keeps under that name: it counts steps in an int, and may page the moments."""
+    if name == "step":
         return int(tensor)
-    if is_bitsandbytes and name in ("state1", "state2"):
-        buffer = optimizer.get_state_buffer(parameter, dtype=tensor.dtype)
-        return buffer.copy_(tensor)
-    if not is_bitsandbytes and name != "step":
-        return tensor.detach().to(device=parameter.device, dtype=parameter.dtype).clone()
-    # torch's plain AdamW counts on the CPU, its fused one beside the parameter
-    is_on_cpu = name == "step" and not optimizer.defaults["fused"]
-    device = torch.device("cpu") if is_on_cpu else parameter.device
-    return tensor.detach().to(device=device, dtype=torch.float32).clone()
+    if name in ("state1", "state2"):
+        return optimizer.get_state_buffer(parameter, dtype=tensor.dtype).copy_(tensor)
+    return tensor.to(parameter.device, copy=True)
 
 
 def _is_8bit(settings: OptimizerSettings) -> bool:

@@ -7,6 +7,8 @@ import math
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import OptimizerSettings
 
+_ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
+
 
 def learning_rate(step: int, *, settings: OptimizerSettings, total_steps: int | None) -> float:
     """The learning rate of the optimizer step number `step` (0 is the first).
@@ -38,7 +40,7 @@ def warmup_steps(settings: OptimizerSettings, total_steps: int | None) -> int:
     """The optimizer steps of linear warm-up: `num_warmup_steps`, or `warmup_fraction` of all steps, rounded up.
 
     A product that is whole up to float64's rounding is taken as whole: transformers' `warmup_ratio`, which is rounded
-    up too, makes 4 steps of 0.1 * 30.
+    up too, makes 8 steps of 0.07 * 100.
 
     >>> warmup_steps(OptimizerSettings(learning_rate=1.0, warmup_fraction=0.1), total_steps=30)
     3
@@ -50,7 +52,7 @@ def warmup_steps(settings: OptimizerSettings, total_steps: int | None) -> int:
         return settings.num_warmup_steps
     if total_steps is None:
         raise ConfigError("warmup_fraction needs total_steps, the number of optimizer steps of the run")
-    return math.ceil(round(settings.warmup_fraction * total_steps, 9))
+    return math.ceil(settings.warmup_fraction * total_steps - _ROUNDING)
 
 
 def check_schedule(settings: OptimizerSettings, total_steps: int | None) -> None:

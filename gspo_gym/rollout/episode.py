@@ -127,6 +127,7 @@ class _Episode:
     def __init__(self, request: EpisodeRequest, *, act: Actor, limits: EpisodeLimits, clock: Clock) -> None:
         self.request = request
         self.started = clock()
+        self._opened = self.started  # and later, once there is an environment
         self.session: EnvSession | None = None
         self.wrapper: TokenObservationWrapper | None = None
         self.engine_seconds = 0.0
@@ -150,8 +151,10 @@ class _Episode:
         seconds = self._limits.episode_timeout_seconds
         watchdog = asyncio.timeout(seconds)
         try:
+            await self._make(make_env)
+            self._opened = self._clock()
             async with watchdog:
-                wrapper = await self._open(make_env, renderers)
+                wrapper = await self._reset(renderers)
                 while wrapper.outcome is None:
                     await self._play_turn(wrapper)
                 return wrapper.outcome, None
@@ -171,11 +174,15 @@ class _Episode:
                 return Outcome.EPISODE_TIMEOUT, reason
             return self._outcome_of(error), _one_line(error)
 
-    async def _open(self, make_env: MakeEnv, renderers: RendererCache) -> TokenObservationWrapper:
-        task, limits = self.request.task, self._limits
+    async def _make(self, make_env: MakeEnv) -> None:
+        task = self.request.task
         self.session = await open_session(
-            lambda: make_env(task), env_id=task.env_id, step_timeout_seconds=limits.step_timeout_seconds
+            lambda: make_env(task), env_id=task.env_id, step_timeout_seconds=self._limits.step_timeout_seconds
         )
+
+    async def _reset(self, renderers: RendererCache) -> TokenObservationWrapper:
+        task, limits = self.request.task, self._limits
+        assert self.session is not None, "it was made"
         tokenizer = renderers.tokenizer
         self.wrapper = TokenObservationWrapper(
             self.session,
@@ -192,7 +199,7 @@ class _Episode:
         return self.wrapper
 
     async def _play_turn(self, wrapper: TokenObservationWrapper) -> None:
-        if self._clock() - self.started >= self._limits.episode_timeout_seconds:
+        if self._clock() - self._opened >= self._limits.episode_timeout_seconds:
             raise _EpisodeTimeoutError
         self._culprit = Outcome.ENGINE_ERROR
         completion = await self._ask(wrapper)

@@ -5,11 +5,12 @@ Before each turn, in this order; the first that binds decides the outcome:
 1. the environment ended the episode (terminated before truncated);
 2. `max_turns` actions were taken: Outcome.MAX_TURNS;
 3. the next prompt leaves no room for one token in `max_model_len`: Outcome.CONTEXT_OVERFLOW;
-4. `episode_timeout_seconds` ran out, which is also watched during every wait: Outcome.EPISODE_TIMEOUT.
+4. `episode_timeout_seconds` passed since the environment was made, also during any wait: Outcome.EPISODE_TIMEOUT.
 
 During a turn: at most min(max_output_tokens, max_model_len - prompt) tokens are sampled, and the environment has
-`step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT. Where a limit was exceeded
-because of the action (`env/blame.py` says when), the outcome is ACTION_LIMIT, and the episode is scored.
+`step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT. What is loaded once for all
+environments has a limit of its own (`env/loading.py`). Where a limit was exceeded because of the action (`env/blame.py`
+says when), the outcome is ACTION_LIMIT, and the episode is scored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class EpisodeLimits(Settings):
     step_timeout_seconds: float = Field(
         default=30.0, gt=0, description="to make the environment, and for each reset, step or close of it"
     )
-    episode_timeout_seconds: float = Field(default=600.0, gt=0, description="for the whole episode")
+    episode_timeout_seconds: float = Field(
+        default=600.0, gt=0, description="for the whole episode, from when its environment was made"
+    )
     action_limit_return: float | None = Field(
         default=None,
         allow_inf_nan=False,

@@ -1,7 +1,7 @@
 """The run folder: what a run was, what it measured, what happened in it, and its episodes token by token.
 
     runs/<label>/
-        config.toml         the resolved configuration
+        config.toml         the resolved configuration; its first line is the run's id, which its checkpoints name
         metrics.jsonl       one object a step: {"schema", "step", "time", "group/name": number, ...}
         events.jsonl        {"schema", "time", "step", "kind", "data"}
         episodes/*.jsonl    one trajectory a line, see `recording_episodes.py`
@@ -117,6 +117,7 @@ SUMMARY: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_RUN_LINE = "# run "  # and the id, as the first line of config.toml
 _EPISODES_NAME = re.compile(r"[a-z]+(_(?P<step>\d+))?")
 
 
@@ -167,9 +168,10 @@ class RunRecorder:
                 "remove the folder"
             )
         make_folder(folder / "episodes")
-        replace_file(folder / "config.toml", config_toml)
+        run_id = uuid.uuid4().hex
+        replace_file(folder / "config.toml", f"{_RUN_LINE}{run_id}\n{config_toml}")
         recorder = cls(folder, last_step=None, policy_name=policy_name, sinks=sinks, clock=clock)
-        recorder.event("started", 0, {"run": uuid.uuid4().hex})
+        recorder.event("started", 0, {"run": run_id})
         return recorder
 
     @classmethod
@@ -308,9 +310,18 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 def read_run_id(folder: Path) -> str | None:
     """Return the id that a run was given when it began; None: its folder has none.
 
+    It is in config.toml, without which nothing can be resumed; a run of an earlier version has it in its first event.
+
     Raises:
-        RecordError: a line of events.jsonl is damaged.
+        RecordError: config.toml cannot be read, or a line of events.jsonl is damaged.
     """
+    path = folder / "config.toml"
+    try:
+        first_line = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+    if first_line.startswith(_RUN_LINE):
+        return first_line.removeprefix(_RUN_LINE).strip()
     first = next((event for event in read_events(folder) if event["kind"] == "started"), None)
     return None if first is None else first["data"].get("run")
 

@@ -120,6 +120,8 @@ def settings_of(path):
                 "advantage_clip": 2.0,
                 "dual_clip_loss": True,
                 "reward_clip": 10,
+                "top_p": 1.0,
+                "top_k": 0,
             },
         ),
     ],

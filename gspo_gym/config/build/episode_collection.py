@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.base.loops import run_to_end
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
+from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
-from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, RolloutError
+from gspo_gym.base.loops import run_to_end
 from gspo_gym.policy.load import load_policy, load_tokenizer
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import episode_player

@@ -1,7 +1,9 @@
 """ROLL's pipeline files (alibaba/ROLL): the flat keys, and the worker tables that hold the optimizer and the sampler.
 
-Keys of its older reward API (reward_norm, reward_shift, reward_scale), which ROLL itself now ignores, are read with the
-meaning that they had.
+What its defaults are and where they were read stands in `roll_arguments.py`. A file with `train_env_manager` or another
+key of its agentic pipeline is read as that pipeline reads it: `rollout_batch_size` counts episodes and not prompts,
+`reward_normalization` decides in place of `norm_mean_type`. Keys of its older reward API (reward_norm, reward_shift,
+reward_scale), which ROLL itself now ignores, are read with the meaning that they had.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_gym.config.foreign.common import (
+    PEFT_MODULES,
     take_aggregation,
     take_clip,
     take_policy_config,
@@ -18,85 +21,127 @@ from gspo_gym.config.foreign.common import (
     take_trainer_arguments,
 )
 from gspo_gym.config.foreign.draft import Draft, label_of
+from gspo_gym.config.foreign.roll_arguments import OVERWRITTEN, WITHOUT_COUNTERPART
 from gspo_gym.errors import ConfigError
 
-DEFAULTS = {
-    "adv_estimator": "gae",
-    "importance_sampling": "token",
-    "pg_clip": 0.2,
-    "ppo_epochs": 1,
-    "loss_agg_mode": "seq-mean-token-mean",
-    "rollout_batch_size": 128,
-    "num_return_sequences_in_group": 1,
-    "prompt_length": 1024,
-    "response_length": 1024,
-}
 _UNITS = {"seq": ("gspo", "trajectory"), "token": ("grpo", "token"), "segment": ("gspo_token", "turn")}
-_ESTIMATORS = {"reinforce": ("none", "none"), "grpo": ("group", "group")}
+_ESTIMATORS = {"reinforce": ("none", "none"), "grpo": ("group", "group"), "gae": ("none", "none")}
 _STATISTICS = {"batch": "batch", "group": "group", "running": "running"}
+_METHODS = {  # of the agentic pipeline: whether the mean is subtracted, and whether the std divides
+    "identity": (False, False),
+    "mean": (True, False),
+    "mean_std": (True, True),
+    "asym_clip": (True, True),
+}
 _AGGREGATIONS = {
     name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Tables of workers, and the part of each that holds settings we have.
 _NESTED = {
     "actor_train": ("training_args", "model_args"),
     "actor_infer": ("generating_args",),
 }
+_AGENTIC = ("train_env_manager", "val_env_manager", "custom_envs", "reward_normalization", "ratio_type")
+_RESPONSE = 1024  # tokens of an answer, as a placeholder
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flat keys with those of the actor's tables beside them, where a flat one does not say otherwise (Any: read
-    from a file)."""
+    from a file). What else such a table holds stays a table."""
     flat = {key: value for key, value in values.items() if key not in _NESTED}
     for worker, tables in _NESTED.items():
+        given = _table(values, worker)
         for table in tables:
-            inner = (values.get(worker) or {}).get(table) or {}
-            if not isinstance(inner, Mapping):
-                raise ConfigError(f"ROLL: {worker}.{table}: expected a table, got {inner!r}")
-            for key, value in inner.items():
-                flat.setdefault(key, value)
+            for key, value in _table(given, table, of=f"{worker}.").items():
+                if key not in OVERWRITTEN:
+                    flat.setdefault(key, value)
+        if rest := {key: value for key, value in given.items() if key not in tables}:
+            flat[worker] = rest
     return flat
 
 
 def translate(draft: Draft) -> None:
     """Read every key out of the draft and set ours."""
     take_trainer_arguments(draft)
-    draft.set("model.base", draft.first("pretrain", "model_name_or_path"))
     name = draft.get("exp_name")
     draft.set("model.label", None if name is None else label_of(str(name)))
-    _take_batches(draft)
+    is_agentic = any(draft.given.get(key) is not None for key in _AGENTIC)
+    _take_model(draft)
+    _take_batches(draft, is_agentic=is_agentic)
     _take_objective(draft)
-    _take_rewards(draft)
+    _take_rewards(draft, is_agentic=is_agentic)
     _take_kl(draft)
-    _take_lengths(draft)
+    _take_lengths(draft, is_agentic=is_agentic)
     take_sampling(draft)
     take_policy_config(draft)
     draft.set("training.iterations_per_epoch", draft.count("max_steps"))
     draft.set("evaluation.every_n_iters", draft.count("eval_steps"))
-    for key in (
-        "track_with",
-        "tracker_kwargs",
-        "logging_dir",
-        "output_dir",
-        "hydra",
-        "num_gpus_per_node",
-        "strategy_args",
-    ):
-        draft.leave_out(key, "belongs to its launcher")
+    for worker in _NESTED:
+        draft.leave_out(worker, "how its workers are placed and what else they do belongs to its launcher")
+    for key, (default, why) in WITHOUT_COUNTERPART.items():
+        draft.leave_out(key, why, default=default)
 
 
-def _take_batches(draft: Draft) -> None:
-    prompts, group = draft.require_count("rollout_batch_size"), draft.require_count("num_return_sequences_in_group")
-    micro = draft.first_count("per_device_train_batch_size")
-    accumulated = draft.first_count("gradient_accumulation_steps") or 1
-    episodes = prompts * group
+def _table(values: Mapping[str, Any], key: str, *, of: str = "") -> Mapping[str, Any]:
+    """The table under a key (Any: read from a file); empty where there is none.
+
+    Raises:
+        ConfigError: something else.
+    """
+    table = values.get(key) or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"ROLL: {of}{key}: expected a table, got {table!r}")
+    return table
+
+
+def _take_model(draft: Draft) -> None:
+    """The base, its dtype, and the adapter that lora_target asks for."""
+    draft.set("model.base", draft.first("pretrain", "model_name_or_path"))
+    draft.set("model.gradient_checkpointing", True if not draft.flag("disable_gradient_checkpointing") else None)
+    r, alpha, dropout = draft.first_count("lora_rank"), draft.number("lora_alpha"), draft.number("lora_dropout")
+    modules, dtype = draft.get("lora_target"), draft.choice("dtype", _DTYPES)
+    if modules is None:
+        if dtype != "float32":
+            draft.note(f"dtype = {draft.get('dtype')!r}: weights that are trained stay float32 here")
+        return
+    if isinstance(modules, str):
+        if any(sign in modules for sign in "*$|("):
+            raise ConfigError(f"ROLL: lora_target: a pattern has no counterpart: name the modules, got {modules!r}")
+        modules = [name.strip() for name in modules.split(",")]
+    assert r is not None, "lora_rank has a default"
+    draft.set("model.trainer_mode", "lora")
+    draft.set("model.dtype", None if dtype == "float32" else dtype)
+    draft.set("training.lora.r", r)
+    draft.set("training.lora.alpha", alpha or 2.0 * r)
+    draft.set("training.lora.dropout", dropout)
+    is_all = any(name in ("all", "all-linear") for name in modules)
+    draft.set_modules("all-linear" if is_all else modules, PEFT_MODULES)
+
+
+def _take_batches(draft: Draft, *, is_agentic: bool) -> None:
+    size, group = draft.require_count("rollout_batch_size"), draft.require_count("num_return_sequences_in_group")
+    if is_agentic:
+        manager = _table(draft.given, "train_env_manager")
+        draft.get("train_env_manager")
+        group = Draft(draft.system, manager, {"group_size": 1}).require_count("group_size")
+        for part, value in manager.items():
+            if part != "group_size":
+                draft.leave_out_part("train_env_manager", part, value, "belongs to its launcher")
+    episodes = size if is_agentic else size * group
+    micro = draft.require_count("per_device_train_batch_size")
+    accumulated = draft.require_count("gradient_accumulation_steps")
     draft.set("training.group_size", group)
     draft.set("rollout.episodes_per_batch", episodes)
-    draft.set("training.batch_size", micro or episodes)
-    draft.set("training.gradient_accumulation_steps", accumulated if micro else None)
+    draft.set("training.batch_size", micro)
+    draft.set("training.gradient_accumulation_steps", accumulated)
     epochs = draft.require_count("ppo_epochs")
     draft.set("training.update_epochs", epochs)
-    take_single_step_note(draft, num_steps=max(1, episodes // ((micro or episodes) * accumulated)) * epochs)
+    take_single_step_note(draft, num_steps=max(1, episodes // (micro * accumulated)) * epochs)
+    draft.note(
+        f"per_device_train_batch_size = {micro} is of each device there: with n of them an optimizer step has n times "
+        "as many episodes"
+    )
 
 
 def _take_objective(draft: Draft) -> None:
@@ -109,50 +154,80 @@ def _take_objective(draft: Draft) -> None:
         draft.get("importance_sampling")
         draft.note("ratio_type 'segment' is a run of sampled tokens; here it is a turn, whatever masks do inside it")
     clip = draft.require_number("pg_clip")
-    low, high = draft.number("pg_clip_low"), draft.number("pg_clip_high")
+    low, high = draft.require_number("pg_clip_low"), draft.require_number("pg_clip_high")
     uses_range = draft.flag("use_pg_clip_range")
-    take_clip(
-        draft,
-        low if uses_range and low is not None else clip,
-        high if uses_range and high is not None else clip,
-        is_sequence=is_sequence,
-    )
+    take_clip(draft, low if uses_range else clip, high if uses_range else clip, is_sequence=is_sequence)
     if draft.flag("dual_clip_loss"):
         draft.set("loss.dual_clip", 1 + 2 * clip)
-    aggregation = draft.choice("loss_agg_mode", _AGGREGATIONS)
+    aggregation, entropy = draft.choice("loss_agg_mode", _AGGREGATIONS), draft.require_number("entropy_loss_coef")
     take_aggregation(draft, aggregation, is_sequence=is_sequence, norm_length=_total_length(draft))
     if aggregation == "token-mean":
-        draft.note("loss_agg_mode 'token-mean' leaves environment tokens out here; ROLL sums over them, too (ROLL#444)")
-    draft.set("loss.entropy_coef", draft.number("entropy_loss_coef"))
+        draft.note(
+            "loss_agg_mode 'token-mean' leaves environment tokens and masked episodes out here; ROLL sums without its "
+            "mask (ROLL#444), which adds the entropy of environment tokens and the loss of masked episodes"
+        )
+    draft.set("loss.entropy_coef", entropy or None)
 
 
-def _take_rewards(draft: Draft) -> None:
+def _take_rewards(draft: Draft, *, is_agentic: bool) -> None:
     """Reward normalisation, then clip, then the estimator, then whitening, then clip, as there."""
-    baseline, scale = draft.choice("adv_estimator", _ESTIMATORS | {"gae": ("none", "none")})
+    baseline, scale = draft.choice("adv_estimator", _ESTIMATORS)
     if draft.get("adv_estimator") == "gae":
         draft.note("adv_estimator 'gae' needs a value function, which is not here: returns without a baseline are used")
-    norm = draft.choice("reward_norm", _STATISTICS)
-    shift, divide = draft.flag("reward_shift"), draft.flag("reward_scale")
-    if norm is not None and baseline == "none":
-        baseline, scale = ("none" if divide else norm), ("none" if shift else norm)
-    mean, std = draft.choice("norm_mean_type", _STATISTICS), draft.choice("norm_std_type", _STATISTICS)
-    baseline, scale = mean or baseline, std or scale
+    if is_agentic:
+        baseline, scale = _agentic_statistics(draft)
+    else:
+        baseline, scale = _statistics(draft, baseline, scale)
     draft.set("advantages.baseline", baseline)
     draft.set("advantages.scale", scale)
     if baseline == "none" and scale == "none":
-        draft.note("no group baseline: that is what adv_estimator 'reinforce' does; only whitening centres it")
+        draft.note("no group baseline: that is what its settings say; only whitening centres returns then")
     whitens, limit = draft.flag("whiten_advantages"), draft.number("advantage_clip")
     if whitens:
         draft.set("advantages.whiten", "tokens")
     draft.set("advantages.clip", limit)
     _take_reward_clip(draft, is_normalised=baseline != "none" or scale != "none", whitens=whitens, limit=limit)
+    if draft.flag("max_len_mask"):
+        draft.set("rewards.overlong", "mask")
+
+
+def _statistics(draft: Draft, baseline: str, scale: str) -> tuple[str, str]:
+    """What is subtracted from a return and what divides it, in the pipeline of single answers."""
+    norm = draft.choice("reward_norm", _STATISTICS)
+    shift, divide = draft.flag("reward_shift"), draft.flag("reward_scale")
+    mean, std = draft.choice("norm_mean_type", _STATISTICS), draft.choice("norm_std_type", _STATISTICS)
+    if draft.get("adv_estimator") == "grpo":
+        if {mean, std} - {None, "group"}:
+            draft.note("adv_estimator 'grpo' sets norm_mean_type and norm_std_type to 'group' there, whatever they are")
+        return baseline, scale
+    if norm is not None:
+        baseline, scale = ("none" if divide else norm), ("none" if shift else norm)
+    return mean or baseline, std or scale
+
+
+def _agentic_statistics(draft: Draft) -> tuple[str, str]:
+    """The same in the agentic pipeline, where adv_estimator 'grpo' does not normalise by itself."""
+    table = _table(draft.given, "reward_normalization")
+    draft.get("reward_normalization")
+    for key in ("norm_mean_type", "norm_std_type"):
+        draft.leave_out(key, "reward_normalization decides in the agentic pipeline")
+    part = Draft(f"{draft.system}: reward_normalization", table, {"method": "identity"})
+    subtracts, divides = part.choice("method", _METHODS)
+    # Without a key of its own, an episode's group is all that shares its task; "tags" are environments.
+    group = "batch" if part.get("grouping") in ("batch", "tags") else "group"
+    if part.get("method") == "asym_clip":
+        draft.leave_out_part("reward_normalization", "method", "asym_clip", "its clip from -1 to 3 is not here")
+    baseline = part.choice("norm_mean_type", _STATISTICS) or (group if subtracts else "none")
+    return baseline, part.choice("norm_std_type", _STATISTICS) or (group if divides else "none")
 
 
 def _take_reward_clip(draft: Draft, *, is_normalised: bool, whitens: bool, limit: float | None) -> None:
-    """Take reward_clip, which cuts rewards after they were normalised, there."""
+    """Take reward_clip, which cuts rewards after they were normalised, there; 0 is none."""
     clip = draft.number("reward_clip")
-    if clip is None:
+    if not clip:
         return
+    if draft.flag("add_token_level_kl"):
+        draft.note(f"reward_clip = {clip:g} cuts each token's reward after its KL penalty, too, there")
     if not is_normalised:
         draft.set("rewards.clip", clip)
     elif whitens:
@@ -165,29 +240,40 @@ def _take_reward_clip(draft: Draft, *, is_normalised: bool, whitens: bool, limit
 
 
 def _take_kl(draft: Draft) -> None:
-    coefficient = draft.number("kl_loss_coef")
+    coefficient = draft.require_number("kl_loss_coef")
     if draft.flag("use_kl_loss"):
         draft.set("loss.kl_coef", coefficient)
     elif coefficient:
         draft.note(f"kl_loss_coef = {coefficient:g} has no effect without use_kl_loss, there as here")
     initial, target, horizon = draft.number("init_kl_coef"), draft.number("target_kl"), draft.count("kl_horizon")
     if draft.flag("add_token_level_kl"):
-        draft.set("rewards.kl_coef", 0.2 if initial is None else initial)
+        draft.leave_out("kl_penalty", "the penalty is log(old / reference) here", default="kl")
+        draft.set("rewards.kl_coef", initial)
         draft.set("rewards.kl_target", target)
         draft.set("rewards.kl_horizon", horizon if target is not None else None)
+    else:
+        draft.get("kl_penalty")
 
 
 def _total_length(draft: Draft) -> int:
     """sequence_length, which wins there where both are given, or the sum of its two parts."""
-    parts = draft.require_count("prompt_length") + draft.require_count("response_length")
+    parts = draft.require_count("prompt_length") + (draft.first_count("response_length") or _RESPONSE)
     return draft.first_count("sequence_length") or parts
 
 
-def _take_lengths(draft: Draft) -> None:
-    total = _total_length(draft)
-    response = draft.first_count("max_new_tokens", "response_length")
+def _take_lengths(draft: Draft, *, is_agentic: bool) -> None:
+    """The answer takes what the prompt leaves; only the agentic pipeline has a limit of its own for each turn."""
+    total, prompt, turn = _total_length(draft), draft.require_count("prompt_length"), draft.count("max_new_tokens")
+    if draft.first_count("sequence_length", "response_length") is None:
+        draft.note(
+            f"rollout.max_output_tokens = {_RESPONSE} is a placeholder: ROLL refuses a file with neither "
+            "response_length nor sequence_length"
+        )
+    response = total - prompt
+    if is_agentic:
+        assert turn is not None, "max_new_tokens has a default"
+        response = min(turn, total - 1)
+    elif draft.given.get("max_new_tokens") not in (None, response):
+        draft.note(f"max_new_tokens: the pipeline makes it sequence_length - prompt_length = {response} there")
     draft.set("rollout.max_output_tokens", response)
     draft.set("rollout.max_model_len", total)
-    sequences = draft.count("num_return_sequences")
-    if sequences is not None and sequences != draft.count("num_return_sequences_in_group"):
-        draft.note(f"num_return_sequences = {sequences}: num_return_sequences_in_group decides the group's size")

@@ -7,10 +7,12 @@ thread), the worker in its own. No pickle: whatever comes out of a worker is dat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from gspo_gym.errors import ContractError
@@ -20,6 +22,7 @@ MAX_ANSWER_BYTES = 4 * 2**20  # an observation; a context of a million tokens is
 
 _HEADER = struct.Struct("!I")
 _CHUNK_BYTES = 256 * 1024
+_LOOK_SECONDS = 1.0
 
 
 class ChannelClosedError(Exception):
@@ -77,20 +80,28 @@ class Channel:
                 raise ChannelClosedError from error
         return incoming.value()
 
-    def exchange(self, frame: bytes, *, timeout_seconds: float) -> Any:
+    def exchange(self, frame: bytes, *, max_seconds: Callable[[], float]) -> Any:
         """Send and receive, blocking, without an event loop.
+
+        Args:
+            frame: what `frame_of` made.
+            max_seconds: that it may take in all; asked again while it waits.
 
         Raises:
             TimeoutError: no answer in time. Others as `send` and `receive`.
         """
-        deadline = time.monotonic() + timeout_seconds
+        started = time.monotonic()
         incoming = _Incoming(self._max_bytes)
         try:
-            self._socket.settimeout(timeout_seconds)
+            self._socket.settimeout(max_seconds())
             self._socket.sendall(frame)
             while not incoming.is_complete:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                incoming.add(self._socket.recv(_CHUNK_BYTES))
+                left = started + max_seconds() - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(min(left, _LOOK_SECONDS))
+                with contextlib.suppress(TimeoutError):
+                    incoming.add(self._socket.recv(_CHUNK_BYTES))
         except ConnectionError as error:
             raise ChannelClosedError from error
         finally:

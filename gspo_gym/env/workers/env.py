@@ -9,6 +9,7 @@ memory, to descriptors and to state that a whole process shares stays with it. T
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.env.workers.action_limits import LIMIT_SIGNAL
 from gspo_gym.env.workers.channel import MAX_REQUEST_BYTES, ChannelClosedError, frame_of
 from gspo_gym.env.workers.limits import WorkerLimits
+from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading
 from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
 from gspo_gym.env.workers.target import ProcessTarget, target_of
 from gspo_gym.env.workers.wire import (
@@ -63,6 +65,7 @@ class ProcessEnv:
         start_timeout_seconds: for the process and the constructor.
         limits: of the worker.
         pool: where workers come from.
+        loading: gives a process that loads what the environment needs more time than that; None: nothing does.
 
     Attributes:
         takes_messages, tool_schemas, reward_range, confinement, max_action_seconds: as the environment declares them.
@@ -87,6 +90,7 @@ class ProcessEnv:
         start_timeout_seconds: float = 60.0,
         limits: WorkerLimits | None = None,
         pool: ProcessPool = POOL,
+        loading: Loading | None = None,
     ) -> None:
         target = target_of(env, kwargs or {})
         self.env_id = target.name
@@ -95,7 +99,7 @@ class ProcessEnv:
         self._num_players = 0
         self.changed_generators: tuple[str, ...] = ()
         self._worker: WorkerProcess | None = None
-        declared = self._open(target, start_timeout_seconds)
+        declared = self._open_loaded(target, start_timeout_seconds, loading)
         low, high = declared["reward_range"]
         self.takes_messages: bool = declared["takes_messages"]
         self.tool_schemas = tool_schemas_from_json(declared["tool_schemas"], where=f"{self.env_id}: tool_schemas")
@@ -150,7 +154,17 @@ class ProcessEnv:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _open(self, target: ProcessTarget, timeout_seconds: float) -> Json:
+    def _open_loaded(self, target: ProcessTarget, seconds: float, loading: Loading | None) -> Json:
+        key = json.dumps(target.to_json(), sort_keys=True)
+        if loading is not None:
+            with loading.once(key) as is_first:
+                if is_first:
+                    return self._open(target, key, lambda: max(seconds, FIRST_LOAD_SECONDS))
+        return self._open(target, key, lambda: seconds, loading)
+
+    def _open(
+        self, target: ProcessTarget, key: str, max_seconds: Callable[[], float], loading: Loading | None = None
+    ) -> Json:
         variables = {name: os.environ[name] for name in self._limits.variables if name in os.environ}
         request = {
             "method": "open",
@@ -165,10 +179,14 @@ class ProcessEnv:
         worker = self._pool.lease(kind, memory_limit_mb=memory_mb)
         self._hold(worker)
         try:
-            answer = worker.channel.exchange(frame, timeout_seconds=timeout_seconds)
+            if loading is None or key in worker.loaded:
+                answer = worker.channel.exchange(frame, max_seconds=max_seconds)
+            else:
+                with loading.again(key, max_seconds()) as max_seconds:
+                    answer = worker.channel.exchange(frame, max_seconds=max_seconds)
         except TimeoutError:
             self._end("killed")
-            text = f"{self.env_id}: making the environment took longer than {timeout_seconds:g} seconds"
+            text = f"{self.env_id}: making the environment took longer than {max_seconds():g} seconds"
             raise EnvTimeoutError(text) from None
         except ChannelClosedError:
             status = self._end("died").result()
@@ -177,6 +195,7 @@ class ProcessEnv:
             self._end("killed")
             raise
         worker.num_episodes += 1
+        worker.loaded.add(key)
         if "error" in answer:
             self._end("replaced")
         return self._read(answer)

@@ -26,6 +26,7 @@ from gspo_gym.env.registry import make, require_known_arguments, resolve
 from gspo_gym.env.session import looking_at, open_session
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
+from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, LOADING, waiting_for
 from gspo_gym.env.workers.pool import is_supported
 from gspo_gym.env.workers.target import target_of
 from gspo_gym.env.workers.threads import OwnThread
@@ -36,7 +37,6 @@ _log = logging.getLogger(__name__)
 
 IsolationChoice = Literal["auto", "thread", "process"]
 _CHOICES = ("auto", "thread", "process")
-_MIN_LOADING_SECONDS = 300.0  # of what is made for the first time in a process: packages may be large
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,18 @@ class IsolatedFactory:
         """A fresh environment (Any: authors need not subclass anything)."""
         if self.decision.isolation == "process":
             return self.make_in_process(self.start_timeout_seconds)
-        return make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
+        with LOADING.once(f"{_name_of(self.env)} {hash(repr(sorted(self.kwargs.items())))}"):
+            return make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
 
     def make_in_process(self, start_timeout_seconds: float) -> ProcessEnv:
         """A fresh environment in a worker process, whatever was asked for."""
-        return ProcessEnv(self.env, self.kwargs, limits=self.limits, start_timeout_seconds=start_timeout_seconds)
+        return ProcessEnv(
+            self.env,
+            self.kwargs,
+            limits=self.limits,
+            start_timeout_seconds=start_timeout_seconds,
+            loading=LOADING,
+        )
 
     @property
     def runs_code(self) -> bool:
@@ -104,7 +111,7 @@ def isolated_factory(
         isolation: "thread", "process", or "auto": what the environment says, and where it says nothing, a process if
             it is found to touch what a process shares, else a thread.
         limits: of worker processes.
-        start_timeout_seconds: for a worker process to make the environment.
+        start_timeout_seconds: for a worker process to make the environment, once it has loaded what that needs.
 
     Raises:
         UnknownNameError: no environment of that name.
@@ -144,7 +151,9 @@ _ONE_TRIAL = threading.Lock()
 
 def _tried(key: str, factory: IsolatedFactory) -> Decision:
     """What a reset and a step in a worker show; the first time, and logged then."""
-    with _ONE_TRIAL:
+    if key in _FOUND:
+        return _FOUND[key]
+    with waiting_for(_ONE_TRIAL):
         if key not in _FOUND:
             _FOUND[key] = decision = _after_trial(factory)
             if decision.isolation == "process":
@@ -171,7 +180,7 @@ def _after_trial(factory: IsolatedFactory) -> Decision:
 
 async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[str, ...]]:
     """What an instance says of itself, and the generators that making it again, a reset and a step changed."""
-    seconds = max(factory.start_timeout_seconds, _MIN_LOADING_SECONDS)
+    seconds = max(factory.start_timeout_seconds, FIRST_LOAD_SECONDS)
     # Loading the packages may draw from a generator, too, once a process and before any seed: that is nobody's episode.
     async with looking_at(lambda: factory.make_in_process(seconds)):
         pass

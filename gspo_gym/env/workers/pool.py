@@ -44,6 +44,7 @@ class WorkerProcess:
         self.channel = channel
         self.kind = kind
         self.num_episodes = 0
+        self.loaded: set[str] = set()  # what it has made environments of
         self._server = server
         self._exit_status: Future[int | None] | None = None
 

@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from gspo_gym.env.answers import place_of
 from gspo_gym.env.checks.global_state import GENERATOR, global_state
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.env.playing import spoken_by
-from gspo_gym.env.session import EnvSession, open_session, place_of
+from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.workers.action_limits import this_is_a_worker
 from gspo_gym.env.workers.channel import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, Channel, ChannelClosedError, frame_of
 from gspo_gym.env.workers.target import ProcessTarget

@@ -116,6 +116,29 @@ def test_the_largest_returns_have_finite_advantages_and_larger_ones_are_refused(
         advantages([[0.0], [1e37, -1e37]], settings)
 
 
+@pytest.mark.parametrize(
+    ("low", "gap", "is_rounding"),
+    [
+        (0.0, 1e-6, True),
+        (0.0, 1.5e-6, False),
+        # 256 roundings of 2^40, whose last digit in float64 is 2^(40 - 52): 2^(40 - 44) = 0.0625
+        (2.0**40, 0.06, True),
+        (2.0**40, 0.07, False),
+    ],
+)
+@pytest.mark.parametrize("settings", [AdvantageSettings(scale="none"), TURN_UNSCALED])
+def test_a_difference_counts_from_a_millionth_and_from_256_roundings_on(settings, low, gap, is_rounding):
+    assert compare([[low], [low + gap]], settings=settings).constant_groups == (is_rounding,)
+
+
+def test_turn_by_turn_rounding_is_that_of_what_is_still_to_come():
+    # to go: (0, -1) and (gap, gap - 1). Of the first turn 2 is summed and nothing left: rounding is up to 2e-6. Of the
+    # second the sum is what is left: up to 1e-6.
+    for gap, expected in ((1.5e-6, 0.0), (2.5e-6, 2.5e-6)):
+        values = advantages([[1.0, -1.0], [1.0, -1.0 + gap]], TURN_UNSCALED)
+        assert values == [pytest.approx([-expected, -gap], abs=1e-12), pytest.approx([expected, gap], abs=1e-12)]
+
+
 def test_a_difference_far_above_rounding_is_a_difference():
     # two returns: mean in the middle, std |a - b| / sqrt 2, so +-1/sqrt 2 however near they are
     low, high = advantages([[1.0], [1.001]], TRAJECTORY)

@@ -8,6 +8,7 @@ import torch
 
 from gspo_gym.learning.batching import ScoredBatch
 from gspo_gym.learning.correction import correct
+from gspo_gym.learning.pooling import pool_tokens
 from gspo_gym.learning.settings import CorrectionSettings
 
 LN2 = math.log(2)
@@ -37,6 +38,21 @@ def batch():
         old_logprobs=torch.where(mask, rollout + gap, 0.0),
         ref_logprobs=None,
     )
+
+
+@pytest.mark.parametrize(
+    ("unit", "pools"),
+    [
+        ("token", [0, 1, 2, 3, 4, 5]),
+        ("turn", [0, 0, 1, 1, 2, 2]),  # turn 1 of trajectory 0 lies in two rows
+        ("segment", [0, 0, 0, 1, 2, 2]),
+        ("trajectory", [0, 0, 0, 0, 1, 1]),
+    ],
+)
+def test_tokens_are_pooled_by_their_unit(batch, unit, pools):
+    found = pool_tokens(batch, unit)
+    assert found.of_token.tolist() == pools
+    assert found.num_tokens.tolist() == [pools.count(pool) for pool in range(max(pools) + 1)]
 
 
 def weights_of(batch, now=None, **settings):

@@ -24,6 +24,10 @@ def settings(**overrides):
     return OptimizerSettings(**({"learning_rate": 0.1, "max_grad_norm": 100.0} | overrides))
 
 
+def optimizer_of(model, settings, *, total_steps=None, max_nonfinite_steps=5):
+    return PolicyOptimizer(model, settings, total_steps=total_steps, max_nonfinite_steps=max_nonfinite_steps)
+
+
 def give_gradients(model, matrix, bias):
     model.matrix.grad, model.bias.grad = torch.tensor(matrix), torch.tensor(bias)
 
@@ -40,7 +44,7 @@ def adamw_by_hand(value, gradients, *, rate, betas, eps, decay):
 
 def test_two_steps_are_adamw_by_hand_with_decay_on_matrices_only():
     model = Small()
-    optimizer = PolicyOptimizer(model, settings(weight_decay=0.2, betas=(0.8, 0.9)))
+    optimizer = optimizer_of(model, settings(weight_decay=0.2, betas=(0.8, 0.9)))
     for g in (0.3, -0.7):
         give_gradients(model, [[g, 0.1], [0.1, 0.1]], [g, 0.1])
         optimizer.step(1.0)
@@ -54,7 +58,7 @@ def test_two_steps_are_adamw_by_hand_with_decay_on_matrices_only():
 def test_gradients_are_clipped_by_their_joint_norm_and_the_norm_is_reported_unclipped():
     # norms: (3, 0, 0, 0) and (0, 4) together 5; clipped to 1 they are (0.6, ...) and (..., 0.8)
     model = Small()
-    optimizer = PolicyOptimizer(model, settings(max_grad_norm=1.0))
+    optimizer = optimizer_of(model, settings(max_grad_norm=1.0))
     give_gradients(model, [[3.0, 0.0], [0.0, 0.0]], [0.0, 4.0])
     report = optimizer.step(1.0)
     assert report.grad_norm == pytest.approx(5.0, abs=1e-6)
@@ -66,7 +70,7 @@ def test_gradients_are_clipped_by_their_joint_norm_and_the_norm_is_reported_uncl
 
 def test_the_rate_follows_the_schedule_and_a_skipped_step_takes_its_place():
     model = Small()
-    optimizer = PolicyOptimizer(model, settings(num_warmup_steps=4))
+    optimizer = optimizer_of(model, settings(num_warmup_steps=4))
     rates = []
     for loss in (1.0, float("nan"), 1.0, 1.0):
         give_gradients(model, [[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0])
@@ -80,7 +84,7 @@ def test_the_rate_follows_the_schedule_and_a_skipped_step_takes_its_place():
 @pytest.mark.parametrize("place", ["loss", "gradient"])
 def test_a_non_finite_step_leaves_parameters_and_state_bitwise_untouched(bad, place):
     model = Small()
-    optimizer = PolicyOptimizer(model, settings(weight_decay=0.1))
+    optimizer = optimizer_of(model, settings(weight_decay=0.1))
     give_gradients(model, [[0.1, 0.2], [0.3, 0.4]], [0.5, 0.6])
     optimizer.step(1.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -97,13 +101,13 @@ def test_a_non_finite_step_leaves_parameters_and_state_bitwise_untouched(bad, pl
 def test_a_gradient_norm_that_overflows_is_not_finite():
     model = Small()
     give_gradients(model, [[3e38, 3e38], [0.0, 0.0]], [0.0, 0.0])
-    assert PolicyOptimizer(model, settings()).step(1.0).is_skipped
+    assert optimizer_of(model, settings()).step(1.0).is_skipped
 
 
 @pytest.mark.parametrize("allowed", [0, 2])
 def test_more_bad_steps_in_a_row_than_allowed_end_the_run(allowed):
     model = Small()
-    optimizer = PolicyOptimizer(model, settings(), max_nonfinite_steps=allowed)
+    optimizer = optimizer_of(model, settings(), max_nonfinite_steps=allowed)
     for _ in range(3):  # a good step in between starts the count anew
         for _ in range(allowed):
             assert optimizer.step(float("nan")).is_skipped
@@ -126,13 +130,13 @@ def run_steps(model, optimizer, numbers):
 def test_restarting_from_what_was_written_is_bitwise_the_uninterrupted_run():
     schedule = settings(schedule="cosine", num_warmup_steps=2, weight_decay=0.1)
     whole, first, second = Small(), Small(), Small()
-    run_steps(whole, PolicyOptimizer(whole, schedule, total_steps=9), range(8))
-    optimizer = PolicyOptimizer(first, schedule, total_steps=9)
+    run_steps(whole, optimizer_of(whole, schedule, total_steps=9), range(8))
+    optimizer = optimizer_of(first, schedule, total_steps=9)
     run_steps(first, optimizer, range(4))
     written = save(optimizer.tensors())  # safetensors: the bytes of a file
     counters = optimizer.counters()
     second.load_state_dict(first.state_dict())
-    restarted = PolicyOptimizer(second, schedule, total_steps=9)
+    restarted = optimizer_of(second, schedule, total_steps=9)
     loaded = load(written)
     restarted.restore(loaded, counters)
     run_steps(second, restarted, range(4, 8))
@@ -144,7 +148,7 @@ def test_restarting_from_what_was_written_is_bitwise_the_uninterrupted_run():
 
 def test_a_restart_before_the_first_step_has_no_state_to_lose():
     model = Small()
-    optimizer = PolicyOptimizer(model, settings())
+    optimizer = optimizer_of(model, settings())
     assert optimizer.tensors() == {}
     optimizer.restore({}, {"optimizer.num_attempts": 3, "optimizer.num_nonfinite_in_a_row": 1})
     assert optimizer.tensors() == {}
@@ -153,7 +157,7 @@ def test_a_restart_before_the_first_step_has_no_state_to_lose():
 
 def test_the_state_of_another_model_is_refused():
     model = Small()
-    optimizer = PolicyOptimizer(model, settings())
+    optimizer = optimizer_of(model, settings())
     run_steps(model, optimizer, range(1))
     state, counters = optimizer.tensors(), optimizer.counters()
     with pytest.raises(CheckpointError, match="not trained here"):
@@ -172,14 +176,14 @@ def test_the_state_of_another_model_is_refused():
 
 def test_training_16_bit_weights_is_refused():
     with pytest.raises(ConfigError, match=r"matrix \(and 1 more\) has torch.bfloat16"):
-        PolicyOptimizer(Small().to(torch.bfloat16), settings())
+        optimizer_of(Small().to(torch.bfloat16), settings())
 
 
 def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(ConfigError, match="trainable"):
-        PolicyOptimizer(Small().requires_grad_(False), settings())
+        optimizer_of(Small().requires_grad_(False), settings())
 
 
 def test_a_cosine_without_an_end_is_refused_when_built():
     with pytest.raises(ConfigError, match="total_steps"):
-        PolicyOptimizer(Small(), settings(schedule="cosine"))
+        optimizer_of(Small(), settings(schedule="cosine"))

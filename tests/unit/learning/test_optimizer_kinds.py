@@ -20,18 +20,20 @@ SIZE = 64 * 80  # more than the 4096 numbers from which bitsandbytes takes 8 bit
 
 
 class Model(nn.Module):
-    """`large` has 5120 numbers, whose moments are kept in 8 bits by the kinds that do so; `small` has 24."""
+    """`large` and `vector` have moments in 20 and 17 blocks of 256, for the kinds that keep 8 bits; `small` does not."""
 
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.large = nn.Parameter(torch.randn(64, 80, generator=generator))
         self.small = nn.Parameter(torch.randn(4, 6, generator=generator))
+        self.vector = nn.Parameter(torch.randn(16 * 256 + 1, generator=generator))
 
 
 def optimizer_of(model, kind, **options):
     settings = {"learning_rate": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "max_grad_norm": 1e9}
-    return PolicyOptimizer(model, OptimizerSettings(**(settings | options), kind=kind))
+    resolved = OptimizerSettings(**(settings | options), kind=kind)
+    return PolicyOptimizer(model, resolved, total_steps=None, max_nonfinite_steps=5)
 
 
 def gradient(parameter, k):
@@ -42,15 +44,16 @@ def gradient(parameter, k):
 def run(model, optimizer, steps):
     for k in steps:
         for parameter in model.parameters():
-            parameter.grad = gradient(parameter, k)
+            parameter.grad = gradient(parameter, k).to(parameter)
         optimizer.step(1.0)
 
 
 def adamw(value, gradients):
-    """Loshchilov and Hutter, algorithm 2, in float64."""
+    """Loshchilov and Hutter, algorithm 2, in float64, with decay of matrices only."""
     value, m, v = value.double(), torch.zeros(()), torch.zeros(())
+    decay = DECAY if value.dim() > 1 else 0.0
     for k, g in enumerate(gradients, start=1):
-        value = value * (1 - RATE * DECAY)
+        value = value * (1 - RATE * decay)
         m, v = BETAS[0] * m + (1 - BETAS[0]) * g.double(), BETAS[1] * v + (1 - BETAS[1]) * g.double() ** 2
         value = value - RATE * (m / (1 - BETAS[0] ** k)) / ((v / (1 - BETAS[1] ** k)).sqrt() + EPS)
     return value
@@ -85,6 +88,36 @@ def test_a_checkpoint_of_one_of_torchs_kinds_goes_on_with_the_other(first, secon
     torch.testing.assert_close(model.large, expected.large, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", TORCH_KINDS)
+def test_float64_state_restarts_bit_for_bit_in_place_of_what_was_there(kind):
+    whole, model = Model().double(), Model().double()
+    run(whole, optimizer_of(whole, kind), range(5))
+    begun = optimizer_of(model, kind)
+    run(model, begun, range(3))
+    written, counters = {name: tensor.clone() for name, tensor in begun.tensors().items()}, begun.counters()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run(model, begun, range(7, 9))
+    model.load_state_dict(weights)
+    begun.restore(written, counters)
+    run(model, begun, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    assert written["optimizer.step.small"].item() == 3, "what was read is not touched"
+
+
+@pytest.mark.parametrize("kind", [*TORCH_KINDS, "adamw_8bit"])
+def test_a_restart_from_before_the_first_step_forgets_what_was_there(kind):
+    if kind == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    model = Model()
+    optimizer = optimizer_of(model, kind)
+    assert optimizer.tensors() == {}
+    counters = optimizer.counters()
+    run(model, optimizer, range(1))
+    assert optimizer.tensors() != {}
+    optimizer.restore({}, counters)
+    assert optimizer.tensors() == {}
+
+
 def test_8_bit_moments_are_within_their_codes_of_the_formula_and_small_parameters_exact():
     pytest.importorskip("bitsandbytes")
     model, before = Model(), Model()
@@ -112,11 +145,13 @@ def test_8_bit_state_restarts_bit_for_bit_from_a_file_that_holds_codes_tables_an
     assert (large["state1"].dtype, large["state1"].shape) == (torch.uint8, (64, 80))
     assert large["absmax1"].shape == (SIZE // 256,)
     assert large["step"].item() == 3
+    assert tensors["optimizer.absmax1.vector"].shape == (17,)
     going_on = optimizer_of(model, "adamw_8bit")
     going_on.restore(tensors, begun.counters())
     run(model, going_on, range(3, 6))
     assert torch.equal(model.large, whole.large)
     assert torch.equal(model.small, whole.small)
+    assert torch.equal(model.vector, whole.vector)
 
 
 def test_8_bit_state_that_is_incomplete_or_another_kinds_is_refused():
@@ -133,6 +168,9 @@ def test_8_bit_state_that_is_incomplete_or_another_kinds_is_refused():
     without = {name: value for name, value in state.items() if name != "optimizer.qmap1.large"}
     with pytest.raises(CheckpointError, match=r"optimizer state of large: expected .*qmap1"):
         eight.restore(without, counters)
+    without = {name: value for name, value in state.items() if name != "optimizer.state1.large"}
+    with pytest.raises(CheckpointError, match=r"optimizer state of large: expected .*state1"):
+        eight.restore(without, counters)
     with pytest.raises(CheckpointError, match=r"absmax1 of large: expected shape \(20,\), got \(19,\)"):
         eight.restore(state | {"optimizer.absmax1.large": torch.zeros(19)}, counters)
 
@@ -147,6 +185,12 @@ def test_paged_moments_need_cuda():
     pytest.importorskip("bitsandbytes")
     with pytest.raises(ConfigError, match="pages between GPU and main memory, but the parameters are on cpu"):
         optimizer_of(Model(), "paged_adamw_8bit")
+
+
+def test_8_bit_moments_are_refused_on_a_device_that_has_none():
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(ConfigError, match="bitsandbytes has none for meta; take 'adamw'"):
+        optimizer_of(Model().to("meta"), "adamw_8bit")
 
 
 @pytest.mark.parametrize("kind", [*TORCH_KINDS, "adamw_8bit"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gspo_gym.learning.dropout import seeded_random
 from gspo_gym.learning.scoring import Scorer
 
 peft = pytest.importorskip("peft")
@@ -107,6 +108,14 @@ def test_the_global_generator_is_left_as_it_was_also_after_an_error(make_lora, t
         fail()
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(module.training for module in scorer._model.modules())
+
+
+def test_within_a_seed_the_generator_is_one_of_that_seed():
+    before = torch.get_rng_state()
+    with seeded_random(5, torch.device("cpu")):
+        drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_without_an_adapter_has_nothing_to_drop(make_model, tokens):

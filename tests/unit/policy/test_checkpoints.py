@@ -238,6 +238,19 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_name_of_its_run(tmp_path:
         second.load(6)
 
 
+def test_a_checkpoint_of_another_run_is_refused_where_nothing_is_left_of_a_run_but_its_config(tmp_path: Path) -> None:
+    first, second = (RunRecorder.create(tmp_path / name, "").folder for name in ("first", "second"))
+    for folder, step in ((first, 5), (second, 4)):
+        store = CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder), write_policy=write_fake_policy)
+        save(store, step)
+        (folder / "events.jsonl").unlink()
+    shutil.copytree(first / "checkpoints" / "step_000005", second / "checkpoints" / "step_000005")
+    with pytest.raises(CheckpointError, match="step_000005: is a checkpoint of another run"):
+        CheckpointStore(second / "checkpoints", run_id=read_run_id(second)).load_latest()
+    shutil.rmtree(second / "checkpoints" / "step_000005")
+    assert CheckpointStore(second / "checkpoints", run_id=read_run_id(second)).load_latest().step == 4
+
+
 def test_what_is_evaluated_is_the_runs_own_checkpoint_of_the_step_that_its_name_says(tmp_path: Path) -> None:
     for name in ("first", "second"):
         RunRecorder.create(tmp_path / name, "").close()

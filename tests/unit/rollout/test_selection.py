@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,44 +18,23 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.selection import AttemptWatch, Selection
+from gspo_gym.rollout.selection import AttemptCounts, AttemptWatch
 from gspo_gym.seeding import generator
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
 
 
-def selection(selected: list[float], others: list[float]) -> Selection:
-    result = Selection()
-    for value in selected:
-        result.add(value, is_selected=True)
-    for value in others:
-        result.add(value, is_selected=False)
-    return result
-
-
-def test_the_standard_errors_are_those_of_a_sample_without_replacement() -> None:
-    # all: 0, 0, 1, 1, 2, 2: mean 1, S^2 = (1 + 1 + 0 + 0 + 1 + 1) / 5 = 0.8; two drawn: 0.8 / 2 * (1 - 2 / 6) = 4 / 15
-    result = selection([2.0, 2.0], [0.0, 0.0, 1.0, 1.0])
-    assert result.standard_errors == pytest.approx((2.0 - 1.0) / math.sqrt(4 / 15))
-    assert not result.parts_from_chance  # 1.9 of 4
-
-
 @pytest.mark.parametrize(
-    ("selected", "others"), [([], [1.0, 2.0]), ([1.0, 2.0], []), ([0.1] * 50, [0.1] * 50), ([1e9 + 0.1], [1e9 + 0.1])]
+    ("num_actions", "at_reset", "after_action"), [(4, 1, 2), (4, 0, 3), (4, 2, 0), (1, 0, 1), (4, 3, 4), (0, 2, 0)]
 )
-def test_where_nothing_can_differ_nothing_parts_from_chance(selected: list[float], others: list[float]) -> None:
-    assert selection(selected, others).standard_errors == 0.0
-
-
-def test_random_selections_rarely_part_from_chance_and_selections_by_value_do() -> None:
-    rng = generator(0, "selection")
-    returns = rng.normal(size=200)
-    apart = sum(
-        selection(*(values.tolist() for values in (shuffled[:80], shuffled[80:]))).parts_from_chance
-        for shuffled in (rng.permutation(returns) for _ in range(2000))
-    )
-    assert apart <= 2  # 2000 x 6e-5 = 0.13 are expected
-    ordered = sorted(returns.tolist())
-    assert selection(ordered[120:], ordered[:120]).parts_from_chance
+def test_failed_calls_are_compared_with_all_other_choices_of_as_many_calls(
+    num_actions: int, at_reset: int, after_action: int
+) -> None:
+    # three resets and the actions, each of which may be among the failed ones: mean and variance over all choices
+    calls = [0] * 3 + [1] * num_actions
+    answered = [sum(chosen) for chosen in itertools.combinations(calls, at_reset + after_action)]
+    counts = AttemptCounts(3, 0, at_reset, after_action, num_actions)
+    assert counts.excess == pytest.approx(after_action - np.mean(answered), abs=1e-12)
+    assert counts.variance == pytest.approx(np.var(answered), abs=1e-12)
 
 
 def attempt(num_actions: int, outcome: Outcome) -> Trajectory:
@@ -141,6 +121,43 @@ def test_an_environment_that_breaks_at_some_actions_is_told_of() -> None:
     )
     assert watch.alarm() is None  # told once, until there is twice as much
     assert watch.metrics() == {}  # of the next step, in which nothing was played
+
+
+def told(watch: AttemptWatch, *, num_good: int, num_failed: int) -> str | None:
+    """The alarm after a step of so many attempts of one action, which fails in the last `num_failed`."""
+    for number in range(num_good + num_failed):
+        outcome = Outcome.TERMINATED if number < num_good else Outcome.ENV_ERROR
+        watch(attempt(1, outcome), Disposition.KEPT)
+    watch.metrics()
+    return watch.alarm()
+
+
+def test_an_alarm_is_one_of_more_than_four_standard_errors_and_comes_again_at_twice_as_many_failures() -> None:
+    # m of 2m attempts fail at their action: of 4m calls, half of which are actions, m fail. Instead of m / 2 all of
+    # these are actions; the variance is m / 4 * 3m / (4m - 1), so that these are sqrt((4m - 1) / 3) standard errors
+    assert told(AttemptWatch(), num_good=12, num_failed=12) is None  # sqrt(47 / 3) = 3.96
+    watch = AttemptWatch()
+    assert told(watch, num_good=13, num_failed=13) == (
+        "13 attempts failed in the environment after an action of the policy, 6 more than if calls failed whatever the "
+        f"policy did ({math.sqrt(51 / 3):.1f} standard errors). If an action is the cause, a retry keeps only episodes "
+        "that did not do it: let the environment answer it with a text and a reward, or raise ActionLimitError"
+    )
+    assert told(watch, num_good=12, num_failed=12) is None  # 25 failures
+    again = told(watch, num_good=1, num_failed=1)
+    assert again is not None
+    assert again.startswith("26 attempts")
+
+
+def test_one_failure_is_told_of_where_nothing_but_chance_in_a_thousand_explains_it() -> None:
+    # of 1,001 resets none failed and of one action one: excess 1 - 1 / 1002, variance (1 - 1 / 1002) / 1002
+    watch = AttemptWatch()
+    assert watch.alarm() is None  # of nothing
+    for _ in range(1000):
+        watch(attempt(0, Outcome.CONTEXT_OVERFLOW), Disposition.KEPT)
+    reason = told(watch, num_good=0, num_failed=1)
+    assert reason is not None
+    assert reason.startswith("1 attempts failed")
+    assert f"({math.sqrt(1001):.1f} standard errors)" in reason
 
 
 def test_failures_that_become_more_frequent_while_episodes_become_longer_are_not_told_of() -> None:

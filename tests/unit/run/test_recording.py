@@ -172,9 +172,9 @@ def test_a_number_that_is_not_finite_is_refused_and_the_old_file_stays(
 
 
 def test_a_fresh_run_has_its_configuration_and_its_first_event(recorder: RunRecorder) -> None:
-    assert (recorder.folder / "config.toml").read_text(encoding="utf-8") == "[run]\nseed = 0\n"
     (event,) = read_events(recorder.folder)
     run_id = read_run_id(recorder.folder)
+    assert (recorder.folder / "config.toml").read_text(encoding="utf-8") == f"# run {run_id}\n[run]\nseed = 0\n"
     assert event == {"schema": 1, "time": 100.0, "step": 0, "kind": "started", "data": {"run": run_id}}
     assert run_id is not None
     other = RunRecorder.create(recorder.folder.with_name("other"), "")
@@ -266,9 +266,10 @@ def test_episodes_go_into_their_folder_under_a_plain_name(recorder: RunRecorder,
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(recorder: RunRecorder) -> None:
+    before = (recorder.folder / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match=r"holds a run already; go on with it \(--resume\)"):
         RunRecorder.create(recorder.folder, "")
-    assert (recorder.folder / "config.toml").read_text(encoding="utf-8") == "[run]\nseed = 0\n"
+    assert (recorder.folder / "config.toml").read_bytes() == before
 
 
 def test_closing_twice_is_fine_and_keeps_what_was_written(recorder: RunRecorder) -> None:

@@ -147,6 +147,12 @@ def test_a_resumed_run_must_be_the_same_run(tmp_path):
     run_training(make_config(tmp_path, iterations=2))
     with pytest.raises(ConfigError, match=r"training\.group_size"):
         run_training(make_config(tmp_path, iterations=4, training__group_size=2), resume=True)
+    # a folder that does not say which run it is may hold another's checkpoints
+    config = tmp_path / "test" / "config.toml"
+    config.write_text(config.read_text().partition("\n")[2])
+    (tmp_path / "test" / "events.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="does not say which run it holds"):
+        run_training(make_config(tmp_path, iterations=4), resume=True)
 
 
 def test_resuming_nothing_says_so(tmp_path):

@@ -23,13 +23,13 @@ import pytest
 
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.main import main
+from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
 from gspo_gym.config.run_config import load_config
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError, RecordError, RolloutError, UnknownNameError
 from gspo_gym.rollout.episode_files import load_episodes, save_episodes
 from gspo_gym.rollout.recording_episodes import trajectory_to_json
-from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
 from gspo_gym.types import Message, Outcome
 
 
@@ -214,7 +214,7 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     command = [
         sys.executable,
         "-m",
-        "gspo_gym.cli",
+        "gspo_gym.cli.main",
         "env",
         "collect",
         "held_env:Held-v0",

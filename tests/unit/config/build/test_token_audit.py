@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gspo_gym.config.build.token_audit import PlayerAudit, TokenAudit, audit_tokens, mask_picture
 from gspo_gym.errors import UnknownNameError
 from gspo_gym.policy.tiny import tiny_tokenizer
-from gspo_gym.config.build.token_audit import PlayerAudit, TokenAudit, audit_tokens, mask_picture
 from gspo_gym.types import Segment
 
 TEMPLATES = Path(__file__).parents[2] / "chat" / "templates"

@@ -142,24 +142,32 @@ def test_unsloths_example_key_for_key():
 
 
 def test_rolls_example_key_for_key():
+    """The page lists neither optimizer nor sampler, for which ROLL's own defaults count (see test_roll_defaults.py)."""
     translation = translate("roll", ROLL, Wanted(env="SqlAnalyst", model="m", label="r", iterations=200, max_turns=8))
     assert translation.left_out == ()
     assert translation.values == {
-        "algorithm": {"variety": "gspo", "acknowledge": ["wide_clip", "length_weighting"]},
-        "model": {"base": "m", "label": "r"},
+        "algorithm": {"variety": "gspo", "acknowledge": ["wide_clip", "length_weighting", "truncated_sampling"]},
+        "model": {"base": "m", "label": "r", "gradient_checkpointing": True},
+        "run": {"seed": 42},
         "rollout": {
             "env_name": "SqlAnalyst",
             "max_turns": 8,
             "max_output_tokens": 4096,
             "max_model_len": 2048 + 4096,
             "episodes_per_batch": 64 * 8,
+            "temperature": 0.95,
+            "top_p": 0.7,
+            "top_k": 50,
         },
         "training": {
             "iterations_per_epoch": 200,
             "group_size": 8,
-            "batch_size": 512,
+            "batch_size": 8,
+            "gradient_accumulation_steps": 1,
             "update_epochs": 1,
-            "learning_rate": 1e-6,
+            "learning_rate": 5e-5,
+            "log_interval": 1,
+            "checkpoint_every_n_iters": 50,
         },
         "loss": {
             "unit": "trajectory",
@@ -171,9 +179,16 @@ def test_rolls_example_key_for_key():
         },
         "rewards": {"clip": 10.0},
         "advantages": {"baseline": "none", "scale": "none", "whiten": "tokens", "clip": 2.0},
-        "evaluation": {"seeds": "0:100"},
+        "optimizer": {
+            "betas": [0.9, 0.999],
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "schedule": "linear",
+            "min_lr_fraction": 0.0,
+        },
+        "evaluation": {"seeds": "0:100", "every_n_iters": 10},
     }
-    assert said(translation, "training.learning_rate", "placeholder"), "it is not in ROLL's listing"
+    assert said(translation, "defaults of ROLL", "learning_rate = 5e-05"), "it is not in ROLL's listing"
     assert said(translation, "no group baseline")
 
 

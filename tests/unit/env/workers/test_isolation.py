@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,7 +14,7 @@ import pytest
 
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
-from gspo_gym.env.session import open_session
+from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.isolation import Decision, isolated_factory
 from gspo_gym.env.workers.limits import WorkerLimits
@@ -163,3 +164,74 @@ def test_factories_of_the_same_thing_are_equal() -> None:
     assert isolated_factory("GuessNumber", {"high": 3}) == isolated_factory("gspo_gym/GuessNumber-v0", {"high": 3})
     assert isolated_factory("GuessNumber") != isolated_factory("GuessNumber", isolation="process")
     assert isolated_factory("GuessNumber") != isolated_factory("GuessNumber", limits=WorkerLimits(memory_mb=1))
+
+
+SLOW = """
+import fcntl, os, time
+from gspo_gym.env.core import TextEnv
+
+with open({lock!r}, "a") as core:  # the one core that all processes share
+    fcntl.flock(core, fcntl.LOCK_EX)
+    time.sleep(0.1)
+
+class Slow(TextEnv):
+    isolation = "process"
+    def reset(self, *, seed=None, options=None):
+        return str(os.getpid()), {{}}
+    def step(self, action):
+        return "", 0.0, True, False, {{}}
+"""
+
+
+LOADED_ONCE = """
+import threading, time
+from gspo_gym.env.core import TextEnv
+
+class Slow(TextEnv):
+    isolation = "thread"
+    loading = threading.Lock()
+    data = None
+    def __init__(self):
+        with Slow.loading:
+            if Slow.data is None:
+                time.sleep(0.4)
+                Slow.data = []
+"""
+
+
+def test_sixteen_workers_that_import_a_slow_module_at_once_are_each_given_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_subject.py").write_text(SLOW.format(lock=str(tmp_path / "core")), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    factory = isolated_factory(__import__("slow_subject").Slow, start_timeout_seconds=0.8)  # of 16 * 0.1
+
+    async def play() -> int:
+        opened = await asyncio.gather(
+            *(open_session(factory, env_id="Slow", step_timeout_seconds=0.8) for _ in range(16)),
+            return_exceptions=True,
+        )
+        sessions = [session for session in opened if isinstance(session, EnvSession)]
+        try:
+            return len({session.env.pid for session in sessions})
+        finally:
+            for session in sessions:
+                session.env.kill()
+                await session.close()
+
+    assert asyncio.run(play()) == 16
+
+
+def test_what_the_first_in_a_thread_loads_for_all_is_charged_to_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_in_thread.py").write_text(LOADED_ONCE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    factory = isolated_factory(__import__("slow_in_thread").Slow)
+
+    async def play() -> None:
+        opened = (open_session(factory, env_id="Slow", step_timeout_seconds=0.2) for _ in range(4))
+        for session in await asyncio.gather(*opened):
+            await session.close()
+
+    asyncio.run(play())

@@ -29,7 +29,7 @@ def lease(pool: ProcessPool, kind: str = "a") -> WorkerProcess:
 def answers(worker: WorkerProcess) -> bool:
     """Whether it can be talked to: a close without an environment is answered."""
     frame = frame_of({"method": "close"}, max_bytes=100, where="a test")
-    return "result" in worker.channel.exchange(frame, timeout_seconds=30)
+    return "result" in worker.channel.exchange(frame, max_seconds=lambda: 30)
 
 
 def status_of(ended: Future[int | None]) -> int | None:
