@@ -20,7 +20,7 @@ SIZE = 64 * 80  # more than the 4096 numbers from which bitsandbytes takes 8 bit
 
 
 class Model(nn.Module):
-    """`large` and `vector` have moments in 20 and 17 blocks of 256, for the kinds that keep 8 bits; `small` does not."""
+    """`large` and `vector` have moments in 20 and 17 blocks of 256, for kinds that keep 8 bits; `small` not."""
 
     def __init__(self):
         super().__init__()
