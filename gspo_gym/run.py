@@ -294,7 +294,7 @@ def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any
         "steps": state.step,
         "episodes": state.num_episodes,
         "wall_seconds": state.wall_seconds,
-        "score": None if state.score_unit is None else state.score_unit.name,
+        "score": None if state.final_eval is None else state.final_eval["score"],
         "initial_eval": state.initial_eval,
         "final_eval": state.final_eval,
         "best_eval": state.best_eval,
