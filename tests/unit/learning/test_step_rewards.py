@@ -110,6 +110,20 @@ def test_earlier_unlocks_earn_more_by_beta(earn):
     assert earn(["wood"], [], **PER_ACHIEVEMENT, beta=0.1, weights={"wood": 0.5}) == pytest.approx([0.7, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("events", "rewards", "expected"),
+    [
+        # credited 1 and 2 before the last turn: less these, the episode is worth its return where that is below 0
+        ([["wood"], ["stone", "drink"], ["iron"]], [None, 0.5, -2.0], [1.0, 2.0, -1.5 - 3.0]),
+        ([["wood"], ["stone", "drink"], ["iron"]], [None, 0.5, 0.25], [1.0, 2.0, -3.0]),
+        ([["wood"]], [-0.5], [-0.5]),
+        ([["wood"]], [0.5], [0.0]),
+    ],
+)
+def test_an_action_beyond_a_limit_takes_back_what_was_credited(earn, events, rewards, expected):
+    assert earn(*events, rewards=rewards, outcome=Outcome.ACTION_LIMIT, **DECISION) == expected
+
+
 def test_an_episode_without_events_earned_0_although_its_environment_gave_nothing(earn):
     assert earn([], rewards=[None], **DECISION) == [0.0]
 
