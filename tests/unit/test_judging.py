@@ -85,6 +85,12 @@ def test_a_group_comes_back_with_blended_rewards() -> None:
     pool.ledger.assert_balanced()
 
 
+def test_a_pool_that_waited_for_slots_and_room_plays_on_in_another_event_loop() -> None:
+    pool = pool_of(scorer(good), slots=1, max_unscored=1)
+    for name in ("first", "second"):
+        assert len(kept(asyncio.run(pool.collect([GroupRequest(name, Task("Test-v0", 0), 4)])))) == 4
+
+
 def test_an_environment_that_scores_nothing_is_scored_by_the_judge_alone() -> None:
     pool = pool_of(scorer(good, RewardBlend(env=0.0, outcome=1.0)), reward=None)
     assert {trajectory.reward for trajectory in kept(asyncio.run(pool.collect(requests(1))))} == {0.5}
@@ -170,7 +176,7 @@ def test_a_failed_episode_is_not_shown_to_the_judge() -> None:
         return dataclasses.replace(played, attempt=request.attempt, task=request.task)
 
     judge = ScriptedJudge(lambda _: judgement([1.0], outcome=1.0))
-    scoring = Scoring(EpisodeScorer(judge, no_rubrics, BLEND))
+    scoring = Scoring(EpisodeScorer(judge, no_rubrics, BLEND), ScoringLimits())
     pool = RolloutPool(play=play, pool_limits=PoolLimits(), run_seed=0, scoring=scoring)
     asyncio.run(pool.collect(requests(1)))
     assert [request.trajectory.attempt for request in judge.requests] == [1] * 4
