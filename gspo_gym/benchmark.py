@@ -31,10 +31,10 @@ from gspo_gym.benchmark_mutants import run_mutants
 from gspo_gym.benchmark_pipeline import Workload, run_pipeline
 from gspo_gym.benchmark_vllm import has_vllm, running_vllm
 from gspo_gym.benchmark_weights import run_weights
-from gspo_gym.command_line import Parser
+from gspo_gym.command_line import Parser, parse_and_run
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local import LocalEngine
-from gspo_gym.errors import EngineError, GymError, UsageError
+from gspo_gym.errors import EngineError, UsageError
 from gspo_gym.models import load_policy
 from gspo_gym.seeding import child_seed, generator
 
@@ -305,12 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = Parser(prog="python -m gspo_gym.benchmark", description=__doc__.partition("\n")[0])
     add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except GymError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    return parse_and_run(parser, argv)
 
 
 if __name__ == "__main__":
