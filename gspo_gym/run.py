@@ -35,7 +35,7 @@ from gspo_gym.report.progress import Progress, telling
 from gspo_gym.schedule import is_played_again
 from gspo_gym.trainer import TrainState
 from gspo_gym.warmup import warm_up
-from gspo_gym.watchdog import read_frozen, seconds_until_frozen, watching
+from gspo_gym.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.weight_sync import WeightSync
 
 _FREE_ON_RESUME = frozenset(
@@ -202,7 +202,8 @@ async def _train(
     )
     status, reason = "completed", None
     try:
-        with watching(config.run_folder, seconds_until_frozen(config.limits.step_timeout_seconds)):
+        limit = seconds_until_frozen(config.limits.step_timeout_seconds)
+        with watching(config.run_folder / MARKER, limit, advice=TRAINING_ADVICE):
             state = await trainer.run()
         if state.step and not state.gradient_steps:
             progress.note(_NO_GRADIENT.format(state.step))
@@ -234,7 +235,7 @@ def _tell_who_samples(
 
 def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progress, *, step: int) -> None:
     """Write it down if an earlier start ended because an environment held the interpreter."""
-    frozen = read_frozen(config.run_folder)
+    frozen = read_frozen(config.run_folder / MARKER)
     if frozen.env_ids:
         recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})
         names = ", ".join(frozen.env_ids)
