@@ -128,40 +128,49 @@ def collect_episodes(
     env_id = resolve(env_id)
     marker = None if out is None else marker_beside(out)
     has_frozen = marker is not None and env_id in read_frozen(marker).env_ids
-    factory = isolated_factory(
-        env_id, dict(env_config or {}), isolation="process" if has_frozen else settings.isolation
-    )
-    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    isolation = "process" if has_frozen else settings.isolation
+    factory = isolated_factory(env_id, dict(env_config or {}), isolation=isolation)
     known = {trajectory.trajectory_id: trajectory for trajectory in already}
-
-    async def play() -> CollectedEpisodes:
-        make_policy = policy
-        async with looking_at(factory) as sample:
-            tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))  # for the record
-            if isinstance(policy, str) and policy.startswith(SCRIPTED):
-                make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
-        async with _player(make_policy, settings) as player:
-            pool = _pool(factory, player, settings, on_episode)
-            requests = _requests(env_id, seeds, settings)
-            missing = [each for each in requests if _id_of(each) not in known]
-            played = await pool.play_groups(missing)
-            if not known:
-                _require_episodes(name, played)
-        kept = known | {each.trajectory_id: each for group in played for each in group.trajectories}
-        return CollectedEpisodes(
-            env_id,
-            name,
-            tuple(kept[_id_of(each)] for each in requests if _id_of(each) in kept),
-            tuple(dropped for group in played for dropped in group.dropped),
-            tools,
-        )
-
     limit = seconds_until_frozen(settings.step_timeout_seconds)
-    with watching(marker, limit, advice=_NOTED if out is not None else _NOT_NOTED):
-        collected = run_to_end(play())
+    with watching(marker, limit, advice=_NOT_NOTED if out is None else _NOTED):
+        collected = run_to_end(_play(env_id, factory, policy, seeds, settings, known=known, on_episode=on_episode))
     if marker is not None:
         marker.unlink(missing_ok=True)
     return collected
+
+
+async def _play(
+    env_id: str,
+    factory: Callable[[], Any],
+    policy: str | PolicyFactory,
+    seeds: Sequence[int],
+    settings: CollectSettings,
+    *,
+    known: Mapping[str, Trajectory],
+    on_episode: Callable[[Trajectory], None] | None,
+) -> CollectedEpisodes:
+    """Play what is not known yet, by the trajectories' ids."""
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    make_policy = policy
+    async with looking_at(factory) as sample:
+        tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))  # for the record
+        if isinstance(policy, str) and policy.startswith(SCRIPTED):
+            make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
+    async with _player(make_policy, settings) as player:
+        pool = _pool(factory, player, settings, on_episode)
+        requests = _requests(env_id, seeds, settings)
+        missing = [each for each in requests if _id_of(each) not in known]
+        played = await pool.play_groups(missing)
+        if not known:
+            _require_episodes(name, played)
+    kept = {**known} | {each.trajectory_id: each for group in played for each in group.trajectories}
+    return CollectedEpisodes(
+        env_id,
+        name,
+        tuple(kept[_id_of(each)] for each in requests if _id_of(each) in kept),
+        tuple(dropped for group in played for dropped in group.dropped),
+        tools,
+    )
 
 
 def _pool(

@@ -122,7 +122,10 @@ def test_a_frozen_server_ends_and_says_why(tmp_path: Path) -> None:
             action = {"message": {"role": "assistant", "content": "a" * 64}}
             with pytest.raises(httpx.HTTPError):
                 client.post(f"{url}/step", json={"env_id": opened["env_id"], "action": action})
-        told = process.communicate(timeout=60)[1]
+        try:
+            told = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGKILL
     assert_names_the_culprit(told, "Serve Patterns-v0 with --isolation process, where a deadline ends what hangs.")
     assert list(tmp_path.iterdir()) == []
