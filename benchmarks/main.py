@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,10 +30,10 @@ from benchmarks.mutants import run_mutants
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.vllm import has_vllm, running_vllm
 from benchmarks.weights import run_weights
-from gspo_gym.cli.command_line import Parser
+from gspo_gym.cli.command_line import Parser, parse_and_run
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.errors import EngineError, GymError, UsageError
+from gspo_gym.errors import EngineError, UsageError
 from gspo_gym.policy.load import load_policy
 from gspo_gym.seeding import child_seed, generator
 
@@ -305,9 +304,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = Parser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
     add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except GymError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    return parse_and_run(parser, argv)

@@ -5,8 +5,9 @@ where the tests of that file run until the first failure. A mutant dies if a tes
 if the tests take longer than `TIMEOUT_FACTOR` times what they take without it. One process at a time.
 
 The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; `tests/**/test_name.py` and
-`test_name_*.py`; the test files that import the module, those that import the fewest other modules first, and at most
-`MAX_TEST_FILES` in all. Tests marked `slow` do not run.
+`test_name_*.py`; the test files that import the module, those that import the fewest other modules first; the same of
+the modules that import it, those of its folder first, one test file of each in turn. At most `MAX_TEST_FILES` in all.
+Left out are tests marked `slow` and those of a folder with requirements of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +31,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.mutations import Mutant, draw_mutants
+from gspo_gym.cli.command_line import interrupted_by_sigterm
 from gspo_gym.errors import UsageError
 
 MAX_TEST_FILES = 6
@@ -36,6 +39,8 @@ TIMEOUT_FACTOR = 5.0
 _TIMEOUT_FLOOR_SECONDS = 20.0
 _BASELINE_SECONDS = 600.0
 _NO_TESTS = 5  # pytest's exit status where it collected none
+# Bytecode is written, for all but one file of ours are the same in every run.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
 _LEFT_OUT = (".*", "__pycache__", "node_modules", "runs", "build", "*.egg-info")
 
 
@@ -63,20 +68,46 @@ class FileReport:
 
 def find_tests(path: Path, root: Path) -> tuple[Path, ...]:
     """Return the tests of the module at `path` by the rule above; both paths and results are relative to `root`."""
-    module = module_name(path)
-    mirrors, importers = [], []
-    for test in sorted((root / "tests").rglob("test_*.py")):
-        imported = _imports(test.read_text(encoding="utf-8"))
-        if test.stem == f"test_{path.stem}" or test.stem.startswith(f"test_{path.stem}_"):
-            mirrors.append((path.parent.name not in test.parent.parts, len(imported), test))
-        elif any(f"{name}.".startswith(f"{module}.") for name in imported):
-            importers.append((len(imported), test))
-    # A file of that name in another room's folder mirrors another module, unless it imports this one.
-    strangers = [m for m in mirrors if m[0] and module not in _imports(m[2].read_text(encoding="utf-8"))]
-    ordered = [test for *_, test in sorted(m for m in mirrors if m not in strangers)]
-    ordered += [test for _, test in sorted(importers)]
+    files = [file for file in (root / "tests").rglob("test_*.py") if not any(file.parent.glob("requirements*.txt"))]
+    imports = {file.relative_to(root): _imports(file) for file in sorted(files)}
     doctests = [path] if ">>> " in (root / path).read_text(encoding="utf-8") else []
-    return tuple([*doctests, *(test.relative_to(root) for test in ordered)][:MAX_TEST_FILES])
+    found = [*doctests, *_direct_tests(path, imports)]
+    if len(found) < MAX_TEST_FILES:
+        users = [_direct_tests(user, imports) for user in _users(path, root)]
+        found += [test for same_rank in zip_longest(*users) for test in same_rank if test is not None]
+    return tuple(dict.fromkeys(found))[:MAX_TEST_FILES]
+
+
+def _direct_tests(path: Path, imports: Mapping[Path, set[str]]) -> list[Path]:
+    """The tests that are named after a module or import it, in the order of the rule; `imports` are those of tests."""
+    mirrors, importers = [], []
+    for test, imported in imports.items():
+        is_imported = _is_imported(path, imported)
+        is_named = test.stem == f"test_{path.stem}" or test.stem.startswith(f"test_{path.stem}_")
+        is_elsewhere = path.parent.name not in test.parent.parts
+        # A file of that name in another room's folder mirrors another module, unless it imports this one.
+        if is_named and (is_imported or not is_elsewhere):
+            mirrors.append((is_elsewhere, len(imported), test))
+        elif is_imported:
+            importers.append((len(imported), test))
+    return [test for *_, test in sorted(mirrors)] + [test for _, test in sorted(importers)]
+
+
+def _users(path: Path, root: Path) -> list[Path]:
+    """The modules that import the one at `path`: those in its folder first, then those that import the fewest."""
+    last_name = module_name(path).rpartition(".")[2]
+    users = []
+    for room in ("gspo_gym", "envs"):
+        for file in (root / room).rglob("*.py"):
+            imported = _imports(file) if last_name in file.read_text(encoding="utf-8") else set()  # parsing is slow
+            if _is_imported(path, imported):
+                user = file.relative_to(root)
+                users.append((user.parent != path.parent, len(imported), user))
+    return [user for *_, user in sorted(users)]
+
+
+def _is_imported(path: Path, imported: set[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module_name(path)}.") for name in imported)
 
 
 def module_name(path: Path) -> str:
@@ -90,10 +121,10 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(text: str) -> set[str]:
-    """Our modules that a test imports, and for `from a import b` both `a` and `a.b`."""
+def _imports(file: Path) -> set[str]:
+    """Our modules that a file imports, and for `from a import b` both `a` and `a.b`."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -147,8 +178,8 @@ class CheckoutCopy:
 
 @contextmanager
 def copied_checkout(root: Path) -> Iterator[CheckoutCopy]:
-    """Copy a checkout to a temporary folder, start the process that tests it, and remove both."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+    """Copy a checkout to a temporary folder, start the process that tests it, and end both, also after SIGTERM."""
+    with interrupted_by_sigterm(), tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
         if (copy / "envs").is_dir():
@@ -156,7 +187,8 @@ def copied_checkout(root: Path) -> Iterator[CheckoutCopy]:
         server = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("mutants_server.py"))],
             cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(copy)},
+            start_new_session=True,  # Ctrl-C is for this process alone, which then ends the other
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -9,8 +9,11 @@ import argparse
 import errno
 import importlib
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from gspo_gym.errors import GymError, UsageError
@@ -55,6 +58,20 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         print("stopped", file=sys.stderr)
         return 130
     return status
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what the block started is ended, too."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def package_version() -> str:

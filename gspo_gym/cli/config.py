@@ -44,16 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def new_file(arguments: argparse.Namespace) -> int:
     """Write, or print, a configuration that loads as it stands."""
     import re
+    import shlex
 
     from gspo_gym.base.files import write_output
     from gspo_gym.config.new import new_config
     from gspo_gym.config.run_config import RunConfig
+    from gspo_gym.env.registry import resolve
     from gspo_gym.errors import ConfigError
 
     path: Path | None = arguments.file
     if path is not None and (path.suffix != ".toml" or path.exists()):
         reason = "there is such a file already" if path.exists() else "expected a file that ends in .toml"
         raise ConfigError(f"{path}: {reason}; choose another name")
+    resolve(arguments.env)  # a file for an environment that is not there would be of no use
     label = arguments.label or re.sub(r"[^\w.-]+", "-", path.stem if path is not None else "my-run")
     text = new_config(arguments.env, model=arguments.model, label=label)
     RunConfig.from_dict(tomllib.loads(text), source="config new")
@@ -61,7 +64,8 @@ def new_file(arguments: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     write_output(path, text)
-    print(f"written: {path}; `gspo-gym config check {path}` says what it does, `gspo-gym train {path}` does it")
+    file = shlex.quote(str(path))
+    print(f"written: {path}; `gspo-gym config check {file}` says what it does, `gspo-gym train {file}` does it")
     return 0
 
 

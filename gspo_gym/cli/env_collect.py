@@ -39,6 +39,9 @@ def add_command(subparsers: Any) -> None:  # Any: argparse does not name the typ
     parser.add_argument("--max-turns", type=int, default=50, help="actions per episode (default 50)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="tokens per action (default 1024)")
     parser.add_argument("--concurrent", type=int, default=16, help="episodes at once (default 16)")
+    parser.add_argument(
+        "--step-timeout-seconds", type=float, default=30.0, help="for each call of the environment (default 30)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="of a model's sampling (default 1)")
     parser.add_argument("--only-successes", action="store_true", help="keep episodes in which the task was achieved")
     parser.add_argument(
@@ -50,7 +53,8 @@ def add_command(subparsers: Any) -> None:  # Any: argparse does not name the typ
 def collect(arguments: argparse.Namespace) -> int:
     """Collect and write; 0 if every episode asked for was played, 1 if some could not be (which are told).
 
-    Each episode is in FILE.part as soon as it is over. Ctrl-C leaves that file for --resume, and ends with 130.
+    Each episode is in FILE.part as soon as it is over. Ctrl-C leaves that file for --resume, and ends with 130; so does
+    an environment that holds the interpreter, but for the status (`watchdog.py`).
     """
     from rich.console import Console
 
@@ -68,6 +72,7 @@ def collect(arguments: argparse.Namespace) -> int:
         max_turns=arguments.max_turns,
         max_output_tokens=arguments.max_tokens,
         max_concurrent=arguments.concurrent,
+        step_timeout_seconds=arguments.step_timeout_seconds,
         temperature=arguments.temperature,
     )
     asked = {"env": arguments.name, "env_config": env_config, "policy": arguments.policy, "settings": asdict(settings)}
@@ -91,6 +96,7 @@ def collect(arguments: argparse.Namespace) -> int:
                 settings=settings,
                 already=found,
                 on_episode=keep,
+                out=arguments.out,
             )
     except KeyboardInterrupt:
         told = f"stopped: {part.num_items} of {num_asked} episodes are in {part.path}; go on with --resume"

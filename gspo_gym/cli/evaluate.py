@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.files import PartFile, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli.train import add_task_url
+from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 
 if TYPE_CHECKING:
     from gspo_gym.config.run_config import RunConfig
@@ -49,7 +50,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the `evaluate` command; 0 when every model was evaluated.
 
     Every row is in FILE.part of `--json FILE` as soon as its episode is over. Ctrl-C leaves that file for `--resume`,
-    and ends with 130.
+    and ends with 130. An environment that holds the interpreter ends the command (`watchdog.py`), and with FILE runs in
+    worker processes at the next try.
     """
     from rich.console import Console
 
@@ -69,8 +71,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
     names = list(dict.fromkeys(names))
     part = _part_file(arguments, config, names)
+    marker = None if part is None else marker_beside(Path(arguments.json_file))
     try:
-        results = in_one_unit(_evaluate_all(config, names, part))
+        with _watched(config, marker):
+            results = in_one_unit(_evaluate_all(_unfrozen(config, marker), names, part))
     except KeyboardInterrupt:
         if part is None or part.num_items == 0:
             raise
@@ -96,7 +100,29 @@ def run_command(arguments: argparse.Namespace) -> int:
         write_output(Path(arguments.json_file), json.dumps(answer, indent=2) + "\n")
     if part is not None:
         part.remove()
+    if marker is not None:
+        marker.unlink(missing_ok=True)
     return 0
+
+
+def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.AbstractContextManager[None]:
+    """Return what ends this process if an environment holds the interpreter."""
+    kept = "Set rollout.isolation to process, where a deadline ends what hangs."
+    if marker is not None:
+        kept = "What is over is kept: go on with --resume, which runs {env} in worker processes."
+    limit = seconds_until_frozen(config.limits.step_timeout_seconds)
+    return watching(marker, limit, advice=f"The evaluation is ended. {kept}")
+
+
+def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
+    """Return the config, with its environments in worker processes if one of them held the interpreter before."""
+    from gspo_gym.env.registry import resolve
+
+    frozen = () if marker is None else read_frozen(marker).env_ids
+    if not any(source.task_url is None and resolve(source.env_name) in frozen for source in config.sources):
+        return config
+    print(f"{', '.join(frozen)}: held the interpreter before, says {marker}; runs in worker processes", file=sys.stderr)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"isolation": "process"})})
 
 
 def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> PartFile | None:
@@ -174,9 +200,10 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
     if rows.found and (whole := evaluation_of_rows(environment_ids(config), config.evaluation_seeds, rows.found)):
         return whole
     name = build.newest_checkpoint(model or build.model_name(config))
-    if name.startswith((_SCRIPTED, _ENDPOINT)):
-        return run_to_end(_play_without_engine(config, name, rows))
-    return run_to_end(_play_with_engine(config, name, rows))
+    with _watched(config):
+        if name.startswith((_SCRIPTED, _ENDPOINT)):
+            return run_to_end(_play_without_engine(config, name, rows))
+        return run_to_end(_play_with_engine(config, name, rows))
 
 
 async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:

@@ -31,7 +31,7 @@ from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
-from gspo_gym.rollout.watchdog import read_frozen, seconds_until_frozen, watching
+from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
@@ -202,7 +202,8 @@ async def _train(
     )
     status, reason = "completed", None
     try:
-        with watching(config.run_folder, seconds_until_frozen(config.limits.step_timeout_seconds)):
+        limit = seconds_until_frozen(config.limits.step_timeout_seconds)
+        with watching(config.run_folder / MARKER, limit, advice=TRAINING_ADVICE):
             state = await trainer.run()
         if state.step and not state.gradient_steps:
             progress.note(_NO_GRADIENT.format(state.step))
@@ -234,7 +235,7 @@ def _tell_who_samples(
 
 def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progress, *, step: int) -> None:
     """Write it down if an earlier start ended because an environment held the interpreter."""
-    frozen = read_frozen(config.run_folder)
+    frozen = read_frozen(config.run_folder / MARKER)
     if frozen.env_ids:
         recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})
         names = ", ".join(frozen.env_ids)
@@ -294,7 +295,7 @@ def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any
         "steps": state.step,
         "episodes": state.num_episodes,
         "wall_seconds": state.wall_seconds,
-        "score": None if state.score_unit is None else state.score_unit.name,
+        "score": None if state.final_eval is None else state.final_eval["score"],
         "initial_eval": state.initial_eval,
         "final_eval": state.final_eval,
         "best_eval": state.best_eval,

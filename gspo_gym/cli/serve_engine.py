@@ -6,13 +6,10 @@ A run that names its URL samples from it and changes its weights. To serve an en
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
+from gspo_gym.cli.command_line import interrupted_by_sigterm
 from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings
 
@@ -81,7 +78,7 @@ def serve(arguments: argparse.Namespace) -> int:
         log=arguments.log,
         start_seconds=arguments.start_seconds,
     )
-    with _interrupted_by_sigterm(), server:
+    with interrupted_by_sigterm(), server:
         print(f"serving {arguments.model} with vLLM at {server.url}", flush=True)
         status = server.wait()
         print(f"vLLM ended with status {status}. Its log:\n{server.log_tail()}", file=sys.stderr)
@@ -106,17 +103,3 @@ def settings_of(arguments: argparse.Namespace) -> VllmSettings:
         enable_prefix_caching=not arguments.no_prefix_caching,
         structured_output=arguments.structured_output,
     )
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that the server's processes are ended, too."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

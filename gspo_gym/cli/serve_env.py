@@ -13,10 +13,12 @@ from gspo_gym.base.addresses import is_loopback
 from gspo_gym.base.keys import read_key
 from gspo_gym.cli.command_line import add_environment, env_config_of
 from gspo_gym.errors import MissingExtraError
+from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
 
 if TYPE_CHECKING:
     from gspo_gym.remote.serve.served_env import ServedEnv
 
+_ADVICE = "The server is ended. Serve {env} with --isolation process, where a deadline ends what hangs."
 _SPOKEN = {
     "task_app": "as a task app",
     "openenv": "over OpenEnv's protocol",
@@ -105,6 +107,8 @@ def _add_callers(callers: Any) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; prints the URL once clients may connect.
 
+    An environment that holds the interpreter ends the server (`watchdog.py`): its clients would wait for ever.
+
     Raises:
         ConfigError, UnknownNameError: the environment, the address or a key.
         MissingExtraError: FastAPI, uvicorn or websockets is not installed.
@@ -119,7 +123,8 @@ def serve(arguments: argparse.Namespace) -> int:
     bound = bind(served.host, arguments.port, has_key=bool(served.api_keys))
     bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
     print(f"serving {served.name} {_SPOKEN[served.protocol]} at {url_of(bound)}", flush=True)
-    server_for(app).run(sockets=[bound])
+    with watching(None, seconds_until_frozen(served.limits.step_timeout_seconds), advice=_ADVICE):
+        server_for(app).run(sockets=[bound])
     return 0
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pydantic import Field
 
 from gspo_gym.base.settings import Settings
-from gspo_gym.errors import RecordError, UnscoredError
+from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.base import JudgeError, Judgement
 from gspo_gym.types import Trajectory, Turn
 
@@ -55,6 +55,7 @@ def blend(
         UnscoredError: the episode failed, has no turn, or its environment gave no reward although env > 0.
         JudgeError: a score that is weighed is missing from the judgement.
         RecordError: the environment has a reward term of one of the judge's names.
+        ConfigError: the weights make a reward, or the return, larger than a float can be.
     """
     if trajectory.outcome.is_infrastructure_failure or not trajectory.turns:
         raise UnscoredError(f"trajectory {trajectory.trajectory_id}: nothing was played that could be judged")
@@ -74,9 +75,9 @@ def blend(
         if weights.outcome > 0 and len(turns) == len(trajectory.turns) - 1:
             parts[OUTCOME_TERM] = weights.outcome * judgement.outcome_total
         is_scored = reward is not None or bool(parts)
-        turns.append(
-            dataclasses.replace(turn, reward=math.fsum(parts.values()) if is_scored else None, reward_terms=parts)
-        )
+        total = _finite_sum(parts.values(), trajectory, weights) if is_scored else None
+        turns.append(dataclasses.replace(turn, reward=total, reward_terms=parts))
+    _finite_sum((turn.reward for turn in turns if turn.reward is not None), trajectory, weights)
     return dataclasses.replace(trajectory, turns=tuple(turns))
 
 
@@ -84,8 +85,12 @@ def unjudged(trajectory: Trajectory, weights: RewardBlend, rewards: EnvRewards =
     """The episode with what its environment gave, weighed, and the lowest that a judge gives: nothing.
 
     For one that ended because an action exceeded a limit; its last turn is always scored.
+
+    Raises:
+        ConfigError: the weight makes the return larger than a float can be.
     """
     earned = [None if reward is None else weights.env * reward for reward in rewards(trajectory)]
+    _finite_sum((reward for reward in earned if reward is not None), trajectory, weights)
     turns = [dataclasses.replace(t, reward=r, reward_terms={}) for t, r in zip(trajectory.turns, earned, strict=True)]
     if turns[-1].reward is None:
         turns[-1] = dataclasses.replace(turns[-1], reward=0.0)
@@ -112,6 +117,24 @@ def _require_scores(
     used += [judgement.outcome_total] if weights.outcome > 0 else []
     if not all(math.isfinite(total) for total in used):
         raise JudgeError(f"trajectory {name}: expected finite totals from {judgement.judge}, got {used}")
+
+
+def _finite_sum(values: Iterable[float], trajectory: Trajectory, weights: RewardBlend) -> float:
+    """The exact sum.
+
+    Raises:
+        ConfigError: it is no finite number.
+    """
+    try:
+        total = math.fsum(values)
+    except (OverflowError, ValueError):  # larger than a float, or infinities of both signs
+        total = math.inf
+    if not math.isfinite(total):
+        raise ConfigError(
+            f"judge.reward_blend: env = {weights.env:g}, event = {weights.event:g} and outcome = {weights.outcome:g} "
+            f"make the rewards of trajectory {trajectory.trajectory_id} larger than a number can be; lower them"
+        )
+    return total
 
 
 def _env_parts(terms: Mapping[str, float], reward: float, weight: float) -> dict[str, float]:

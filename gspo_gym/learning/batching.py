@@ -281,20 +281,17 @@ def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
     """
     if max_tokens < 1:
         raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}")
-    longest = [0] * batch.num_trajectories
-    num_rows = [0] * batch.num_trajectories
-    lengths = batch.attention_mask.sum(1).tolist()
-    for trajectory, length in zip(batch.trajectory_index.tolist(), lengths, strict=True):
-        longest[trajectory] = max(longest[trajectory], length)
-        num_rows[trajectory] += 1
+    lengths: list[list[int]] = [[] for _ in range(batch.num_trajectories)]  # of each trajectory's rows
+    for trajectory, length in zip(batch.trajectory_index.tolist(), batch.attention_mask.sum(1).tolist(), strict=True):
+        lengths[trajectory].append(length)
     parts: list[list[int]] = []
     rows_in_part = width = 0
-    for trajectory in sorted(range(len(longest)), key=lambda i: -longest[i]):
-        if not parts or (rows_in_part + num_rows[trajectory]) * width > max_tokens:
+    for trajectory in sorted(range(len(lengths)), key=lambda i: -max(lengths[i])):
+        if not parts or (rows_in_part + len(lengths[trajectory])) * width > max_tokens:
             parts.append([])
-            rows_in_part, width = 0, longest[trajectory]
+            rows_in_part, width = 0, max(lengths[trajectory])
         parts[-1].append(trajectory)
-        rows_in_part += num_rows[trajectory]
+        rows_in_part += len(lengths[trajectory])
     return [select_trajectories(batch, part) for part in parts]
 
 

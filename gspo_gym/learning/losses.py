@@ -256,7 +256,7 @@ class Pools:
 
 
 def turn_keys(trajectory: Tensor, turn: Tensor) -> Tensor:
-    """[A] a number that tokens of the same turn of the same trajectory share, and no others."""
+    """[A] a number for each turn of each trajectory, rising with the trajectory and, within it, with the turn."""
     return trajectory * (turn.max() + 1) + turn if len(turn) else turn
 
 
@@ -265,7 +265,7 @@ def _token_weights(tokens: _Tokens, settings: LossSettings, denominators: Denomi
     trajectories, turns = Pools.by(tokens.trajectory), Pools.by(turn_keys(tokens.trajectory, tokens.turn))
     here = len(trajectories.num_tokens), len(turns.num_tokens), len(tokens.now)
     N, M, num_tokens = denominators.num_trajectories, denominators.num_turns, denominators.num_tokens
-    if not here[-1] or here[0] > N or here[1] > M or here[2] > num_tokens:
+    if 0 in here or here[0] > N or here[1] > M or here[2] > num_tokens:
         raise RecordError(
             f"policy_loss: expected sampled tokens, and no more than the step's num_trajectories = {N}, num_turns = "
             f"{M}, num_tokens = {num_tokens}; got {here[0]}, {here[1]} and {here[2]} of them"

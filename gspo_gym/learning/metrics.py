@@ -122,7 +122,7 @@ def _ratio_metrics(ratios: Tensor) -> dict[str, float]:
     last = len(ordered) - 1
     metrics = {"ratio/mean": float(ordered.mean()), "ratio/min": float(ordered[0]), "ratio/max": float(ordered[-1])}
     metrics["ratio/log_std"] = float(ordered.log().std(correction=0))
-    metrics["ratio/is_constant"] = float((ordered - 1).abs().max() <= _ROUNDING)
+    metrics["ratio/is_constant"] = float(torch.allclose(ordered, torch.ones_like(ordered), rtol=0, atol=_ROUNDING))
     # The nearest rank, because torch.quantile refuses more than 16 million values (unit "token").
     return metrics | {f"ratio/q{q:02d}": float(ordered[math.floor(q / 100 * last + 0.5)]) for q in (5, 50, 95)}
 

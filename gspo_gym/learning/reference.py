@@ -78,7 +78,7 @@ class Reference:
         if self._source == "adapter":
             self._held = {name: p.detach().clone() for name, p in self._live().items()}
         elif self._source == "copy":
-            given = copy.deepcopy(model).requires_grad_(False)
+            given = copy.deepcopy(model)
             self._held = {name: p.detach() for name, p in given.named_parameters()}
         if given is not None:
             self._scorer = make_scorer(given)

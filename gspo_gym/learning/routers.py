@@ -59,6 +59,9 @@ class RouterLoad:
 
         The backward pass stays outside: with gradient checkpointing it computes the forward again.
         """
+        if not self._routers.modules:
+            yield
+            return
         is_token = attention_mask.reshape(-1)
 
         def count(module: nn.Module, inputs: Sequence[Any], output: Any) -> None:  # Any: models differ
@@ -74,7 +77,7 @@ class RouterLoad:
         finally:
             for handle in handles:
                 handle.remove()
-        self._num_tokens += int(is_token.sum()) if handles else 0
+        self._num_tokens += int(is_token.sum())
 
     def metrics(self) -> dict[str, float]:
         """The `router` metrics; none if nothing was counted."""
@@ -83,14 +86,14 @@ class RouterLoad:
         load_LE = torch.stack(list(self._loads.values()))
         entropy = torch.stack(list(self._entropies.values())).mean() / self._num_tokens
         return {
-            "router/load_max_over_mean": float((load_LE.amax(1) / load_LE.mean(1)).mean()),
-            "router/idle_fraction": float((load_LE < 0.5).double().mean()),
+            "router/load_max_over_mean": float((load_LE.amax(1) / load_LE.double().mean(1)).mean()),
+            "router/idle_fraction": float((load_LE == 0).double().mean()),
             "router/entropy": float(entropy),
         }
 
     def _count(self, module: nn.Module, logits: Tensor) -> None:
         chosen = logits.topk(self._routers.top_k, dim=-1).indices.reshape(-1)
-        load = torch.bincount(chosen, minlength=self._routers.num_experts).double()
+        load = torch.bincount(chosen, minlength=self._routers.num_experts)
         entropy = torch.special.entr(logits.softmax(-1)).sum(dtype=torch.float64)
         self._loads[module] = self._loads.get(module, torch.zeros_like(load)) + load
         self._entropies[module] = self._entropies.get(module, torch.zeros_like(entropy)) + entropy

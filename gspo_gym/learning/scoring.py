@@ -244,7 +244,7 @@ def _probe(model: Any, parts: _Parts) -> None:
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     device = next(model.parameters()).device
-    token_ids = (torch.arange(16, device=device).reshape(2, 8) * 7 + 3) % vocabulary
+    token_ids = torch.arange(3, 19, device=device).reshape(2, 8) % vocabulary
     attention_mask = torch.ones_like(token_ids)
     attention_mask[1, 5:] = 0
     captured: list[tuple[Tensor, Tensor]] = []

@@ -223,7 +223,21 @@ class OptimizerSettings(Settings):
         return self
 
 
-class UpdateSettings(Settings):
+class _StepSettings(Settings):
+    """What any optimizer step, of reinforcement or of the warm-up, may take of memory and of patience."""
+
+    max_tokens_per_microbatch: int = Field(
+        default=16384, gt=0, description="padded tokens per forward; gradients accumulate over micro-batches"
+    )
+    scoring_chunk_tokens: int = Field(
+        default=1024, gt=0, description="sampled tokens whose [chunk, V] logits exist at once"
+    )
+    max_nonfinite_steps: int = Field(
+        default=5, ge=0, description="steps in a row that may be skipped for a NaN or infinity before the run stops"
+    )
+
+
+class UpdateSettings(_StepSettings):
     """How one batch of trajectories becomes optimizer steps."""
 
     minibatch_size: int | None = Field(
@@ -235,15 +249,6 @@ class UpdateSettings(Settings):
         ),
     )
     num_epochs: int = Field(default=1, gt=0, description="passes over the batch, old logprobs frozen")
-    max_tokens_per_microbatch: int = Field(
-        default=16384, gt=0, description="padded tokens per forward; gradients accumulate over micro-batches"
-    )
-    scoring_chunk_tokens: int = Field(
-        default=1024, gt=0, description="sampled tokens whose [chunk, V] logits exist at once"
-    )
-    max_nonfinite_steps: int = Field(
-        default=5, ge=0, description="steps in a row that may be skipped for a NaN or infinity before the run stops"
-    )
     score_truncated: bool = Field(
         default=False,
         description=(
@@ -253,18 +258,11 @@ class UpdateSettings(Settings):
     )
 
 
-class SupervisedSettings(Settings):
+class SupervisedSettings(_StepSettings):
     """Warm-up on demonstrations: passes, batch and memory. The optimizer has its own settings."""
 
     num_epochs: int = Field(default=1, gt=0, description="passes over the demonstrations, reshuffled each time")
     batch_size: int = Field(default=32, gt=0, description="most trajectories per optimizer step")
-    max_tokens_per_microbatch: int = Field(default=16384, gt=0, description="padded tokens per forward")
-    scoring_chunk_tokens: int = Field(
-        default=1024, gt=0, description="sampled tokens whose [chunk, V] logits exist at once"
-    )
-    max_nonfinite_steps: int = Field(
-        default=5, ge=0, description="steps in a row that may be skipped for a NaN or infinity before the run stops"
-    )
 
 
 class LoraSettings(Settings):

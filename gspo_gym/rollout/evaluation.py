@@ -19,14 +19,14 @@ from gspo_gym.rollout.evaluation_rows import KeptRows as KeptRows
 from gspo_gym.rollout.evaluation_rows import PlayedRow as PlayedRow
 from gspo_gym.rollout.pool import RolloutPool, require_episodes
 from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
-from gspo_gym.types import Task, Trajectory, TrajectoryGroup
+from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
 
 ScoreName = Literal["success_rate", "mean_return"]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreUnit:
-    """What the scores of a run are measured in: decided once, at its start, so that all of them can be compared.
+    """What the scores of a run are measured in: decided once, so that all of them can be compared.
 
     Attributes:
         name: which number of an evaluation is its score.
@@ -38,17 +38,19 @@ class ScoreUnit:
     success_of: tuple[str, ...] = ()
 
     @classmethod
-    def at_start(cls, first: Evaluation, *, has_success_goal: bool) -> ScoreUnit:
-        """Return the unit of a run whose first evaluation this is.
+    def of_first(cls, first: Evaluation, *, has_success_goal: bool) -> ScoreUnit | None:
+        """Return the unit of a run of which this is the first evaluation that tells; None: it does not tell yet.
 
         It is the success rate of the environments that declared a success or a failure in it. If none did, it is the
         mean return, unless the run is to stop at a success rate (`has_success_goal`): then all of them have one, and
-        their episodes were merely cut off before it showed.
+        their episodes were merely cut off before it showed. An environment of which every episode was cut off says
+        neither, so that a later evaluation decides; see `restated` for the scores until then.
         """
-        parts = first.parts or (first,)
-        declaring = tuple(part.env_id for part in parts if part.success_rate is not None)
+        parts, declaring = first.parts or (first,), first.declaring
         if not declaring and has_success_goal:
             declaring = tuple(part.env_id for part in parts)
+        elif not all(part.is_decided for part in parts):
+            return None
         return cls("success_rate", declaring) if declaring else cls("mean_return")
 
 
@@ -117,6 +119,16 @@ class Evaluation:
         """Episodes in which the task was achieved; None if the environment has no notion of success."""
         rows = self._rows_with_success
         return sum(row.success is True for row in rows) if rows else None
+
+    @property
+    def declaring(self) -> tuple[str, ...]:
+        """The environments in which an episode was declared a success or a failure."""
+        return tuple(part.env_id for part in self.parts or (self,) if part.success_rate is not None)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether an episode that counts came to its end, or says whether its task was achieved."""
+        return any(row.success is not None or row.outcome is Outcome.TERMINATED for row in self.scored_rows)
 
     @property
     def success_rate(self) -> float | None:
@@ -257,9 +269,29 @@ def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequ
 
 def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
     """Return evaluations of the same environments, by name, in the unit of the first one that has a success rate."""
-    units = [ScoreUnit.at_start(evaluation, has_success_goal=False) for evaluation in evaluations.values()]
-    unit = next((unit for unit in units if unit.name == "success_rate"), ScoreUnit("mean_return"))
+    names = {env_id: None for evaluation in evaluations.values() for env_id in evaluation.declaring}
+    unit = ScoreUnit("success_rate", tuple(names)) if names else ScoreUnit("mean_return")
     return {name: evaluation.in_unit(unit) for name, evaluation in evaluations.items()}
+
+
+def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
+    """Return the summary of an evaluation that was made before its run had a unit, measured in that (Any: JSON).
+
+    Episodes of an environment that has a notion of success, and that were cut off undecided, are no successes.
+    """
+    given: Mapping[str, Mapping[str, Any]] = summary.get("parts", {})
+    parts = {
+        env_id: restated(part, unit if env_id in unit.success_of else ScoreUnit("mean_return"))
+        for env_id, part in given.items()
+    }
+    changed = {**summary, "score": unit.name, **({"parts": parts} if parts else {})}
+    if unit.name == "success_rate":
+        counted = [parts[env_id] for env_id in unit.success_of] if parts else [changed]
+        num_episodes = sum(part["num_episodes"] for part in counted)
+        num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted)
+        changed["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
+        changed["success_interval"] = _as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
+    return changed
 
 
 def join(parts: Sequence[Evaluation]) -> Evaluation:

@@ -34,7 +34,6 @@ class EpisodeLimits(Settings):
     )
     action_limit_return: float | None = Field(
         default=None,
-        allow_inf_nan=False,
         description=(
             "return of an episode that ends because an action exceeded a limit of the environment; unset: the lowest "
             "of the environment's reward_range, or 1 below what was earned (at most 0) where it states none"

@@ -7,6 +7,7 @@ about its share. Called by the trainer; who plays a group of which environment i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 
 from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
@@ -33,13 +34,13 @@ class Mixture:
     """
 
     def __init__(self, env_id: str, others: Mapping[str, float]) -> None:
-        total = sum(others.values())
-        if total >= 1 or any(share <= 0 for share in others.values()) or env_id in others:
+        if sum(others.values()) >= 1 or any(share <= 0 for share in others.values()) or env_id in others:
             raise ConfigError(
                 f"mixture: expected fractions > 0 of other environments than {env_id!r}, below 1 in sum, got "
                 f"{dict(others)}"
             )
-        self._shares = {env_id: 1 - total, **others}
+        shares = {name: Fraction(str(share)) for name, share in others.items()}  # 0.1 is a tenth, so that ties are ties
+        self._shares = {env_id: 1 - sum(shares.values()), **shares}
         self._counts = dict.fromkeys(self._shares, 0)
         self._allotted: list[str] = []
 
@@ -47,8 +48,7 @@ class Mixture:
         """The environment of the group with that number, from 0."""
         while len(self._allotted) <= number:
             num_groups = len(self._allotted) + 1
-            # Rounded, because 0.1 + 0.2 is not 0.3 and ties must fall to the same one on every machine.
-            behind = {name: round(num_groups * share - self._counts[name], 9) for name, share in self._shares.items()}
+            behind = {name: num_groups * share - self._counts[name] for name, share in self._shares.items()}
             chosen = max(behind, key=behind.__getitem__)
             self._counts[chosen] += 1
             self._allotted.append(chosen)

@@ -42,8 +42,8 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._semaphore = asyncio.Semaphore(count)
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the semaphore; None: there is none yet
+        self._semaphore: asyncio.Semaphore
 
     def of_this_loop(self) -> asyncio.Semaphore:
         """To be acquired, or entered with `async with`."""
@@ -61,8 +61,8 @@ class Scoring:
         limits: see there.
     """
 
-    def __init__(self, score: Score, limits: ScoringLimits | None = None) -> None:
-        self.limits = limits or ScoringLimits()
+    def __init__(self, score: Score, limits: ScoringLimits) -> None:
+        self.limits = limits
         self._score = score
         self._room = Slots(self.limits.max_unscored)
 

@@ -8,6 +8,7 @@ Nothing here retries or drops anything; it counts, and says when the counts part
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,11 +23,18 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "rollout/env_failed_at_reset": "share of these attempts in which the environment failed before any action",
         "rollout/env_failed_after_action": "share of these attempts in which the environment failed after an action, "
         "which may be the cause: then a retry keeps only episodes without it",
+        "rollout/lost_after_action": "share of these attempts that were lost after an action, because the environment "
+        "or app failed or did not answer in time: nothing is known of what they would have returned",
     }
 )
 # Standard errors: by chance alone, one test in 16,000 is beyond them (two-sided, normal).
 MAX_STANDARD_ERRORS = 4.0
 _ENV_FAILURES = (Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT)
+_LOSSES = (*_ENV_FAILURES, Outcome.EPISODE_TIMEOUT)
+# Of the attempts at task apps: a share lost after an action that is told of, and from how many lost ones on.
+MAX_LOST_FRACTION = 0.05
+MIN_LOST = 8
+_NUM_STEPS = 32  # whose attempts are counted together
 
 
 @dataclass(slots=True)
@@ -36,6 +44,7 @@ class AttemptCounts:
     Attributes:
         attempts, kept, failed_at_reset, failed_after_action: attempts.
         num_actions: of all of them together.
+        lost_after_action: attempts that failed after an action, or ran out of the episode's time after one.
     """
 
     attempts: int = 0
@@ -43,6 +52,7 @@ class AttemptCounts:
     failed_at_reset: int = 0
     failed_after_action: int = 0
     num_actions: int = 0
+    lost_after_action: int = 0
 
     @property
     def excess(self) -> float:
@@ -74,6 +84,7 @@ class AttemptWatch:
     _variance: float = 0.0
     _failed_after_action: int = 0
     _told: int = 0  # failures after an action at the last alarm
+    _recent: deque[AttemptCounts] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
 
     def __call__(self, trajectory: Trajectory, disposition: Disposition) -> None:
         """Count one finished attempt."""
@@ -83,6 +94,7 @@ class AttemptWatch:
         self._step.kept += disposition is Disposition.KEPT
         self._step.failed_at_reset += is_failure and not is_after_action
         self._step.failed_after_action += is_after_action
+        self._step.lost_after_action += trajectory.outcome in _LOSSES and num_actions > 0
         self._step.num_actions += num_actions
         self._failed_after_action += is_after_action
 
@@ -91,6 +103,7 @@ class AttemptWatch:
         counts, self._step = self._step, AttemptCounts()
         if not counts.attempts:
             return {}
+        self._recent.append(counts)
         self._excess += counts.excess
         self._variance += counts.variance
         return {
@@ -98,6 +111,7 @@ class AttemptWatch:
             "rollout/kept_fraction": counts.kept / counts.attempts,
             "rollout/env_failed_at_reset": counts.failed_at_reset / counts.attempts,
             "rollout/env_failed_after_action": counts.failed_after_action / counts.attempts,
+            "rollout/lost_after_action": counts.lost_after_action / counts.attempts,
         }
 
     def alarm(self) -> str | None:
@@ -111,4 +125,23 @@ class AttemptWatch:
             f"if calls failed whatever the policy did ({self._excess / standard_error:.1f} standard errors). If an "
             "action is the cause, a retry keeps only episodes that did not do it: let the environment answer it with a "
             "text and a reward, or raise ActionLimitError"
+        )
+
+    def app_alarm(self) -> str | None:
+        """Return what the last 32 steps show of task apps, in a sentence; None: nothing. It uses the evidence up.
+
+        An app that fails at what the policy says takes the return with it, so that no return shows what is left out;
+        and what it turns away before its first call is asked for again unseen, so that nothing shows what chance would
+        do. Hence a bound of ours: more than `MAX_LOST_FRACTION` of the attempts, and at least `MIN_LOST`.
+        """
+        lost = sum(counts.lost_after_action for counts in self._recent)
+        attempts = sum(counts.attempts for counts in self._recent)
+        if lost < MIN_LOST or lost <= MAX_LOST_FRACTION * attempts:
+            return None
+        self._recent.clear()
+        return (
+            f"{lost} of {attempts} attempts ({lost / attempts:.0%}; the bound is {MAX_LOST_FRACTION:.0%}) were lost "
+            "after the policy had answered, because the app failed, aborted or gave no result in time. If it does so "
+            "at what the policy says, only episodes without that are learned from, and no return shows it: let the app "
+            "answer 200 with the return of such an episode; its log, and ledger.jsonl's reasons, say where it fails"
         )

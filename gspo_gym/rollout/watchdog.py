@@ -1,9 +1,10 @@
-"""Watches a run for an environment that holds the interpreter, from a process outside of it.
+"""Watches a program for an environment that holds the interpreter, from a process outside of it.
 
-Code in a thread that keeps the interpreter's lock (a regular expression that never ends) stops every thread of a run:
-no deadline, no Ctrl-C and no checkpoint of this process can help. What can be saved has to have been saved: the last
-checkpoint stands. `watchdog_process.py` names the environment in frozen.json and ends the run; the next start of the
-same run finds the file and runs that environment in worker processes, where a deadline ends it.
+Code in a thread that keeps the interpreter's lock (a regular expression that never ends) stops every thread of a
+training, an evaluation, a collection or a server: no deadline, no Ctrl-C and no checkpoint of this process can help.
+What can be saved has to have been saved: the last checkpoint and the episodes written so far stand.
+`watchdog_process.py` names the environment in a marker and ends the program; the next start of the same work finds the
+marker and runs that environment in worker processes, where a deadline ends it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_gym.env.workers.announcements import NUM_SLOTS, SLOT_BYTES, close_board, open_board
+from gspo_gym.env.workers.announcements import NUM_SLOTS, SLOT_BYTES, close_board, is_board_open, open_board
 from gspo_gym.errors import RecordError
 
-MARKER = "frozen.json"
+MARKER = "frozen.json"  # in the folder of a run
+TRAINING_ADVICE = (
+    "The run is ended; its last checkpoint stands. Go on with --resume, which runs {env} in worker processes, or set "
+    'rollout.isolation = "process".'
+)
 _SCRIPT = str(Path(__file__).with_name("watchdog_process.py"))
 _LEAST_SECONDS = 60.0  # code of ours may hold the lock for some seconds; and the environment is let go of after that
 _STOP_SECONDS = 5.0
@@ -33,11 +38,16 @@ _STOP_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The environments that held the interpreter in earlier starts of a run, and what the last one did."""
+    """The environments that held the interpreter in earlier starts, and what the last one did."""
 
     env_ids: tuple[str, ...] = ()
     call: str = ""
     seconds: float = 0.0
+
+
+def marker_beside(out: Path) -> Path:
+    """Return the marker of the work whose results are to be in the file `out`."""
+    return out.with_name(f"{out.name}.{MARKER}")
 
 
 def seconds_until_frozen(step_timeout_seconds: float) -> float:
@@ -46,14 +56,17 @@ def seconds_until_frozen(step_timeout_seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def watching(folder: Path, seconds: float) -> Iterator[None]:
+def watching(marker: Path | None, seconds: float, *, advice: str) -> Iterator[None]:
     """Have this process watched while the body runs; where that is not possible (no Linux), it is not.
 
+    Inside of another one this does nothing: the outer one watches, and says what its advice is.
+
     Args:
-        folder: of the run, where the marker goes.
+        marker: the file that names the environment; None: none is written.
         seconds: that the interpreter's lock may be held by an environment.
+        advice: what is told of the end and of what to do, where "{env}" stands for the environment.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or is_board_open():
         yield
         return
     size = NUM_SLOTS * SLOT_BYTES
@@ -61,7 +74,8 @@ def watching(folder: Path, seconds: float) -> Iterator[None]:
     with tempfile.TemporaryFile() as board, os.fdopen(write_end, "wb", buffering=0) as beats:
         board.truncate(size)
         with mmap.mmap(board.fileno(), size) as memory, _dumping_threads():
-            arguments = (os.getpid(), read_end, board.fileno(), folder.absolute(), seconds)
+            path = "" if marker is None else marker.absolute()
+            arguments = (os.getpid(), read_end, board.fileno(), path, seconds, advice)
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", _SCRIPT, *map(str, arguments)],
@@ -87,13 +101,12 @@ def watching(folder: Path, seconds: float) -> Iterator[None]:
                 _end(process)
 
 
-def read_frozen(folder: Path) -> Frozen:
-    """What the markers of a run's folder say; nothing if there is none.
+def read_frozen(path: Path) -> Frozen:
+    """What a marker says; nothing if there is none.
 
     Raises:
         RecordError: the marker cannot be read.
     """
-    path = folder / MARKER
     if not path.exists():
         return Frozen()
     try:

@@ -1,8 +1,8 @@
-"""The process that watches a run from outside: `python watchdog_process.py PID BEATS BOARD FOLDER SECONDS`.
+"""The process that watches a run from outside: `python watchdog_process.py PID BEATS BOARD MARKER SECONDS ADVICE`.
 
 It reads a beat a second from the descriptor BEATS, which a thread of the run writes whenever it gets the interpreter's
 lock. When none has come for SECONDS, and the thread of the run that has computed most since then announces on the board
-(a descriptor, too) that it runs an environment, that environment holds the lock: this writes FOLDER/frozen.json, says
+(a descriptor, too) that it runs an environment, that environment holds the lock: this writes the file MARKER, says
 so, has the run's threads dumped, and kills the run. Anything else that is slow is left alone.
 It ends with the run. Standard library only, and nothing of ours is imported: it starts in some ms.
 """
@@ -29,8 +29,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     """Watch until the run ends or is ended."""
-    pid, beats, board, folder, seconds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-    limit = float(seconds)
+    pid, beats, board = map(int, sys.argv[1:4])
+    marker, limit, advice = sys.argv[4], float(sys.argv[5]), sys.argv[6]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # those are the run's, which tells us by hanging up
     poll = select.poll()
@@ -46,7 +46,7 @@ def main() -> None:
             continue
         name = holder(cpu_seconds(pid), spent, os.pread(board, 2**20, 0), silence)
         if name is not None:
-            end(pid, name, silence, folder)
+            end(pid, name, silence, marker=marker, advice=advice)
             return
 
 
@@ -81,18 +81,18 @@ def holder(now: Mapping[int, float], before: Mapping[int, float], board: bytes, 
     return None
 
 
-def end(pid: int, name: str, silence: float, folder: str) -> None:
+def end(pid: int, name: str, silence: float, *, marker: str, advice: str) -> None:
     """Leave the marker, say so, and end the run, whether or not the rest could be done."""
     env_id, _, call = name.partition("\n")
     try:
         try:
-            leave_marker(env_id, call, silence, folder)
+            if marker:
+                leave_marker(env_id, call, silence, marker)
         except OSError as error:
-            print(f"\n{folder}: no frozen.json, so that the next start knows of nothing: {error}", file=sys.stderr)
+            print(f"\n{marker}: not written, so that the next start knows of nothing: {error}", file=sys.stderr)
         print(
-            f"\n{env_id}: {call} has held the interpreter for {silence:.0f} seconds, so that no deadline and no Ctrl-C "
-            f"could end it. The run is ended; its last checkpoint stands. Go on with --resume, which runs {env_id} in "
-            'worker processes, or set rollout.isolation = "process". Its threads:',
+            f"\nerror: {env_id}: {call} has held the interpreter for {silence:.0f} seconds, so that no deadline and no "
+            f"Ctrl-C could end it. {advice.replace('{env}', env_id)} Its threads:",
             file=sys.stderr,
             flush=True,
         )
@@ -102,13 +102,12 @@ def end(pid: int, name: str, silence: float, folder: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def leave_marker(env_id: str, call: str, silence: float, folder: str) -> None:
-    """Write frozen.json, with the environments of an earlier one.
+def leave_marker(env_id: str, call: str, silence: float, path: str) -> None:
+    """Write the marker, with the environments of an earlier one.
 
     Raises:
         OSError: it cannot be written.
     """
-    path = os.path.join(folder, "frozen.json")
     try:
         with open(path, encoding="utf-8") as file:
             earlier = list(json.load(file)["env_ids"])

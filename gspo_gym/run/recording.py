@@ -81,6 +81,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
         "return_selection": "kept episodes of task apps return something else than all that were played, beyond "
         "chance; data: how many, both means, p",
+        "attempts_lost": "task apps lose more attempts after an answer of the policy than they may; data: the reason",
         "staging_failed": "new weights could not be written and are written again; data: version, reason",
         "update_failed": "an engine failed an update and is replaced; data: version, reason",
         "engine_restored": "an engine died and another has the committed weights; data: version",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_gym.learning.running import RunningReturns
-from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
+from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class TrainState:
     The evaluations are summaries as in summary.json. `wall_seconds` are those of training steps and evaluations.
     `num_tasks` counts the groups that were asked for, and with them the tasks; `pending_tasks` are the numbers of those
     that were played ahead and not trained on: a resumed run plays them again, before all others. `running` are the
-    statistics of all returns so far. `score_unit` is what all scores of the run are measured in; None before the first
-    evaluation, which decides it. `gradient_steps` counts the steps in which the optimizer had a gradient to go by.
+    statistics of all returns so far. `score_unit` is what all scores of the run are measured in; None before an
+    evaluation decides it, and `undecided` are the summaries of those before. `gradient_steps` counts the steps in which
+    the optimizer had a gradient to go by.
     """
 
     step: int = 0
@@ -36,6 +37,7 @@ class TrainState:
     curve: tuple[tuple[int, float], ...] = field(default=())  # (step, score) of each evaluation
     running: RunningReturns = field(default_factory=RunningReturns)
     score_unit: ScoreUnit | None = None
+    undecided: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def last_evaluated(self) -> int | None:
@@ -57,23 +59,41 @@ class TrainState:
                 "curve": curve,
                 "running": running,
                 "pending_tasks": pending,
+                "undecided": tuple(values.get("undecided", ())),
                 "score_unit": None if unit is None else ScoreUnit(unit["name"], tuple(unit["success_of"])),
             }
         )
 
-    def after_evaluation(self, evaluation: Evaluation, unit: ScoreUnit) -> TrainState:
+    def after_evaluation(self, evaluation: Evaluation, unit: ScoreUnit | None) -> TrainState:
         """Return the state with this evaluation as the latest, and as the first or the best where it is.
 
-        `unit` is the run's, and the evaluation is measured in it.
+        `unit` is the run's, and the evaluation is measured in it; None: it is not decided yet. Where this evaluation
+        decides it, those before are measured in it from now on.
         """
+        state = self if unit is None else self._in_unit(unit)
         summary = {"step": self.step, **evaluation.summary()}
         score = evaluation.score
-        is_best = self.best_eval is None or score > max(score for _, score in self.curve)
+        is_best = state.best_eval is None or score > max(score for _, score in state.curve)
+        return dataclasses.replace(
+            state,
+            initial_eval=state.initial_eval or summary,
+            final_eval=summary,
+            best_eval=summary if is_best else state.best_eval,
+            curve=(*state.curve, (self.step, score)),
+            score_unit=unit,
+            undecided=(*state.undecided, summary) if unit is None else (),
+        )
+
+    def _in_unit(self, unit: ScoreUnit) -> TrainState:
+        """The state with the evaluations before the unit was decided measured in it; they are all that there were."""
+        if not self.undecided:
+            return self
+        summaries = [restated(summary, unit) for summary in self.undecided]
         return dataclasses.replace(
             self,
-            initial_eval=self.initial_eval or summary,
-            final_eval=summary,
-            best_eval=summary if is_best else self.best_eval,
-            curve=(*self.curve, (self.step, score)),
-            score_unit=unit,
+            initial_eval=summaries[0],
+            final_eval=summaries[-1],
+            best_eval=max(summaries, key=lambda summary: float(summary[summary["score"]])),
+            curve=tuple((summary["step"], float(summary[summary["score"]])) for summary in summaries),
+            undecided=(),
         )

@@ -38,6 +38,11 @@ from gspo_gym.types import Task, TrajectoryGroup
 
 _Result = TypeVar("_Result")
 
+_UNDECIDED = (
+    "step {}: every episode of an environment was cut off before it said how it ended; scores are the {} until an "
+    "evaluation in which one comes to its end decides what they are"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
@@ -344,16 +349,24 @@ class Trainer:
         started = self._clock()
         step = self.state.step
         played = await self._evaluate(f"eval_{step:06d}")
-        unit = self.state.score_unit or ScoreUnit.at_start(
+        unit = self.state.score_unit or ScoreUnit.of_first(
             played, has_success_goal=self.plan.stop_at_success_rate is not None
         )
-        evaluation = played.in_unit(unit)
+        evaluation = played if unit is None else played.in_unit(unit)
+        num_undecided = len(self.state.undecided)
         self.state = dataclasses.replace(
             self.state.after_evaluation(evaluation, unit),
             wall_seconds=self.state.wall_seconds + self._clock() - started,
         )
         self._recorder.event("evaluation", step, evaluation.to_dict())
         self._progress.note(f"step {step}: {evaluation.sentence()}")
+        if unit is None and not num_undecided:
+            self._progress.note(_UNDECIDED.format(step, evaluation.score_name.replace("_", " ")))
+        elif unit is not None and num_undecided:
+            self._progress.note(
+                f"step {step}: this evaluation decides that scores are the {unit.name.replace('_', ' ')}, also of the "
+                f"{num_undecided} before it, where an episode that was cut off undecided is no success"
+            )
 
     async def _save(self) -> None:
         """Save a checkpoint of the present state, unless the newest one holds it."""

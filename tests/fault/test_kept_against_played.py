@@ -32,6 +32,7 @@ from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
+from gspo_gym.rollout.selection import AttemptWatch
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
 Json = dict[str, Any]
@@ -139,6 +140,11 @@ async def hung_up(model: Model) -> list[Json]:
 
 
 @agent
+async def gives_its_last_call_up(model: Model) -> None:
+    await hung_up(model)
+
+
+@agent
 async def takes_the_first_of_two_equal_answers(model: Model) -> None:
     """The other one is being sampled when the episode ends."""
     mark = f"HEDGED {next(_MARKS)}."
@@ -225,11 +231,13 @@ class PlayingApp(FakeTaskApp):
 
     Attributes:
         agent: how an episode goes on whose first answer is bad.
+        says_error: the bad ones end in an error.
         masks: the bad ones are played at a temperature of their own, so that no token of them can be trained on.
         played: what each rollout was worth, by run id.
     """
 
     agent: Agent = goes_on
+    says_error: bool = False
     masks: bool = False
     played: dict[str, float] = field(default_factory=dict)
 
@@ -247,6 +255,8 @@ class PlayingApp(FakeTaskApp):
 
     def _answer(self, request: Json, said: list[str]) -> Json:
         steps: list[Json] = [{"obs": {}, "tool_calls": [], "reward": None, "done": True}]
+        if self.says_error and not self.played[request["run_id"]]:
+            steps[-1]["info"] = {"error": "the model did not answer in time"}
         return self._generation_a(request, steps, self.played[request["run_id"]])
 
 
@@ -318,7 +328,7 @@ async def playing(app: PlayingApp) -> AsyncIterator[AppEpisodes]:
         yield AppEpisodes(client, gateway.gateway, settings)
 
 
-async def collected(episodes: AppEpisodes) -> tuple[TrajectoryGroup, ...]:
+async def collected(episodes: AppEpisodes, watch: AttemptWatch | None = None) -> tuple[TrajectoryGroup, ...]:
     async def play(request: EpisodeRequest) -> Trajectory:
         return await episodes.play(
             trajectory_id=request.trajectory_id,
@@ -328,7 +338,7 @@ async def collected(episodes: AppEpisodes) -> tuple[TrajectoryGroup, ...]:
         )
 
     limits = PoolLimits(max_concurrent_rollouts=8, max_attempts=3)
-    pool = RolloutPool(play=play, pool_limits=limits, run_seed=5)
+    pool = RolloutPool(play=play, pool_limits=limits, run_seed=5, on_episode=watch)
     requests = [GroupRequest(f"g{number}", Task("quiz", number), GROUP_SIZE) for number in range(NUM_GROUPS)]
     return await pool.collect(requests)
 
@@ -378,15 +388,11 @@ def test_failing_episodes_of_which_no_token_can_be_trained_on_still_count_in_the
     run(check)
 
 
-async def does_not_wait_for_its_last_answer(model: Model) -> None:
-    await hung_up(model)
-
-
 def test_failing_episodes_that_are_played_again_until_they_succeed_sound_the_alarm() -> None:
-    """An app that gives up on the model and says 0: its reward was made up, but only failing episodes do it."""
+    """An app that gives up on the model, and says that it failed and 0: made up, but only failing episodes do it."""
 
     async def check() -> None:
-        app = PlayingApp(agent=does_not_wait_for_its_last_answer)
+        app = PlayingApp(agent=gives_its_last_call_up, says_error=True)
         async with playing(app) as episodes:
             groups = await collected(episodes)
             returns = take_returns([episodes.counters], groups)
@@ -397,5 +403,29 @@ def test_failing_episodes_that_are_played_again_until_they_succeed_sound_the_ala
             assert selection is not None
             assert selection.mean_kept == 1.0
             assert selection.mean_played < 0.7
+
+    run(check)
+
+
+async def breaks(_: Model) -> None:
+    raise RuntimeError("the app cannot read this")
+
+
+def test_failing_episodes_that_an_app_answers_with_500_sound_the_alarm_although_no_return_is_known() -> None:
+    """Episodes of two bad answers of three are lost: their returns are not known, how many they are is."""
+
+    async def check() -> None:
+        app, watch = PlayingApp(agent=breaks), AttemptWatch()
+        async with playing(app) as episodes:
+            groups = await collected(episodes, watch)
+            returns = take_returns([episodes.counters], groups)
+            assert set(returns.kept) == {1.0}
+            assert SelectionAlarm(seed=0).check(returns) is None  # nothing of what was lost was ever said
+            num_lost = sum(worth == 0.0 for worth in app.played.values())
+            assert watch.metrics()["rollout/lost_after_action"] == num_lost / app.num_rollouts
+            reason = watch.app_alarm()
+            assert reason is not None
+            assert reason.startswith(f"{num_lost} of {app.num_rollouts} attempts (")
+            assert watch.app_alarm() is None  # it is told once
 
     run(check)

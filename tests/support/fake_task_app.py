@@ -88,6 +88,7 @@ class FakeTaskApp:
         asked: the requests that came in. faults: how many there were.
         is_hanging: set when a client waits in vain. has_played_on: set when one has gone and the app has called the
             model after that; after_hanging: what it was answered.
+        leaves_open: it ends its rollout without its last call of the model (the message says SLOW) once this is set.
         spoil: changes an answer to POST /rollout before it is sent.
     """
 
@@ -96,6 +97,7 @@ class FakeTaskApp:
     keys: tuple[str, ...] | None = ()
     refuse: tuple[int, Json] = (400, {"detail": {"error": {"code": "unauthorised", "message": "no"}}})
     fault: Callable[[int], Fault | None] = lambda number: None
+    leaves_open: threading.Event | None = None
     answers: dict[str, Any] = field(default_factory=dict)
     spoil: Callable[[Json], Any] = lambda answer: answer
     asked: list[Asked] = field(default_factory=list)
@@ -104,6 +106,7 @@ class FakeTaskApp:
     is_hanging: threading.Event = field(default_factory=threading.Event)
     has_played_on: threading.Event = field(default_factory=threading.Event)
     num_rollouts: int = 0
+    _left_open: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -182,9 +185,13 @@ class FakeTaskApp:
         for turn in range(1 if fault == "500_late" else self.num_turns):
             is_last = turn == self.num_turns - 1
             is_broken = fault == "made_up" or (fault == "made_up_late" and is_last)
-            is_slow = fault == "timed_out" and is_last
+            is_slow = is_last and (fault == "timed_out" or self.leaves_open is not None)
             mark = " BREAK" if is_broken else " SLOW" if is_slow else ""
             messages.append({"role": "user", "content": f"question {turn} of {request['run_id']}{mark}"})
+            if is_slow and self.leaves_open is not None:
+                self._left_open.append(asyncio.create_task(self._call_alone(request, messages)))
+                await asyncio.to_thread(self.leaves_open.wait)
+                return said
             timeout = 0.1 if is_slow else 30.0
             try:
                 response = await self._call(
@@ -198,6 +205,11 @@ class FakeTaskApp:
             messages.append(message)
             said.append(message["content"])
         return said
+
+    async def _call_alone(self, request: Json, messages: list[Json]) -> None:
+        """A call with a connection of its own, of whose answer nothing becomes."""
+        async with _http() as http:
+            await self._call(http, request, messages)
 
     async def _call(
         self,
@@ -309,8 +321,8 @@ async def _send(send: Any, status: int, answer: Any, headers: dict[str, str] | N
     await _send_bytes(send, status, json.dumps(answer).encode(), headers)
 
 
-def quiz_engine() -> ScriptedEngine:
-    """Says something of its own to each question; fails at BREAK, and never answers SLOW."""
+def quiz_engine(slow_begun: threading.Event | None = None) -> ScriptedEngine:
+    """Says something of its own to each question; fails at BREAK, and never answers SLOW, of which the event tells."""
 
     def answer(prompt: str) -> str:
         question = question_in(prompt)
@@ -321,6 +333,8 @@ def quiz_engine() -> ScriptedEngine:
     async def hang_if_slow(seconds: float) -> None:
         prompt = TOKENIZER.decode(list(engine.calls[-1].prompt_token_ids))
         if question_in(prompt).endswith("SLOW"):
+            if slow_begun is not None:
+                slow_begun.set()
             await asyncio.Event().wait()
 
     engine = replying(answer, latency=Latency(), sleep=hang_if_slow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,8 @@ def write_new(arguments: argparse.Namespace) -> int:
     print(f"{new.env_id} is in {new.folder}:")
     for path in new.files:
         print(f"  {path}")
-    print(
-        f"Next:\n  cd {new.folder} && pip install -e .\n  gspo-gym env check {new.env_id}\n  gspo-gym train train.toml"
-    )
+    folder = shlex.quote(str(new.folder))
+    print(f"Next:\n  cd {folder} && pip install -e .\n  gspo-gym env check {new.env_id}\n  gspo-gym train train.toml")
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,11 @@ from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool, require_episodes
 from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory, TrajectoryGroup
+from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"
+_NOTED = "The collection is ended. What is over is kept: go on with --resume, which runs {env} in worker processes."
+_NOT_NOTED = 'The collection is ended. CollectSettings(isolation="process") runs {env} in worker processes.'
 _TEXT_TOKENIZER = "tiny:qwen3-64"  # for players without a tokenizer of their own: bytes, so that it can say anything
 
 
@@ -44,6 +48,7 @@ class CollectSettings:
         max_turns, max_output_tokens, max_model_len: see `EpisodeLimits`; max_model_len None: what the model reads at
             most, or no limit for a player without a context.
         max_concurrent: episodes in flight at once. max_attempts: tries per episode that fails.
+        step_timeout_seconds: for the environment to be made, and for each reset, step or close of it.
         temperature: of sampling, by a model or an endpoint.
         isolation: "auto", "thread" or "process": see `TextEnv.isolation`.
         run_seed: all sampling derives from it.
@@ -55,6 +60,7 @@ class CollectSettings:
     max_model_len: int | None = None
     max_concurrent: int = 16
     max_attempts: int = 3
+    step_timeout_seconds: float = 30.0
     temperature: float = 1.0
     isolation: str = "auto"
     run_seed: int = 0
@@ -94,8 +100,11 @@ def collect_episodes(
     settings: CollectSettings | None = None,
     already: Sequence[Trajectory] = (),
     on_episode: Callable[[Trajectory], None] | None = None,
+    out: Path | None = None,
 ) -> CollectedEpisodes:
     """Play the tasks of some seeds; an episode that fails for no fault of the player's is tried again.
+
+    An environment that holds the interpreter ends this process (`watchdog.py`).
 
     Args:
         env_id: a registered environment.
@@ -106,6 +115,8 @@ def collect_episodes(
         settings: the rest; None: all defaults.
         already: episodes of these seeds that an earlier call gave to `on_episode`; they are not played again.
         on_episode: is given each episode when it is over, in no order, so that it can be kept; must be quick.
+        out: the file that they are for, beside which it is noted that the environment held the interpreter, to run it
+            in worker processes the next time; None: that is noted nowhere.
 
     Raises:
         UnknownNameError: no such environment, policy or model.
@@ -115,33 +126,51 @@ def collect_episodes(
     if not seeds:
         raise ConfigError("collect: expected at least one seed, got none")
     env_id = resolve(env_id)
-    factory = isolated_factory(env_id, dict(env_config or {}), isolation=settings.isolation)
-    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    marker = None if out is None else marker_beside(out)
+    has_frozen = marker is not None and env_id in read_frozen(marker).env_ids
+    isolation = "process" if has_frozen else settings.isolation
+    factory = isolated_factory(env_id, dict(env_config or {}), isolation=isolation)
     known = {trajectory.trajectory_id: trajectory for trajectory in already}
+    limit = seconds_until_frozen(settings.step_timeout_seconds)
+    with watching(marker, limit, advice=_NOT_NOTED if out is None else _NOTED):
+        collected = run_to_end(_play(env_id, factory, policy, seeds, settings, known=known, on_episode=on_episode))
+    if marker is not None:
+        marker.unlink(missing_ok=True)
+    return collected
 
-    async def play() -> CollectedEpisodes:
-        make_policy = policy
-        async with looking_at(factory) as sample:
-            tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))  # for the record
-            if isinstance(policy, str) and policy.startswith(SCRIPTED):
-                make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
-        async with _player(make_policy, settings) as player:
-            pool = _pool(factory, player, settings, on_episode)
-            requests = _requests(env_id, seeds, settings)
-            missing = [each for each in requests if _id_of(each) not in known]
-            played = await pool.play_groups(missing)
-            if not known:
-                _require_episodes(name, played)
-        kept = known | {each.trajectory_id: each for group in played for each in group.trajectories}
-        return CollectedEpisodes(
-            env_id,
-            name,
-            tuple(kept[_id_of(each)] for each in requests if _id_of(each) in kept),
-            tuple(dropped for group in played for dropped in group.dropped),
-            tools,
-        )
 
-    return run_to_end(play())
+async def _play(
+    env_id: str,
+    factory: Callable[[], Any],
+    policy: str | PolicyFactory,
+    seeds: Sequence[int],
+    settings: CollectSettings,
+    *,
+    known: Mapping[str, Trajectory],
+    on_episode: Callable[[Trajectory], None] | None,
+) -> CollectedEpisodes:
+    """Play what is not known yet, by the trajectories' ids."""
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    make_policy = policy
+    async with looking_at(factory) as sample:
+        tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))  # for the record
+        if isinstance(policy, str) and policy.startswith(SCRIPTED):
+            make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
+    async with _player(make_policy, settings) as player:
+        pool = _pool(factory, player, settings, on_episode)
+        requests = _requests(env_id, seeds, settings)
+        missing = [each for each in requests if _id_of(each) not in known]
+        played = await pool.play_groups(missing)
+        if not known:
+            _require_episodes(name, played)
+    kept = {**known} | {each.trajectory_id: each for group in played for each in group.trajectories}
+    return CollectedEpisodes(
+        env_id,
+        name,
+        tuple(kept[_id_of(each)] for each in requests if _id_of(each) in kept),
+        tuple(dropped for group in played for dropped in group.dropped),
+        tools,
+    )
 
 
 def _pool(
@@ -158,6 +187,7 @@ def _pool(
         max_turns=settings.max_turns,
         max_output_tokens=settings.max_output_tokens,
         max_model_len=settings.max_model_len or player.longest,
+        step_timeout_seconds=settings.step_timeout_seconds,
     )
     return RolloutPool(
         play=episode_player(

@@ -37,7 +37,7 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.run.trainer import Evaluate
 from gspo_gym.types import Trajectory
 from gspo_gym.run.warmup import WarmupPlan
-from gspo_gym.rollout.watchdog import read_frozen
+from gspo_gym.rollout.watchdog import MARKER, read_frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def build_environment(config: RunConfig, source: TaskSource | None = None) -> Is
         UnknownNameError: no environment of that name.
     """
     rollout, source = config.rollout, source or config.sources[0]
-    has_frozen = resolve(source.env_name) in read_frozen(config.run_folder).env_ids
+    has_frozen = resolve(source.env_name) in read_frozen(config.run_folder / MARKER).env_ids
     return isolated_factory(
         source.env_name,
         source.env_config,

@@ -294,6 +294,9 @@ def _more_metrics(
             recorder.event("selection", step, {"reason": reason})
             progress.note(f"step {step}: {reason}")
         if player.apps is not None:
+            if (reason := attempts.app_alarm()) is not None:
+                recorder.event("attempts_lost", step, {"reason": reason})
+                progress.note(f"step {step}: {reason}")
             of_apps, selection = player.apps.after_step(groups)
             if selection is not None:
                 recorder.event("return_selection", step, asdict(selection))

@@ -59,6 +59,11 @@ def open_board(memory: mmap.mmap) -> None:
     _Open.board = Board(memory)
 
 
+def is_board_open() -> bool:
+    """Whether something is announced: this process is watched."""
+    return _Open.board is not None
+
+
 def close_board() -> None:
     """Announce nothing any more."""
     _Open.board = None

@@ -208,9 +208,21 @@ class _Checker:
             task=Task(self._settings.env_name, self._settings.seed),
             sampling_seed=0,
         )
-        return probe.judge(
-            report_of(probe.name, probe.asked, trajectory, episodes.counters, answers[-1] if answers else None)
-        )
+        report = report_of(probe.name, probe.asked, trajectory, episodes.counters, answers[-1] if answers else None)
+        if is_result(report):
+            return probe.judge(report)
+        if (death := await self._death()) is not None:
+            return replace(report, problems=(death,))
+        # what an app does about a call that failed shows in one that made a call
+        return probe.judge(report) if self._script.has_begun.is_set() else report
+
+    async def _death(self) -> str | None:
+        """What to say of an app that does not answer any more; None: it does."""
+        try:
+            await self._app.health()
+        except AppError as error:
+            return f"the app has died: {error}"
+        return None
 
     async def hang_up(self) -> ProbeReport:
         """Leave in the middle of a rollout, and play another one."""
@@ -222,8 +234,6 @@ class _Checker:
         for task in (leaving, begun):
             task.cancel()
         await asyncio.gather(leaving, begun, return_exceptions=True)
-        try:
-            await self._app.health()
-        except AppError as error:
-            return ProbeReport(again.name, asked, "env_error", str(error), problems=(f"the app has died: {error}",))
+        if (death := await self._death()) is not None:
+            return ProbeReport(again.name, asked, "env_error", death, problems=(death,))
         return await self.probe(again)

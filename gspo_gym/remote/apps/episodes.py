@@ -329,12 +329,7 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
         failed = None
     if rollout is None:
         return _failure_of(played.error, failed)
-    if (
-        failed is not None
-        and failed.kind == "cancelled"
-        and not rollout.ends_in_error
-        and _had_another(failed, capture)
-    ):
+    if failed is not None and not rollout.ends_in_error and _went_on_without(failed, parts):
         failed = None
     if rollout.aborted:
         return _Ending(Outcome.ENV_ERROR, "the app aborted the rollout")
@@ -385,9 +380,13 @@ def _unanswered(capture: Capture) -> FailedCall | None:
     return max(later, key=lambda failed: failed.index, default=None)
 
 
-def _had_another(failed: FailedCall, capture: Capture) -> bool:
-    """Whether the agent had an answer to another call while that one was open: it asked twice at once, and took one."""
-    return any(call.is_delivered and failed.index < call.num_begun for call in capture.calls)
+def _went_on_without(failed: FailedCall, parts: CaptureBuild) -> bool:
+    """Whether the agent chose not to wait for a call, so that its result is of what the model did until then.
+
+    It asked twice at once and took one answer, gave its last call up, or ended its rollout while that was open. An app
+    for which that was a failure says so (`AppRollout.ends_in_error`).
+    """
+    return failed.kind in ("cancelled", "open") and bool(parts.turns)
 
 
 def _one_line(text: str) -> str:

@@ -19,6 +19,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "gateway/trained_fraction": "share of the tokens sampled in those calls that reach training",
         "gateway/untrained_calls": "calls of them that are not trained on, for whatever reason",
         "gateway/auxiliary_calls": "of these, beside the task: a title, a summary",
+        "gateway/not_awaited_calls": "of these, still open when the app answered its rollout: no turns of the episode",
         "gateway/undelivered_calls": "of these, not attributable: the answer reached nobody, and nobody asked again",
         "gateway/constrained_calls": "of these, sampled under a JSON schema",
         "gateway/other_sampling_calls": "of these, sampled at a temperature or top_p of their own",
@@ -33,6 +34,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
 _TRAINED = "trained"  # in `AppCounters.calls`; every other name there is a reason why not
 _NAMED = {
     "gateway/auxiliary_calls": Untrained.AUXILIARY,
+    "gateway/not_awaited_calls": Untrained.NOT_AWAITED,
     "gateway/undelivered_calls": Untrained.UNDELIVERED,
     "gateway/constrained_calls": Untrained.CONSTRAINED,
     "gateway/other_sampling_calls": Untrained.OTHER_SAMPLING,

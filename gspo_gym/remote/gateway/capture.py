@@ -26,7 +26,7 @@ ToolChoice = str | None
 """None: the model decides. "required": some tool must be called. Else the name of the tool that must be called."""
 
 REQUIRED = "required"
-FailureKind = Literal["overflow", "template", "config", "limit", "engine", "poisoned", "cancelled"]
+FailureKind = Literal["overflow", "template", "config", "limit", "engine", "poisoned", "cancelled", "open"]
 WireFinish = Literal["stop", "length", "tool_calls"]
 
 
@@ -34,6 +34,7 @@ class Untrained(enum.Enum):
     """Why a call is not trained on."""
 
     FAILED = "failed"  # there is no completion
+    NOT_AWAITED = "not awaited"  # there is none, since the app ended its rollout while the call was open
     UNTRAINED_BY_REQUEST = "untrained by request"  # the caller said so
     CONSTRAINED = "constrained"  # a schema narrowed the distribution, so that the logprobs are of another one
     OTHER_SAMPLING = "other sampling"  # its temperature or top_p were its own; a batch is scored under one
@@ -156,7 +157,7 @@ class FailedCall:
 
     `kind`: "overflow" (the prompt does not fit), "template" (the conversation cannot be rendered), "config" (it asks
     for what cannot be done here), "limit" (the session holds as much as it may), "engine", "poisoned" (the engine will
-    never answer again) or "cancelled" (its caller gave up, or the session ended first).
+    never answer again), "cancelled" (its caller gave up, or came too late) or "open" (its session ended first).
     """
 
     index: int

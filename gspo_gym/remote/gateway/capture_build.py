@@ -227,7 +227,15 @@ def _as_context(message: Message) -> Message:
 
 
 def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[int, Untrained]) -> tuple[CallUse, ...]:
-    uses = [CallUse(failed.index, "failed", 0, untrained=Untrained.FAILED) for failed in capture.failed]
+    uses = [
+        CallUse(
+            failed.index,
+            "failed",
+            0,
+            untrained=Untrained.NOT_AWAITED if failed.kind == "open" else Untrained.FAILED,
+        )
+        for failed in capture.failed
+    ]
     for call in capture.calls:
         kind: CallKind = "root" if call.parent is None else "extends" if call.appends else "rewrites"
         why = untrained.get(call.index)

@@ -213,7 +213,7 @@ class GatewaySession:
         if self._capture is not None:
             return self._capture
         self._require_open()
-        given_up = (FailedCall(i, "cancelled", "in flight when the session ended") for i in self._in_flight)
+        given_up = (FailedCall(i, "open", "in flight when the session ended") for i in self._in_flight)
         failed = [*self._failed.values(), *given_up]
         self._capture = Capture(
             session=self.settings.name,

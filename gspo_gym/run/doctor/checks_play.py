@@ -321,6 +321,23 @@ def failures_follow_actions(run: RunView) -> Finding | None:
     )
 
 
+def apps_lose_attempts(run: RunView) -> Finding | None:
+    """Task apps fail after answers of the policy, so often that what is kept may be a selection."""
+    alarms = run.events_of("attempts_lost")
+    if not alarms:
+        return None
+    return Finding(
+        "serious",
+        "apps_lose_attempts",
+        "The task app loses many attempts after the policy has answered, and they are played again: if it fails at "
+        "what the policy says, what is learned from are the episodes without that.",
+        f"step {alarms[-1]['step']}: {alarms[-1]['data']['reason']}",
+        "services.task_url",
+        "play `gspo-gym app check URL`, which sends nonsense and empty answers, and mend what it names: a bad answer "
+        "is a step with a reward, and HTTP 500 is for what the policy did not cause",
+    )
+
+
 def padding_is_high(run: RunView) -> Finding | None:
     """Most of a forward pass is padding."""
     fraction = run.recent("batch/padding_fraction")
@@ -390,6 +407,7 @@ CHECKS: tuple[Check, ...] = (
     tools_fail,
     infrastructure_fails,
     failures_follow_actions,
+    apps_lose_attempts,
     padding_is_high,
     sink_failed,
 )

@@ -123,9 +123,9 @@ class RunView:
 
     @property
     def score_name(self) -> str:
-        """What the run's scores are measured in, as its first evaluation says."""
-        first: Mapping[str, Any] = next((event["data"] for event in self.events_of("evaluation")), {})
-        return str(first.get("score", "mean_return" if first.get("success_rate") is None else "success_rate"))
+        """What the run's scores are measured in, as its last evaluation says; the first ones may not know it yet."""
+        last: Mapping[str, Any] = next((event["data"] for event in reversed(self.events_of("evaluation"))), {})
+        return str(last.get("score", "mean_return" if last.get("success_rate") is None else "success_rate"))
 
     @property
     def is_succeeding(self) -> bool:

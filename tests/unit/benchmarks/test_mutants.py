@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,6 +112,62 @@ def test_tests_are_found_by_name_and_by_import_narrowest_first(tmp_path: Path) -
         "tests/unit/test_wide.py",
     ]
     assert find_tests(Path("gspo_gym/room/doc.py"), root) == (Path("gspo_gym/room/doc.py"),)
+
+
+def test_where_few_tests_import_a_module_those_of_the_modules_which_do_follow_nearest_first(tmp_path: Path) -> None:
+    root = write_tree(
+        tmp_path,
+        {
+            "gspo_gym/room/rules.py": "",
+            "gspo_gym/room/wide.py": "from gspo_gym.room import rules\nimport gspo_gym.errors",
+            "gspo_gym/room/near.py": "from gspo_gym.room.rules import A",
+            "gspo_gym/far.py": "import gspo_gym.room.rules",
+            "gspo_gym/farther.py": "import gspo_gym.far",
+            "tests/test_direct.py": "from gspo_gym.room.rules import A",
+            "tests/test_far.py": "import gspo_gym.far, gspo_gym.room.near",  # found twice, listed once
+            "tests/test_farther.py": "import gspo_gym.farther",
+            "tests/room/test_near_edges.py": "import gspo_gym.room.near",
+            "tests/room/test_wide.py": "from gspo_gym.room.wide import A",
+            "tests/room/test_wide_again.py": "from gspo_gym.room.wide import A",
+            "tests/elsewhere/test_rules.py": "from gspo_gym.room.rules import A",
+            "tests/elsewhere/requirements-elsewhere.txt": "",
+        },
+    )
+    assert [test.name for test in find_tests(Path("gspo_gym/room/rules.py"), root)] == [
+        "test_direct.py",
+        "test_near_edges.py",
+        "test_wide.py",
+        "test_far.py",
+        "test_wide_again.py",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_measurement_leaves_no_process_no_folder_and_no_traceback(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    hanging = FILES["tests/test_hanging.py"].replace('"child"', f'"{tmp_path}/child"')
+    root = write_tree(
+        tmp_path / "checkout", {**FILES, "tests/test_age.py": f"import gspo_gym.age\n{textwrap.dedent(hanging)}"}
+    )
+    (tmp_path / "copies").mkdir()
+    command = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.main", "mutants", "gspo_gym/age.py"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path / "copies")},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text():  # until the tests run
+        assert command.poll() is None
+    os.killpg(command.pid, number)  # as a terminal does
+    _, errors = command.communicate(timeout=60)
+    assert (command.returncode, errors) == (130, "stopped\n")
+    assert list((tmp_path / "copies").iterdir()) == []
+    while is_running(int((tmp_path / "child").read_text())):  # until the kernel has ended it
+        pass
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -23,6 +24,29 @@ def test_the_file_loads_and_trains_what_was_asked_for(tmp_path: Path, capsys: py
     assert (config.rollout.env_name, config.model.base, config.model.label) == ("Wordle", "Qwen/Qwen3-0.6B", "my_task")
     assert main(["config", "new", str(path)]) == 2  # nothing is written over
     assert main(["config", "check", str(path), "--elsewhere"]) == 0
+
+
+def test_commands_that_it_prints_can_be_pasted_whatever_the_file_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "it's b.toml"
+    assert main(["config", "new", str(path)]) == 0
+    commands = re.findall(r"`(gspo-gym .*?)` ", capsys.readouterr().out)
+    named = [["gspo-gym", "config", "check", str(path)], ["gspo-gym", "train", str(path)]]
+    assert [shlex.split(command) for command in commands] == named
+    assert main(["env", "new", "BananaSort", "--folder", str(tmp_path / "of mine")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  cd ")]
+    folder, rest = shlex.split(line)[1], shlex.split(line)[2:]
+    assert (Path(folder).parent.name, rest) == ("of mine", ["&&", "pip", "install", "-e", "."])
+
+
+@pytest.mark.parametrize("name", ["tests:Nope", "GuesNumber", "no_such_module:Env"])
+def test_an_environment_that_is_not_there_is_an_error_and_no_file_is_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "new", str(tmp_path / "run.toml"), "--env", name]) == 2
+    assert name.rpartition(":")[2] in capsys.readouterr().err or "no_such_module" in name
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_judge import episode, judgement
 
-from gspo_gym.errors import RecordError, UnscoredError
+from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.base import JudgeError
-from gspo_gym.judge.blend import RewardBlend, blend
+from gspo_gym.judge.blend import RewardBlend, blend, unjudged
 from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.types import Outcome
@@ -73,6 +73,22 @@ def test_tokens_and_messages_are_those_that_were_played() -> None:
 def test_a_score_that_is_asked_for_and_missing_is_an_error_and_not_0(said, weights, match) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(JudgeError, match=match):
         blend(episode([0.0, 1.0]), said, weights)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights"),
+    [
+        ([1.0, 1.0], RewardBlend(env=1e308, event=1e308, outcome=1e308)),  # the parts of one turn add up to 3e308
+        ([1.0, 1.0], RewardBlend(env=1e308)),  # each turn is finite, and their sum is 2e308
+        ([1e300, 0.0], RewardBlend(env=1e300)),
+    ],
+)
+def test_weights_that_overflow_are_an_error_that_names_them(rewards: list[float], weights: RewardBlend) -> None:
+    expected = rf"judge\.reward_blend: env = {weights.env:g}, event = .* lower them".replace("+", r"\+")
+    with pytest.raises(ConfigError, match=expected):
+        blend(episode(rewards), judgement([1.0, 1.0], outcome=1.0), weights)
+    with pytest.raises(ConfigError, match=expected):
+        unjudged(episode(rewards), weights)
 
 
 def test_what_weighs_nothing_may_be_missing() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from published_table import check_promises
 from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.errors import UnscoredError
@@ -83,6 +84,16 @@ def test_a_group_comes_back_with_blended_rewards() -> None:
     # 0.5 * 1 + 0.25 * (1 + 0) + 1.0 * 0.5
     assert [trajectory.reward for trajectory in kept(groups)] == [pytest.approx(1.25)] * 12
     pool.ledger.assert_balanced()
+
+
+def test_limits_on_unscored_episodes_are_those_of_the_published_table() -> None:
+    assert check_promises(ScoringLimits, "judge") == set(ScoringLimits.model_fields)
+
+
+def test_a_pool_that_waited_for_slots_and_room_plays_on_in_another_event_loop() -> None:
+    pool = pool_of(scorer(good), slots=1, max_unscored=1)
+    for name in ("first", "second"):
+        assert len(kept(asyncio.run(pool.collect([GroupRequest(name, Task("Test-v0", 0), 4)])))) == 4
 
 
 def test_an_environment_that_scores_nothing_is_scored_by_the_judge_alone() -> None:
@@ -170,7 +181,7 @@ def test_a_failed_episode_is_not_shown_to_the_judge() -> None:
         return dataclasses.replace(played, attempt=request.attempt, task=request.task)
 
     judge = ScriptedJudge(lambda _: judgement([1.0], outcome=1.0))
-    scoring = Scoring(EpisodeScorer(judge, no_rubrics, BLEND))
+    scoring = Scoring(EpisodeScorer(judge, no_rubrics, BLEND), ScoringLimits())
     pool = RolloutPool(play=play, pool_limits=PoolLimits(), run_seed=0, scoring=scoring)
     asyncio.run(pool.collect(requests(1)))
     assert [request.trajectory.attempt for request in judge.requests] == [1] * 4

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from gspo_gym.errors import RecordError, UnscoredError
 from gspo_gym.learning.advantages import BatchAdvantages, batch_advantages
@@ -233,8 +232,3 @@ def test_an_unscored_episode_is_refused_and_not_taken_for_zero(settings):
         advantages([[1.0], [None]], settings)
     with pytest.raises(UnscoredError):
         returns_of(episode([1.0], Outcome.ENGINE_ERROR), discount=settings.discount)
-
-
-def test_a_discount_that_would_be_ignored_is_refused():
-    with pytest.raises(ValidationError, match="level 'turn' only"):
-        AdvantageSettings(discount=0.9)

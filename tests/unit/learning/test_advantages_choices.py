@@ -136,18 +136,6 @@ def test_equal_returns_by_different_ways_are_constant_for_episodes_and_not_for_t
     assert not is_constant(group, AdvantageSettings(level="turn"))
 
 
-def test_defaults_follow_the_level_and_the_baseline():
-    def chosen(**values):
-        settings = AdvantageSettings(**values)
-        return settings.baseline, settings.scale
-
-    assert chosen() == ("group", "group")
-    assert chosen(level="turn") == ("leave_one_out", "group")
-    assert chosen(baseline="none") == ("none", "none")
-    assert chosen(baseline="batch", scale="group") == ("batch", "group")
-    assert chosen(level="turn", baseline="running") == ("running", "running")
-
-
 # --- in expectation ---------------------------------------------------------------------------------------------------
 
 STOP, GOOD = (

@@ -8,6 +8,7 @@ import torch
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.learning.batching import (
+    BatchCounts,
     ScoredBatch,
     TrainBatch,
     batch_tokens,
@@ -115,6 +116,12 @@ def test_a_batch_without_any_sampled_token_is_refused(make_trajectory, make_grou
         build_batch([make_group(make_trajectory([], outcome=Outcome.CONTEXT_OVERFLOW))], AdvantageSettings())
 
 
+def test_every_trajectory_of_a_token_batch_needs_a_sampled_token(make_trajectory):
+    for trajectories in ([], [make_trajectory([1.0]), without_mask(make_trajectory([1.0]))]):
+        with pytest.raises(RecordError, match=f"got {len(trajectories)} trajectories, {len(trajectories) // 2} of"):
+            batch_tokens(trajectories)
+
+
 def test_an_unscored_trajectory_is_refused(make_trajectory, make_group):
     with pytest.raises(UnscoredError):
         build_batch([make_group(make_trajectory([None]), make_trajectory([1.0]))], AdvantageSettings())
@@ -154,7 +161,8 @@ def test_a_batch_of_which_nothing_is_left_is_none_and_is_counted(make_trajectory
     assert built.batch is None
     assert (built.counts.num_constant_groups, built.counts.num_filtered) == (1, 2)
     assert built.running.count == 2
-    assert build_batch([], AdvantageSettings(), running=built.running).running == built.running
+    empty = build_batch([], AdvantageSettings(), running=built.running)
+    assert (empty.batch, empty.counts, empty.running) == (None, BatchCounts(*[0] * 7), built.running)
 
 
 def test_masked_episodes_are_compared_and_marked_in_all_their_rows(make_trajectory, make_group):
@@ -221,6 +229,8 @@ def valid() -> dict[str, torch.Tensor]:
         ("trajectory_index", [1, 1], "0..N-1"),
         ("trajectory_index", [0.0, 1.0], "int64"),
         ("token_ids", [[5, 6], [8, 9]], "expected"),
+        ("token_ids", [5, 6, 7], r"non-empty \[B, T\], got \(3,\)"),
+        ("token_ids", [[], []], r"non-empty \[B, T\], got \(2, 0\)"),
         ("advantages", [[0.0, 1.0, float("nan")], [0.0, -1.0, 0.0]], "finite"),
         ("advantages", [[0.5, 1.0, 1.0], [0.0, -1.0, 0.0]], "0 where action_mask is False"),
         ("advantages", [[0, 1, 1], [0, 1, 0]], "float"),
@@ -277,6 +287,8 @@ def test_minibatches_partition_the_batch_evenly(mixed_batch, size, expected):
     parts = split_minibatches(batch, size, generator(0))
     assert [part.num_trajectories for part in parts] == expected
     assert sorted(t for part in parts for t in contents(part)) == sorted(contents(batch))
+    if expected == [11]:
+        assert parts == [batch], "not a copy of it"
 
 
 def test_minibatches_depend_on_the_generator_alone(mixed_batch):

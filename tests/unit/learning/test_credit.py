@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from pydantic import ValidationError
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.learning.credit import is_overlong, played, returns_of
@@ -137,8 +136,3 @@ def test_an_answer_of_one_token_was_played(make_trajectory, make_group):
     short = make_trajectory([1.0], action=1)
     assert short.num_actions == 1
     assert played(make_group(short)) == [short]
-
-
-def test_a_target_for_a_kl_penalty_that_is_off_is_refused():
-    with pytest.raises(ValidationError, match="kl_target: adapts kl_coef"):
-        RewardSettings(kl_target=0.1)

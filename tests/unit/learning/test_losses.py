@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.losses import Denominators, count_denominators, estimate_kl, k3, policy_loss
+from gspo_gym.learning.losses import Denominators, count_denominators, estimate_kl, k3, policy_loss, turn_keys
 from gspo_gym.learning.settings import LossSettings
 
 CLIP_LOW, CLIP_HIGH = 0.08, 0.12
@@ -185,6 +185,13 @@ def test_one_correction_for_all_tokens_scales_the_policy_term_alone(ragged):
     )
     assert corrected.policy_loss.item() == pytest.approx(0.25 * plain.policy_loss.item(), abs=1e-15)
     assert corrected.kl_loss.item() == plain.kl_loss.item()
+
+
+def test_turns_are_numbered_by_trajectory_and_then_by_turn():
+    trajectory, turn = torch.tensor([0, 0, 1, 1, 1, 3, 3]), torch.tensor([0, 2, 0, 2, 2, 0, 1])
+    keys = turn_keys(trajectory, turn)
+    assert torch.unique(keys, return_inverse=True)[1].tolist() == [0, 1, 2, 3, 3, 4, 5]
+    assert len(turn_keys(trajectory[:0], turn[:0])) == 0
 
 
 # Who gets which gradient

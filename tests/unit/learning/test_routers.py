@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,4 +107,22 @@ def test_a_dense_model_has_no_routers(make_model):
     with load.watching(torch.tensor([[True]])):
         pass
     assert load.metrics() == {}
-    assert find_routers(nn.Linear(2, 2)).modules == ()
+    routers = find_routers(nn.Linear(2, 2))
+    assert (routers.modules, routers.num_experts, routers.top_k) == ((), 0, 0)
+
+
+def test_routers_are_known_by_their_name_and_by_a_logit_for_each_expert():
+    class Model(nn.Module):
+        def __init__(self, **config):
+            super().__init__()
+            self.config = SimpleNamespace(**config)
+            self.gate = nn.Linear(8, 4)
+            self.experts = nn.ModuleDict({"router": nn.Linear(8, 4, bias=False), "gate": nn.SiLU()})
+            self.head = nn.Linear(8, 4)
+            self.attention = nn.ModuleDict({"gate": nn.LayerNorm(4), "router": nn.Linear(4, 8)})
+
+    model = Model(n_routed_experts=4, num_experts_per_tok=2)
+    routers = find_routers(model)
+    assert (routers.modules, routers.num_experts, routers.top_k) == ((model.gate, model.experts["router"]), 4, 2)
+    for config in ({"num_experts": 4}, {"num_experts_per_tok": 2}):
+        assert find_routers(Model(**config)).modules == ()

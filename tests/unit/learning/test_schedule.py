@@ -70,14 +70,3 @@ def test_a_warmup_fraction_of_an_unknown_number_of_steps_is_refused():
 def test_a_linear_decay_without_an_end_or_room_is_refused(total_steps):
     with pytest.raises(ConfigError, match=r"schedule 'linear'.*total_steps"):
         rates(1, total_steps, num_warmup_steps=1, schedule="linear")
-
-
-def test_warmup_is_given_once():
-    with pytest.raises(ValueError, match="warmup_fraction: contradicts num_warmup_steps = 3"):
-        OptimizerSettings(learning_rate=1.0, warmup_fraction=0.1, num_warmup_steps=3)
-
-
-@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1)])
-def test_a_moment_that_forgets_nothing_or_less_is_refused(betas):
-    with pytest.raises(ValueError, match="betas"):
-        OptimizerSettings(learning_rate=1.0, betas=betas)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +44,7 @@ def from_all_logits(model, token_ids, attention_mask, action_mask, temperature=1
         ("qwen3", {"tie_word_embeddings": True}),
         ("llama", {}),
         ("gemma2", {"final_logit_softcapping": 1.5}),
-        ("cohere", {"logit_scale": 0.25}),
+        ("cohere", {"logit_scale": 2.0, "initializer_range": 0.1}),
         ("granite", {"logits_scaling": 3.0}),
         ("mistral", {"sliding_window": 4}),
         ("gpt2", {}),
@@ -76,9 +78,9 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits(make_
 
 def test_in_float64_scoring_and_the_models_logits_agree_to_its_last_digits(make_model, tokens):
     model = make_model(dtype=torch.float64).eval()
-    distribution = torch.log_softmax(model(input_ids=tokens[0], attention_mask=tokens[1].long()).logits, -1)
+    distribution = torch.log_softmax(model(input_ids=tokens[0], attention_mask=tokens[1].long()).logits / 2, -1)
     expected = distribution[:, :-1].gather(-1, tokens[0][:, 1:, None]).squeeze(-1)
-    logprobs = score_logprobs(model, *tokens)
+    logprobs = score_logprobs(model, *tokens, temperature=2.0)
     # 1e-6, not 1e-13, because rotary angles and attention kernels of transformers pass through float32 here and there
     torch.testing.assert_close(logprobs[:, 1:][tokens[2][:, 1:]], expected[tokens[2][:, 1:]], rtol=0, atol=1e-6)
     assert logprobs.dtype == torch.float64
@@ -234,6 +236,24 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(make_model
     model.__class__ = Capped
     with pytest.raises(ConfigError, match="changes its logits"):
         Scorer(model)
+    assert not model.lm_head._forward_hooks, "what the probe watched with is removed"
+
+
+@pytest.mark.parametrize(("num_roundings", "is_refused"), [(7.5, False), (8.5, True)])
+def test_logits_may_differ_by_eight_roundings_of_the_largest(make_model, num_roundings, is_refused):
+    class Off(type(make_model())):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            off = torch.zeros_like(output.logits)
+            # at the smallest logit, where the sum is rounded least
+            off[0, 0, output.logits[0, 0].abs().argmin()] = output.logits.abs().max()
+            output.logits = output.logits + num_roundings * torch.finfo(torch.float32).eps * off
+            return output
+
+    model = make_model()
+    model.__class__ = Off
+    with pytest.raises(ConfigError, match="changes its logits") if is_refused else contextlib.nullcontext():
+        Scorer(model)
 
 
 def test_a_model_that_does_not_do_what_its_config_says_is_refused(make_model):
@@ -243,8 +263,9 @@ def test_a_model_that_does_not_do_what_its_config_says_is_refused(make_model):
         Scorer(model)
 
 
-def test_a_model_that_looks_into_its_padding_is_refused(make_model):
-    model = make_model()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_looks_into_its_padding_is_refused(make_model, dtype):
+    model = make_model(dtype=dtype)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ConfigError, match="cannot be scored"):

@@ -27,6 +27,7 @@ def test_top_p_keeps_the_token_that_reaches_it():
     assert probabilities(Truncation(top_p=0.5), 0) == [1, 0, 0, 0]
     assert probabilities(Truncation(top_p=0.51), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
     assert probabilities(Truncation(top_p=1e-9), 0) == [1, 0, 0, 0], "the likeliest is always kept"
+    assert probabilities(Truncation(top_p=0.5), 0, logits=torch.zeros(1, 2)) == [1, 0], "exactly a half is enough"
 
 
 def test_top_p_is_of_what_top_k_left():
@@ -38,6 +39,7 @@ def test_min_p_is_a_share_of_the_likeliest():
     # 0.25 is half of 0.5 (kept at 0.49), 0.125 a quarter
     assert probabilities(Truncation(min_p=0.49), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
     assert probabilities(Truncation(min_p=0.24), 0) == [0.5, 0.25, 0.125, 0.125]
+    assert probabilities(Truncation(min_p=1.0), 3) == [0.8, 0, 0, 0.2], "the likeliest has all of its own probability"
 
 
 def test_top_p_is_of_what_min_p_left():
@@ -95,9 +97,17 @@ def test_truncation_that_keeps_all_is_the_whole_softmax(make_model):
     sampled = torch.tensor([[False, True, True]])
     plain, same = (Scorer(model, truncation=t).score(ids, everywhere, sampled) for t in (None, Truncation()))
     assert torch.equal(plain.logprobs, same.logprobs)
+    assert Truncation().keeps_all
+    assert not any(Truncation(**setting).keeps_all for setting in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
 
 
-@pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}])
+def test_a_top_p_of_one_keeps_what_is_too_unlikely_to_count():
+    """In float32 the first of the two has all the probability, and the second is kept all the same."""
+    kept = Truncation(top_k=2).apply(torch.tensor([[0.0, -200.0, -300.0]]), torch.tensor([0]))
+    assert kept.tolist() == [[0.0, -200.0, -math.inf]]
+
+
+@pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}])
 def test_values_out_of_range_are_refused(setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
         Truncation(**setting)

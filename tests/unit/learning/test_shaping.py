@@ -10,7 +10,7 @@ import torch
 from gspo_gym.errors import CheckpointError, RecordError
 from gspo_gym.learning.batching import ScoredBatch, TrainBatch, select_trajectories
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
-from gspo_gym.learning.shaping import AdvantageShaper
+from gspo_gym.learning.shaping import AdvantageShaper, whiten
 
 # log(old / reference) and advantage of each sampled token, trajectory by trajectory; trajectory 1 spans two rows.
 KL = [[0.5, -0.25], [1.0, 0.5, 2.0], [-0.5]]
@@ -116,6 +116,40 @@ def test_whitening_over_trajectories_gives_each_the_same_weight_where_its_tokens
     scale = math.sqrt(sum(share * (a - mean) ** 2 for a, share in weighted)) + 1e-8
     actual, _ = shape(make_batch(), whiten="trajectories")
     assert_close(actual, [[(a - mean) / scale for a in trajectory] for trajectory in ADVANTAGES])
+
+
+def test_two_tokens_are_whitened():
+    """1 and 2: mean 1.5, Bessel's variance 0.5."""
+    part = shaper_of(whiten="tokens").shape([select_trajectories(make_batch(advantages=[[1.0, 2.0], *KL[1:]]), [0])])
+    assert part.parts[0].advantages[0, [1, 3]].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+def test_the_smallest_advantages_are_scaled_by_what_is_added_to_the_spread():
+    """+-1e-4: Bessel's variance is 2e-8, plus 1e-8. +-3e-8: the population's std is 3e-8, plus 1e-8."""
+    for value, is_sample, expected in ((1e-4, True, 3**-0.5), (3e-8, False, 0.75)):
+        values = torch.tensor([value, -value], dtype=torch.float64)
+        (scaled,) = whiten([values], [torch.ones_like(values)], is_sample=is_sample)
+        assert scaled.tolist() == pytest.approx([expected, -expected])
+
+
+def test_advantages_differ_by_rounding_up_to_a_millionth_of_the_largest():
+    for low, expected in ((1e6 - 1, [0, 0]), (1e6 - 1.01, [1, -1])):
+        values = torch.tensor([1e6, low], dtype=torch.float64)
+        assert whiten([values], [torch.ones(2)], is_sample=False)[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "advantages", "uses_reference", "gives_advantages"),
+    [
+        ({}, {"clip": 1.0}, False, False),
+        ({}, {"whiten": "tokens"}, False, True),
+        ({"kl_coef": 0.1}, {}, True, True),
+        ({}, {"kl_shaping_coef": 0.1}, True, True),
+    ],
+)
+def test_what_a_shaper_needs_and_gives(rewards, advantages, uses_reference, gives_advantages):
+    shaper = shaper_of(rewards, **advantages)
+    assert (shaper.uses_reference, shaper.gives_advantages) == (uses_reference, gives_advantages)
 
 
 @pytest.mark.parametrize("whiten", ["tokens", "trajectories"])

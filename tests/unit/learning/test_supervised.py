@@ -71,6 +71,7 @@ def test_demonstrations_become_likely(make_model, demonstrations):
     )
     assert report.epoch_losses[-1] < 0.2 * report.epoch_losses[0]
     assert (report.num_steps, len(steps), steps[-1].num_total_steps) == (75, 75, 75)
+    assert report.num_tokens == 25 * sum(t.num_actions for t in demonstrations)
     assert [step.epoch for step in steps[:4]] == [0, 0, 0, 1]
 
 
@@ -87,14 +88,14 @@ def test_the_memory_budget_changes_nothing_but_rounding(make_model, demonstratio
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_another_order(make_model, demonstrations):
-    def weights(seed):
+    def weights(**seed):
         model = make_model()
         settings = SupervisedSettings(batch_size=3)
-        supervised_epochs(model, demonstrations, optimizer=OPTIMIZER, settings=settings, seed=seed)
+        supervised_epochs(model, demonstrations, optimizer=OPTIMIZER, settings=settings, **seed)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(weights(), weights(seed=0))
+    assert not torch.equal(weights(seed=0), weights(seed=1))
 
 
 def test_gradients_left_by_someone_else_take_no_part(make_model, demonstrations):
@@ -147,6 +148,20 @@ def test_non_finite_steps_are_skipped_and_end_the_warm_up_when_too_many(make_mod
         )
     handle.remove()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_skipped_step_is_counted_apart_from_those_taken(make_model, make_trajectory):
+    """Two epochs of one demonstration; the probe of the scorer calls the norm twice, the steps once each."""
+    model, calls = make_model(), []
+
+    def break_the_first_step(module, inputs, output):
+        calls.append(1)
+        return output * float("nan") if len(calls) == 3 else output
+
+    model.model.norm.register_forward_hook(break_the_first_step)
+    settings = SupervisedSettings(num_epochs=2, max_nonfinite_steps=1)
+    report = supervised_epochs(model, [make_trajectory([None])], optimizer=OPTIMIZER, settings=settings)
+    assert (report.num_steps, report.num_nonfinite_steps, len(report.epoch_losses)) == (1, 1, 2)
 
 
 def test_demonstrations_without_tokens_are_refused(make_model):

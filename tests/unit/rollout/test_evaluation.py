@@ -35,6 +35,7 @@ from gspo_gym.rollout.evaluation import (
     evaluation_table,
     in_one_unit,
     join,
+    restated,
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
@@ -303,14 +304,28 @@ def test_the_score_is_the_success_rate_or_else_the_mean_return() -> None:
     assert evaluation(row(0, 5.0), row(1, 2.0)).score == 3.5
 
 
-def test_the_unit_of_a_run_is_what_its_first_evaluation_declares() -> None:
+def test_the_unit_of_a_run_is_what_its_first_evaluation_with_a_decided_episode_declares() -> None:
     declared, silent = evaluation(row(0, 2.0, False)), evaluation(row(0, 2.0), env_id="Maze-v0")
-    assert ScoreUnit.at_start(declared, has_success_goal=False) == ScoreUnit("success_rate", ("Dice-v0",))
-    assert ScoreUnit.at_start(silent, has_success_goal=False) == ScoreUnit("mean_return")
+    assert ScoreUnit.of_first(declared, has_success_goal=False) == ScoreUnit("success_rate", ("Dice-v0",))
+    assert ScoreUnit.of_first(silent, has_success_goal=False) == ScoreUnit("mean_return")
     # who stops at a success rate says that there is one: these episodes were cut off before it showed
-    assert ScoreUnit.at_start(silent, has_success_goal=True) == ScoreUnit("success_rate", ("Maze-v0",))
+    assert ScoreUnit.of_first(silent, has_success_goal=True) == ScoreUnit("success_rate", ("Maze-v0",))
     both = join([declared, silent])
-    assert ScoreUnit.at_start(both, has_success_goal=True) == ScoreUnit("success_rate", ("Dice-v0",))
+    assert ScoreUnit.of_first(both, has_success_goal=True) == ScoreUnit("success_rate", ("Dice-v0",))
+    # of what was cut off everywhere nothing is known, also beside an environment of which all is
+    cut_off = evaluation(EvaluationRow(0, 2.0, None, 1, Outcome.MAX_TURNS), row(1, None), env_id="Maze-v0")
+    assert ScoreUnit.of_first(cut_off, has_success_goal=False) is None
+    assert ScoreUnit.of_first(join([declared, cut_off]), has_success_goal=False) is None
+
+
+def test_an_evaluation_before_the_unit_was_decided_is_measured_in_it_afterwards() -> None:
+    dice = evaluation(row(0, 1.0, True), row(1, 0.5, False))
+    maze = Evaluation("Maze-v0", tuple(EvaluationRow(seed, 2.0, None, 1, Outcome.MAX_TURNS) for seed in range(3)))
+    summary = json.loads(json.dumps(join([dice, maze]).summary()))
+    both = ScoreUnit("success_rate", ("Dice-v0", "Maze-v0"))
+    for unit in (both, ScoreUnit("success_rate", ("Dice-v0",))):
+        assert restated(summary, unit) == json.loads(json.dumps(join([dice, maze]).in_unit(unit).summary()))
+    assert restated(summary, both)["success_rate"] == 1 / 5
 
 
 def test_an_evaluation_keeps_the_unit_of_its_run_whatever_its_episodes_declare() -> None:

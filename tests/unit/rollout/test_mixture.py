@@ -28,6 +28,14 @@ def test_groups_go_to_who_is_furthest_behind() -> None:
     assert [mixture.env_of(number) for number in range(8)] == ["a", "b", "c", "a"] * 2
 
 
+@pytest.mark.parametrize("others", [{"b": 0.1, "c": 0.2}, {"b": 0.3, "c": 0.3, "d": 0.1}])
+def test_shares_in_tenths_repeat_every_ten_groups(others: dict[str, float]) -> None:
+    # after ten groups all are where they began; in float64 they would not be, for 0.1 + 0.2 is not 0.3
+    mixture = Mixture("a", others)
+    played = [mixture.env_of(number) for number in range(400)]
+    assert played == played[:10] * 40
+
+
 @pytest.mark.parametrize(
     ("others", "num_groups", "counts"),
     [
@@ -92,6 +100,8 @@ def test_each_episode_is_played_by_the_player_of_its_environment() -> None:
 
         return play
 
+    only = player("only")
+    assert play_by_environment({"a": only}) is only
     play = play_by_environment({name: player(f"{name}'s") for name in ("a", "b")})
     assert [asyncio.run(played_by(play, env_id)) for env_id in "abba"] == ["a's", "b's", "b's", "a's"]
     with pytest.raises(ConfigError, match="nobody here plays 'c'"):

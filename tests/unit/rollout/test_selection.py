@@ -112,6 +112,7 @@ def test_an_environment_that_breaks_at_some_actions_is_told_of() -> None:
         "rollout/kept_fraction": kept / len(attempts),
         "rollout/env_failed_at_reset": 0.0,
         "rollout/env_failed_after_action": failed / len(attempts),
+        "rollout/lost_after_action": failed / len(attempts),
     }
     reason = watch.alarm()
     assert reason is not None
@@ -188,3 +189,15 @@ def test_an_environment_that_fails_whatever_is_done_is_counted_and_not_told_of()
     assert watch.alarm() is None
     shares = metrics["rollout/env_failed_at_reset"] + metrics["rollout/env_failed_after_action"]
     assert shares == pytest.approx(sum(calls) / metrics["rollout/attempts"])
+
+
+def test_a_few_attempts_that_apps_lose_are_not_told_of_and_more_than_a_twentieth_are() -> None:
+    watch = AttemptWatch()
+    for outcomes in ([Outcome.ENV_ERROR] * 7, [Outcome.EPISODE_TIMEOUT] * 10 + [Outcome.TERMINATED] * 323):
+        for outcome in outcomes:
+            watch(attempt(1, outcome), Disposition.KEPT)
+        watch.metrics()
+        assert watch.app_alarm() is None  # 7 are too few, and 17 of 340 are 5%
+    watch(attempt(1, Outcome.ENV_ERROR), Disposition.KEPT)
+    watch.metrics()
+    assert watch.app_alarm() is not None  # 18 of 341

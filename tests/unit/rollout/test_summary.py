@@ -65,6 +65,19 @@ def test_every_number_is_explained(groups):
     assert names == set(METRICS)
 
 
+def test_reward_terms_and_environments_are_named_in_one_order_whichever_came_first(groups):
+    episode, task = groups[0].trajectories[0], groups[0].task
+    terms = {"zeal": 0.5, "aim": -1.0}
+    turns = (dataclasses.replace(episode.turns[0], reward_terms=terms), *episode.turns[1:])
+    episode = dataclasses.replace(episode, turns=turns)
+    named = [name for name in rollout_metrics([TrajectoryGroup(task, (episode,), 1)], seconds=1.0) if "reward/" in name]
+    assert named == sorted(named)
+    assert {f"{TERM_PREFIX}aim", f"{TERM_PREFIX}zeal"} <= set(named)
+    gone = (DroppedEpisode("x", Outcome.ENV_ERROR, "it broke"),)
+    lost = [TrajectoryGroup(dataclasses.replace(task, env_id=env_id), (), 1, gone) for env_id in ("b", "a")]
+    assert [name.split("/")[1] for name in source_metrics(lost)] == ["a"] * 3 + ["b"] * 3
+
+
 def test_an_environment_that_never_declares_success_has_no_rate_of_it(groups):
     silent = [
         dataclasses.replace(group, trajectories=tuple(dataclasses.replace(t, success=None) for t in group.trajectories))
@@ -110,13 +123,14 @@ def test_calls_that_were_answered_with_an_error_are_a_share_of_all_and_of_each_t
         call = ToolCall("call_0", name, {})
         return Message("assistant", "", (call,)), Message("tool", answer, tool_call_id="call_0")
 
-    said = [("look", "a door"), ("look", "error: KeyError: 'door'"), ("open", "error: it is locked")]
+    said = [("open", "error: it is locked"), ("look", "a door"), ("look", "error: KeyError: 'door'")]
     said += [("fly", "error: unknown tool 'fly'")]
     messages = tuple(message for name, answer in said for message in asked(name, answer))
     episode = dataclasses.replace(groups[0].trajectories[0], messages=messages)
     metrics = rollout_metrics([dataclasses.replace(groups[0], trajectories=(episode,), requested_size=2)], seconds=1.0)
-    assert {name: value for name, value in metrics.items() if name.startswith("tools/")} == {
-        "tools/failure_fraction": 2 / 3,  # of two looks and an open; there is no tool fly
-        "tools/failure_fraction/look": 1 / 2,
-        "tools/failure_fraction/open": 1.0,
-    }
+    # in this order, whichever was called first, so that the lines of a run have one
+    assert [(name, value) for name, value in metrics.items() if name.startswith("tools/")] == [
+        ("tools/failure_fraction", 2 / 3),  # of two looks and an open; there is no tool fly
+        ("tools/failure_fraction/look", 1 / 2),
+        ("tools/failure_fraction/open", 1.0),
+    ]

@@ -27,7 +27,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.workers.announcements import SLOT_BYTES, Board
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.errors import RecordError
-from gspo_gym.rollout.watchdog import Frozen, read_frozen, seconds_until_frozen
+from gspo_gym.rollout.watchdog import MARKER, Frozen, read_frozen, seconds_until_frozen
 from gspo_gym.rollout.watchdog_process import holder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -65,7 +65,7 @@ async def play():
     finally:
         print("over", flush=True)
 
-with watching(Path(sys.argv[1]), 1.5):
+with watching(Path(sys.argv[1]) / "frozen.json", 1.5, advice="Do this with {env}."):
     asyncio.run(play())
 """
 
@@ -80,17 +80,18 @@ def test_a_catastrophic_pattern_is_named_and_the_run_ended(tmp_path: Path, kind:
     (tmp_path / "frozen.json").write_text('{"env_ids": ["Earlier"], "call": "step()", "seconds": 60}')
     ended = run(tmp_path, kind, "catastrophe()")
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "playing\n")
-    frozen = read_frozen(tmp_path)
+    frozen = read_frozen(tmp_path / MARKER)
     assert (frozen.env_ids, frozen.call) == (("Earlier", "Patterns"), "step()")
     assert frozen.seconds >= 1.5
     assert "Patterns: step() has held the interpreter" in ended.stderr
+    assert "no Ctrl-C could end it. Do this with Patterns. Its threads:" in ended.stderr
     assert "in catastrophe" in ended.stderr  # the line of the author's code
 
 
 def test_a_run_whose_folder_takes_no_marker_is_ended_all_the_same(tmp_path: Path) -> None:
     ended = run(tmp_path / "removed", "Plain", "catastrophe()")
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "playing\n")
-    assert "removed: no frozen.json, so that the next start knows of nothing" in ended.stderr
+    assert "removed/frozen.json: not written, so that the next start knows of nothing" in ended.stderr
     assert "Patterns: step() has held the interpreter" in ended.stderr
 
 
@@ -104,7 +105,7 @@ def test_a_run_whose_terminal_is_gone_is_ended_all_the_same(tmp_path: Path) -> N
     finally:
         os.close(write_end)
     assert ended.returncode == -signal.SIGKILL
-    assert read_frozen(tmp_path).env_ids == ("Patterns",)
+    assert read_frozen(tmp_path / MARKER).env_ids == ("Patterns",)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_what_lets_go_of_the_lock_is_left_to_its_deadline(tmp_path: Path, action
     ended = run(tmp_path, "Plain", action)
     assert ended.returncode == 1
     assert "EnvTimeoutError: Patterns: step() did not answer within 1 seconds" in ended.stderr
-    assert read_frozen(tmp_path) == Frozen()
+    assert read_frozen(tmp_path / MARKER) == Frozen()
 
 
 def test_the_busiest_thread_must_be_busy_and_announced() -> None:
@@ -151,7 +152,7 @@ def test_the_limit_is_a_minute_or_twice_a_step() -> None:
 def test_a_marker_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "frozen.json").write_text("{}")
     with pytest.raises(RecordError, match=r"frozen\.json: expected what the watchdog wrote, .* remove the file"):
-        read_frozen(tmp_path)
+        read_frozen(tmp_path / MARKER)
 
 
 def settings(folder: Path, **training: Any) -> RunConfig:

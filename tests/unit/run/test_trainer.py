@@ -200,12 +200,17 @@ def test_constant_groups_are_trained_on_by_default_and_counted(tmp_path: Path) -
 
 
 def test_all_scores_of_a_run_are_in_one_unit(tmp_path: Path) -> None:
-    # every episode of the first evaluation was cut off undecided, with a return of 2.0; later ones succeed for 0.9
-    parts = Parts(episodes=[(2.0, None), (0.9, True), (0.95, True)])
-    _, state = train(tmp_path / "undecided", make_plan(), parts=parts)
-    assert state.curve == ((0, 2.0), (2, 0.9), (4, 0.95))  # mean returns, all of them
+    # every episode of the first two evaluations was cut off undecided, with a return of 2.0; later ones fail or succeed
+    parts = Parts(episodes=[(2.0, None), (2.5, None), (0.3, False), (0.9, True)])
+    _, state = train(tmp_path / "undecided", make_plan(num_steps=6), parts=parts)
+    assert state.curve == ((0, 0.0), (2, 0.0), (4, 0.0), (6, 1.0))  # success rates, all of them
     assert state.best_eval is not None
-    assert state.best_eval["step"] == 0
+    assert state.best_eval["step"] == 6
+    assert state.initial_eval is not None
+    assert (state.initial_eval["score"], state.initial_eval["success_rate"]) == ("success_rate", 0.0)
+    # a run of which no episode ever comes to an end has mean returns
+    _, state = train(tmp_path / "never", make_plan(), parts=Parts(episodes=[(2.0, None), (3.0, None)]))
+    assert (state.score_unit, state.curve) == (None, ((0, 2.0), (2, 3.0), (4, 3.0)))
     # a run that is to stop at a success rate has one from the start, and an undecided episode is no success
     parts = Parts(episodes=[(2.0, None), (0.9, True)])
     _, state = train(tmp_path / "goal", make_plan(stop_at_success_rate=1.0), parts=parts)
@@ -224,6 +229,12 @@ def test_a_resumed_run_keeps_the_unit_that_it_began_with(tmp_path: Path) -> None
     restored = TrainState.from_dict(json.loads(json.dumps(parts.saved[-1].to_dict())))
     _, state = train(tmp_path, make_plan(), state=restored, parts=Parts(episodes=[(2.0, None)]))
     assert state.curve == ((0, 1.0), (2, 1.0), (4, 0.0))
+    # or decides it, where the evaluations before did not tell
+    parts = Parts(episodes=[(2.0, None)])
+    train(tmp_path / "undecided", make_plan(num_steps=2), parts=parts)
+    restored = TrainState.from_dict(json.loads(json.dumps(parts.saved[-1].to_dict())))
+    _, state = train(tmp_path / "undecided", make_plan(), state=restored, parts=Parts(episodes=[(0.9, True)]))
+    assert state.curve == ((0, 0.0), (2, 0.0), (4, 1.0))
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 2])

@@ -10,7 +10,7 @@ from gspo_gym.run.recording import METRICS
 def test_a_step_has_what_was_counted_since_the_one_before() -> None:
     bank, shop, reader = AppCounters(), AppCounters(), AppMetrics()
     bank.num_attempts, bank.num_sampled_tokens, bank.num_trained_tokens = 3, 100, 80
-    bank.calls.update({"trained": 5, "auxiliary": 1, "failed": 2})
+    bank.calls.update({"trained": 5, "auxiliary": 1, "failed": 1, "not awaited": 1})
     shop.num_attempts, shop.num_sampled_tokens, shop.num_trained_tokens = 1, 50, 40
     shop.calls.update({"trained": 2, "other sampling": 1})
     shop.num_untrained_episodes = 1
@@ -20,6 +20,7 @@ def test_a_step_has_what_was_counted_since_the_one_before() -> None:
         "gateway/calls": 11,
         "gateway/untrained_calls": 4,
         "gateway/auxiliary_calls": 1,
+        "gateway/not_awaited_calls": 1,
         "gateway/undelivered_calls": 0,
         "gateway/constrained_calls": 0,
         "gateway/other_sampling_calls": 1,

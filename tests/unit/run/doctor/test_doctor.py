@@ -316,7 +316,7 @@ def test_every_check_has_its_thresholds_tested():
     # these are about status, trends and events, and have tests of their own below
     others = {
         play.run_failed, play.reward_does_not_rise, play.evaluation_fell, play.evaluation_does_not_improve,
-        play.infrastructure_fails, play.failures_follow_actions, play.sink_failed,
+        play.infrastructure_fails, play.failures_follow_actions, play.apps_lose_attempts, play.sink_failed,
     }  # fmt: skip
     assert tested | others == {*checks.CHECKS, *play.CHECKS}
 
@@ -464,6 +464,14 @@ def test_failures_that_follow_actions_are_found_by_their_event():
     told = {"kind": "selection", "step": 7, "data": {"reason": "64 attempts failed after an action"}}
     finding = only(play.failures_follow_actions(a_run({}, events=[told])))
     assert (finding.severity, finding.evidence) == ("serious", "step 7: 64 attempts failed after an action")
+
+
+def test_an_app_that_loses_attempts_is_found_by_its_event():
+    assert play.apps_lose_attempts(a_run({})) is None
+    told = {"kind": "attempts_lost", "step": 7, "data": {"reason": "20 of 100 attempts (20%) were lost"}}
+    finding = only(play.apps_lose_attempts(a_run({}, events=[told])))
+    assert (finding.severity, finding.evidence) == ("serious", "step 7: 20 of 100 attempts (20%) were lost")
+    assert "gspo-gym app check URL" in finding.suggestion
 
 
 def test_a_run_that_failed_is_told_with_its_error():

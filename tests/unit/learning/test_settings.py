@@ -1,0 +1,159 @@
+"""What settings of learning are by themselves, as configs/README.md says, and which of them go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from published_table import check_promises
+from pydantic import ValidationError
+
+from gspo_gym.base.settings import Settings
+from gspo_gym.learning.settings import (
+    CorrectionSettings,
+    LoraSettings,
+    LossSettings,
+    OptimizerSettings,
+    ReferenceSettings,
+    SupervisedSettings,
+    UpdateSettings,
+)
+from gspo_gym.learning.settings_rewards import AdvantageSettings, RewardSettings, StepRewardSettings
+
+KL_TERM = {"kl_estimator": "k1", "kl_clamp": 1.0, "kl_importance_weighted": True}
+DECISIONS = {"mode": "decision_stepwise"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "elsewhere"),
+    [
+        (LossSettings, "loss", set()),
+        (AdvantageSettings, "advantages", set()),
+        (RewardSettings, "rewards", set()),
+        (CorrectionSettings, "correction", set()),
+        (ReferenceSettings, "reference", set()),
+        (OptimizerSettings, "optimizer", {"learning_rate"}),
+        (LoraSettings, "training.lora", set()),
+        (SupervisedSettings, "warmup", {"max_tokens_per_microbatch", "scoring_chunk_tokens", "max_nonfinite_steps"}),
+    ],
+)
+def test_defaults_and_ranges_are_those_of_the_published_table(
+    settings: type[Settings], section: str, elsewhere: set[str]
+) -> None:
+    assert check_promises(settings, section) == set(settings.model_fields) - elsewhere
+
+
+def test_what_the_table_of_training_says_of_an_update_is_kept() -> None:
+    # a batch of the table is always one of a given size
+    checked = check_promises(UpdateSettings, "training", renamed={"update_epochs": "num_epochs"})
+    assert checked == set(UpdateSettings.model_fields) - {"minibatch_size"}
+    assert check_promises(OptimizerSettings, "training") == {"learning_rate"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "values"),
+    [
+        (LossSettings, {"aggregation": "dr_grpo", "norm_length": 1}),
+        (LossSettings, {"clip_high": 0.25, "dual_clip": 1.25}),
+        (LossSettings, {"kl_coef": 0.5, **KL_TERM}),
+        (CorrectionSettings, {"level": "token"}),
+        (CorrectionSettings, {"old_logprobs": "rollout"}),
+        (OptimizerSettings, {"learning_rate": 1.0, "warmup_fraction": 0.5}),
+        (OptimizerSettings, {"learning_rate": 1.0, "num_warmup_steps": 1}),
+        (UpdateSettings, {"minibatch_size": 1}),
+        (RewardSettings, {"kl_coef": 0.5, "kl_target": 0.5}),
+        (AdvantageSettings, {"level": "turn", "discount": 0.5}),
+        (StepRewardSettings, {**DECISIONS, "strategy": "per_achievement", "weights": {"a": 2.0}}),
+        (StepRewardSettings, {**DECISIONS, "kind": "absolute", "indicator_lambda": 0.5, "beta": 0.5}),
+    ],
+)
+def test_settings_that_go_together_are_taken_as_they_are(settings: type[Settings], values: dict[str, Any]) -> None:
+    assert {name: getattr(settings(**values), name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "message"),
+    [
+        (LossSettings, {"aggregation": "dr_grpo"}, "norm_length: aggregation 'dr_grpo' divides by it, got none"),
+        (LossSettings, {"norm_length": 1}, "norm_length: has no effect with aggregation 'seq-mean-token-mean'"),
+        (LossSettings, {"clip_high": 0.25, "dual_clip": 1.2}, r"dual_clip: expected at least 1 \+ clip_high = 1.25"),
+        (LossSettings, {"kl_estimator": "k1"}, "kl_estimator: has no effect, because kl_coef is 0"),
+        (LossSettings, {"kl_clamp": 1.0}, "kl_clamp: has no effect, because kl_coef is 0"),
+        (LossSettings, {"kl_importance_weighted": True}, "kl_importance_weighted: has no effect"),
+        (CorrectionSettings, {"level": "token", "old_logprobs": "rollout"}, "level: 'token' compares recomputed"),
+        (OptimizerSettings, {"learning_rate": 1.0, "betas": (1.0, 0.9)}, "betas"),
+        (OptimizerSettings, {"learning_rate": 1.0, "betas": (0.9, -0.1)}, "betas"),
+        (
+            OptimizerSettings,
+            {"learning_rate": 1.0, "warmup_fraction": 0.1, "num_warmup_steps": 3},
+            "warmup_fraction: contradicts num_warmup_steps = 3",
+        ),
+        (RewardSettings, {"kl_target": 0.1}, "kl_target: adapts kl_coef, which is 0"),
+        (AdvantageSettings, {"discount": 0.5}, "discount is used at level 'turn' only"),
+        (StepRewardSettings, {"indicator_lambda": 1.0}, "indicator_lambda: has no effect, because mode 'env_sparse'"),
+        (StepRewardSettings, {"mode": "off", "strategy": "consistent"}, "strategy: has no effect, because mode 'off'"),
+        (StepRewardSettings, {"mode": "off", "beta": 1.0}, "beta: has no effect"),
+        (
+            StepRewardSettings,
+            {**DECISIONS, "strategy": "per_achievement", "kind": "absolute"},
+            "kind: has no effect, because .* k_limits",
+        ),
+        (
+            StepRewardSettings,
+            {**DECISIONS, "strategy": "consistent", "weights": {"wood": 2.0}},
+            "weights: has no effect, because only strategy 'per_achievement'",
+        ),
+        (StepRewardSettings, {**DECISIONS, "k_limits": {"wood": 2}}, "k_limits: has no effect"),
+        # the origin takes any unknown name for consistent
+        (StepRewardSettings, {**DECISIONS, "strategy": "per_decision"}, "consistent"),
+        (StepRewardSettings, {"mode": "stepwise"}, "decision_stepwise"),
+        (StepRewardSettings, {**DECISIONS, "beta": -1.0}, "greater than or equal to 0"),
+        (LoraSettings, {"target_modules": []}, "a list of at least one module name"),
+        (LoraSettings, {"target_modules": ["q_proj", "all-linear"]}, "takes no others beside it"),
+        (LoraSettings, {"target_modules": 3}, "target_modules"),
+        (UpdateSettings, {"minibatch_size": 0}, "greater than 0"),
+    ],
+)
+def test_a_setting_that_contradicts_another_is_refused(
+    settings: type[Settings], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        settings(**values)
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ("all-linear", "all-linear"),
+        (["all-linear"], "all-linear"),
+        (("q_proj", "v_proj"), ("q_proj", "v_proj")),
+    ],
+)
+def test_adapted_modules_are_all_or_named(given: Any, resolved: Any) -> None:
+    assert LoraSettings(target_modules=given).target_modules == resolved
+
+
+@pytest.mark.parametrize(
+    ("values", "reads"),
+    [
+        ({}, False),
+        ({"max_engine_gap": 0.1}, False),
+        ({"old_logprobs": "rollout"}, True),
+        ({"level": "turn"}, True),
+        ({"off_policy_threshold": 0.1}, True),
+    ],
+)
+def test_the_loss_depends_on_the_engines_logprobs_where_a_setting_uses_them(values: Any, reads: bool) -> None:
+    assert CorrectionSettings(**values).reads_rollout_logprobs is reads
+
+
+def test_defaults_follow_the_level_and_the_baseline() -> None:
+    def chosen(**values: Any) -> tuple[str, str]:
+        settings = AdvantageSettings(**values)
+        return settings.baseline, settings.scale
+
+    assert chosen() == ("group", "group")
+    assert chosen(level="turn") == ("leave_one_out", "group")
+    assert chosen(baseline="none") == ("none", "none")
+    assert chosen(baseline="batch", scale="group") == ("batch", "group")
+    assert chosen(level="turn", baseline="running") == ("running", "running")
