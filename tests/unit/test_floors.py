@@ -7,6 +7,7 @@ tree that breaks it.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -258,6 +259,18 @@ def envs() -> dict[str, Module]:
 
 def test_imports_go_down_only(house: dict[str, Module]) -> None:
     assert floor_violations(house, FLOORS) == []
+
+
+def test_the_page_for_contributors_shows_these_floors_and_names_paths_that_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
+    shown = {unit.strip("` "): int(floor) for floor, units in rows for unit in units.split(",")}
+    assert shown == {unit: floor for unit, floor in FLOORS.items() if unit}
+    rooms = set(re.findall(r"^\| `gspo_gym/(\w+)` \|", page, re.MULTILINE))
+    assert rooms == {path.name for path in (ROOT / "gspo_gym").iterdir() if (path / "__init__.py").is_file()}
+    named = set(re.findall(r"`((?:gspo_gym|tests|envs|benchmarks|configs)/[\w/.]+)`", page))
+    assert len(named) > 30
+    assert [path for path in sorted(named) if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
 def test_no_module_imports_what_its_place_forbids(house: dict[str, Module]) -> None:
