@@ -44,7 +44,7 @@ from gspo_gym.run.recording import RunRecorder, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.trainer import Trainer, TrainPlan
 from gspo_gym.seeding import generator
-from gspo_gym.types import Outcome, Task
+from gspo_gym.types import Outcome, Sampling, Task
 
 _ENV_ID = "benchmark/Slow-v0"
 _MAX_MODEL_LEN = 1024
@@ -174,7 +174,7 @@ def _pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPoo
     return RolloutPool(
         play=episode_player(
             make_env=make_env,
-            act=EngineActor(engine, min_tokens=8),
+            act=EngineActor(engine, Sampling(min_tokens=8)),
             renderers=RendererCache(policy.tokenizer),
             limits=EpisodeLimits(
                 max_turns=workload.num_turns,

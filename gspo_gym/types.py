@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_gym.errors import RecordError, UnscoredError
+from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 
 Role = Literal["system", "user", "assistant", "tool"]
 Int32Array = NDArray[np.int32]
@@ -87,6 +87,62 @@ class Task:
     @property
     def task_id(self) -> str:
         return f"{self.env_id}#{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn, whatever the prompt: what [rollout] says of sampling, passed whole to whatever samples.
+
+    In vLLM's order: `min_tokens`, `repetition_penalty`, `temperature`, `min_p`, `top_k`, `top_p`; each acts on what
+    those before it left, and the logprobs are of what remains, renormalised. (transformers applies `min_p` last, which
+    differs only where `top_p` truncates, too.)
+
+    Attributes:
+        temperature: > 0 divides the logits; 0 is greedy, whose logprobs are those of temperature 1, not truncated.
+        top_p: keep the smallest set of tokens with at least this probability, renormalised; 1 keeps all.
+        top_k: keep this many tokens, renormalised; 0 keeps all.
+        min_p: keep tokens with at least this share of the likeliest one's probability (arXiv 2407.01082); 0 keeps all.
+        repetition_penalty: logits of tokens in the prompt or among the sampled ones are divided by this if positive,
+            multiplied if negative (CTRL, arXiv 1909.05858, section 4.1); 1 changes nothing. Greedy obeys it, too.
+        min_tokens: no stop token is among the first `min_tokens` sampled ones, so that the completion is longer than
+            this unless its limit or the context cuts it off. Greedy obeys it, too.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        expected = {
+            "temperature": (self.temperature >= 0, ">= 0"),
+            "top_p": (0 < self.top_p <= 1, "0 < top_p <= 1"),
+            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all)"),
+            "min_p": (0 <= self.min_p <= 1, "0 <= min_p <= 1 (0 keeps all)"),
+            "repetition_penalty": (
+                0 < self.repetition_penalty < math.inf,
+                "a finite number > 0 (1 changes nothing)",
+            ),
+            "min_tokens": (self.min_tokens >= 0, ">= 0"),
+        }
+        for name, (is_fine, words) in expected.items():
+            if not is_fine:
+                raise ConfigError(f"{type(self).__name__}.{name}: expected {words}, got {getattr(self, name)}")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens can never be drawn: `top_p`, `top_k` or `min_p` takes them away."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether the distribution depends on more than the logits: a penalty or a least length."""
+        return self.repetition_penalty != 1 or self.min_tokens > 0
 
 
 class FinishReason(enum.Enum):

@@ -29,6 +29,7 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.seeding import FIRST_TRAINING_SEED
+from gspo_gym.types import Sampling
 
 _SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOURCE = re.compile(r"(?:(?:ft|rl|peft|fft|qft):)?(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?::(?P<step>step_\d+))?")
@@ -219,6 +220,18 @@ class RolloutSection(Settings):
     )
     batches_per_step: int = Field(default=1, gt=0, description="batches that are merged into one iteration's")
     max_concurrent_rollouts: int = same(PoolLimits, "max_concurrent_rollouts")
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return how tokens are drawn, as one record."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_output_tokens,
+        )
 
     @field_validator("env_config")
     @classmethod

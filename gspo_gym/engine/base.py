@@ -6,39 +6,26 @@ where the work happens (this process, a thread, a server) is the engine's own af
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, Sampling
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(Sampling):
     """How to sample one completion. There are no hidden defaults: these fields are all that is applied.
-
-    In vLLM's order: `min_tokens`, `repetition_penalty`, `temperature`, `min_p`, `top_k`, `top_p`; each acts on what
-    those before it left, and the logprobs are of what remains, renormalised. (transformers applies `min_p` last, which
-    differs only where `top_p` truncates, too.)
 
     Attributes:
         max_tokens: most tokens to sample, the stop token included.
         stop_token_ids: sampling any of these ends the completion; it is kept as the last token.
-        temperature: > 0 divides the logits; 0 is greedy, whose logprobs are those of temperature 1, not truncated.
-        top_p: keep the smallest set of tokens with at least this probability, renormalised; 1 keeps all.
-        top_k: keep this many tokens, renormalised; 0 keeps all.
         seed: the request's own seed: the same prompt, weights and seed sample the same tokens.
-        min_p: keep tokens with at least this share of the likeliest one's probability (arXiv 2407.01082); 0 keeps all.
-        repetition_penalty: logits of tokens in the prompt or among the sampled ones are divided by this if positive,
-            multiplied if negative (CTRL, arXiv 1909.05858, section 4.1); 1 changes nothing. Greedy obeys it, too.
-        min_tokens: no stop token is among the first `min_tokens` sampled ones, so that the completion is longer than
-            this unless `max_tokens` or the context cuts it off. Greedy obeys it, too.
         json_schema: JSON text of a schema that the sampled text obeys, if it is not cut off; None: any text. Only where
             `Capabilities.structured_output`; logprobs are then of the narrowed distribution.
     """
@@ -46,35 +33,32 @@ class SamplingParams:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
     json_schema: str | None = None
 
     def __post_init__(self) -> None:
+        Sampling.__post_init__(self)
         if self.max_tokens < 1:
             raise ConfigError(f"SamplingParams.max_tokens: expected at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
-            raise ConfigError(f"SamplingParams.temperature: expected >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"SamplingParams.top_p: expected 0 < top_p <= 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise ConfigError(f"SamplingParams.top_k: expected >= 0 (0 keeps all), got {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"SamplingParams.min_p: expected 0 <= min_p <= 1 (0 keeps all), got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ConfigError(
-                f"SamplingParams.repetition_penalty: expected a finite number > 0 (1 changes nothing), got "
-                f"{self.repetition_penalty}"
-            )
-        if not 0 <= self.min_tokens <= self.max_tokens:
+        if self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"SamplingParams.min_tokens: expected 0 <= min_tokens <= max_tokens = {self.max_tokens}, got "
                 f"{self.min_tokens}"
             )
+
+    @classmethod
+    def of(
+        cls,
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        seed: int,
+        json_schema: str | None = None,
+    ) -> SamplingParams:
+        """Return the parameters of one completion; it may be shorter than `sampling.min_tokens` if `max_tokens` is."""
+        drawn = {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
+        drawn["min_tokens"] = min(sampling.min_tokens, max_tokens)
+        return cls(**drawn, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed, json_schema=json_schema)
 
 
 # How new weights reach an engine: it shares the learner's ("shared"), reads a folder that holds all of them

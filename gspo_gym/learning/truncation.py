@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.types import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class Truncation:
     def __post_init__(self) -> None:
         if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
             raise ConfigError(f"Truncation: expected 0 <= min_p <= 1, top_k >= 0 and 0 < top_p <= 1, got {self}")
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> Truncation:
+        """Return the truncation of a way of sampling."""
+        return cls(min_p=sampling.min_p, top_k=sampling.top_k, top_p=sampling.top_p)
 
     @property
     def keeps_all(self) -> bool:

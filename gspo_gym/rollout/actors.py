@@ -7,7 +7,7 @@ them down and `episode.py` asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.playing import spoken_by
 from gspo_gym.errors import UnknownNameError, UsageError, nearest_name
 from gspo_gym.seeding import child_seed, generator
-from gspo_gym.types import Completion, FinishReason, Int32Array, Message
+from gspo_gym.types import Completion, FinishReason, Int32Array, Message, Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,45 +64,22 @@ class EngineActor:
 
     Args:
         engine: any `engine.base.Engine`.
-        temperature, top_p, top_k, min_p, repetition_penalty: as in `SamplingParams`.
-        min_tokens: as there; a turn that may have fewer tokens (the context ends) may end with any of them.
+        sampling: how. A turn that may have fewer tokens than `min_tokens` (the context ends) may end with any of them.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, engine: Engine, sampling: Sampling = Sampling()) -> None:  # noqa: B008  # frozen
         self._engine = engine
-        # A template that is only ever copied: its construction checks the ranges before the first episode starts.
-        self._sampling = SamplingParams(
-            max_tokens=max(1, min_tokens),
-            stop_token_ids=(),
-            seed=0,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            min_tokens=min_tokens,
-        )
+        self._sampling = sampling
 
     async def __call__(self, request: ActRequest) -> Completion:
-        sampling = replace(
+        params = SamplingParams.of(
             self._sampling,
             max_tokens=request.max_tokens,
-            min_tokens=min(self._sampling.min_tokens, request.max_tokens),
             stop_token_ids=request.renderer.stop_token_ids,
             seed=child_seed(request.sampling_seed, "turn", request.turn_index),
         )
         prompt = request.prompt_token_ids.tolist()
-        return await self._engine.generate(prompt, sampling, session_id=request.session_id)
+        return await self._engine.generate(prompt, params, session_id=request.session_id)
 
     async def end_session(self, session_id: str) -> None:
         await self._engine.end_session(session_id)

@@ -120,7 +120,7 @@ def test_drained_calls_end_under_the_old_weights_and_later_ones_wait(
         calls = await running(full_engine, 2)
         pausing = asyncio.create_task(full_engine.pause("wait"))
         await asyncio.sleep(0)  # it has closed the gate
-        late = asyncio.create_task(full_engine.generate([72], SamplingParams(4, stop_token_ids=(), seed=0)))
+        late = asyncio.create_task(full_engine.generate([72], SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)))
         await pausing
         assert all(call.done() for call in calls)
         assert not late.done()
@@ -249,7 +249,7 @@ def test_an_engine_that_sleeps_makes_calls_wait_and_wakes_up_unchanged(
 
     async def sleep_and_wake() -> Completion:
         await full_engine.sleep()
-        call = asyncio.create_task(full_engine.generate([72], SamplingParams(4, stop_token_ids=(), seed=0)))
+        call = asyncio.create_task(full_engine.generate([72], SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)))
         with pytest.raises(EngineError, match="asleep"):
             await full_engine.apply_weights(update)
         assert not call.done()

@@ -192,7 +192,9 @@ def test_every_process_sleeps_and_wakes_and_the_environment_is_as_it_was(engine:
         await engine.sleep()
         assert await engine._llm.is_paused()
         calls = [
-            asyncio.create_task(engine.generate([72], SamplingParams(4, stop_token_ids=(), seed=0), session_id=name))
+            asyncio.create_task(
+                engine.generate([72], SamplingParams(max_tokens=4, stop_token_ids=(), seed=0), session_id=name)
+            )
             for name in "ab"
         ]
         await asyncio.wait(calls, timeout=0.2)

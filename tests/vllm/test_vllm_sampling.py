@@ -160,7 +160,9 @@ def test_what_vllm_cannot_sample_is_refused(full_engine: VllmEngine, loop_thread
     for temperature in (0.001, 2.5):  # vLLM would sample the first at 0.01
         with pytest.raises(ConfigError, match=r"SamplingParams\.temperature"):
             loop_thread.run(
-                full_engine.generate([7], SamplingParams(1, stop_token_ids=(), seed=0, temperature=temperature))
+                full_engine.generate(
+                    [7], SamplingParams(max_tokens=1, stop_token_ids=(), seed=0, temperature=temperature)
+                )
             )
     with pytest.raises(EngineError, match="prompt tokens must be in"):
-        loop_thread.run(full_engine.generate([7, 10**6], SamplingParams(1, stop_token_ids=(), seed=0)))
+        loop_thread.run(full_engine.generate([7, 10**6], SamplingParams(max_tokens=1, stop_token_ids=(), seed=0)))

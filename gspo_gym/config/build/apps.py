@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -295,12 +296,7 @@ class AppPlayers:
             sampling_seed=0,
             max_output_tokens=limits.max_output_tokens,
             max_model_len=limits.max_model_len,
-            temperature=temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            repetition_penalty=rollout.repetition_penalty,
-            min_tokens=rollout.min_output_tokens,
+            sampling=replace(rollout.sampling, temperature=temperature),
             max_calls=self._section.max_calls,
         )
         settings = AppEpisodeSettings(

@@ -30,7 +30,7 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool, require_episodes
-from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory, TrajectoryGroup
+from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory, TrajectoryGroup, Sampling
 from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"
@@ -277,6 +277,6 @@ async def _model_player(name: str, settings: CollectSettings) -> Any:
     longest = settings.max_model_len or int(getattr(policy.model.config, "max_position_embeddings", 32_768))
     engine = LocalEngine(policy.model, max_model_len=longest, max_batch_size=settings.max_concurrent)
     try:
-        yield _Player(EngineActor(engine, temperature=settings.temperature), policy.tokenizer, longest)
+        yield _Player(EngineActor(engine, Sampling(temperature=settings.temperature)), policy.tokenizer, longest)
     finally:
         await engine.close()

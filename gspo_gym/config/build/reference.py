@@ -58,11 +58,10 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Of the distribution that the learner scores."""
     rollout, update = config.rollout, config.update_settings
-    truncation = Truncation(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p)
     return ScoringSettings(
         temperature=rollout.temperature,
         chunk_tokens=update.scoring_chunk_tokens,
-        truncation=truncation if update.score_truncated else Truncation(),
+        truncation=Truncation.of(rollout.sampling) if update.score_truncated else Truncation(),
     )
 
 

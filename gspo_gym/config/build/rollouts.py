@@ -125,15 +125,7 @@ def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
 
 def build_actor(config: RunConfig, engine: Engine, *, temperature: float) -> EngineActor:
     """Who samples from the engine as [rollout] says, but for the temperature."""
-    return EngineActor(
-        engine,
-        temperature=temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        min_p=config.rollout.min_p,
-        repetition_penalty=config.rollout.repetition_penalty,
-        min_tokens=config.rollout.min_output_tokens,
-    )
+    return EngineActor(engine, replace(config.rollout.sampling, temperature=temperature))
 
 
 def build_environment(config: RunConfig, source: TaskSource | None = None) -> IsolatedFactory:

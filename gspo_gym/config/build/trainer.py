@@ -180,7 +180,7 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
         rescores=config.rollout.rescore,
         reference=config.reference_settings,
         temperature=rollout.temperature,
-        truncation=Truncation(top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p),
+        truncation=Truncation.of(rollout.sampling),
         total_steps=config.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,

@@ -110,10 +110,10 @@ def build_alarm(config: RunConfig) -> MismatchAlarm | None:
     if config.rollout.rescore:
         return None
     rollout, lora, max_gap = config.rollout, config.training.lora, config.correction.max_engine_gap
-    is_truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    is_reshaped = rollout.repetition_penalty != 1 or rollout.min_output_tokens > 0
+    sampling = rollout.sampling
     has_dropout = lora is not None and lora.dropout > 0
-    if max_gap is None and (is_reshaped or has_dropout or (is_truncated and not config.training.score_truncated)):
+    if max_gap is None and (
+        sampling.is_reshaped or has_dropout or (sampling.is_truncated and not config.training.score_truncated)):
         return None
     return MismatchAlarm(max_gap=max_gap, has_16_bits=set(_dtypes(config)) != {"float32"})
 

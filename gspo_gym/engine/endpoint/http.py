@@ -302,8 +302,8 @@ async def _find_route(
 
 
 def _require_untruncated(sampling: SamplingParams) -> None:
-    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+    if sampling.is_truncated:
         raise ConfigError(
-            "HttpEngine: the endpoint's logprobs are not renormalised over what truncation leaves; set top_p = 1, "
-            f"top_k = 0 and min_p = 0, got {sampling.top_p}, {sampling.top_k} and {sampling.min_p}"
+            "HttpEngine: the endpoint's logprobs are not renormalised over what truncation leaves; leave top_p, "
+            f"top_k and their kin at their defaults, got {sampling}"
         )

@@ -277,8 +277,7 @@ def require_sampled(answer: WireAnswer, sampling: SamplingParams, written: str |
         raise AnswerError(
             f"answer: padded: its text is {shorten(answer.text)}, of which its tokens are {shorten(written)} only"
         )
-    is_truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    if is_truncated or sampling.temperature < _MIN_CERTAIN_TEMPERATURE:
+    if sampling.is_truncated or sampling.temperature < _MIN_CERTAIN_TEMPERATURE:
         return  # one token may be all that is left
     num_certain = next((n for n, value in enumerate(reversed(logprobs)) if value != 0), len(logprobs))
     if num_certain < _MIN_CERTAIN_TOKENS:

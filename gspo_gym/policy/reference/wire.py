@@ -12,7 +12,7 @@ The tensors travel padded as they are, because the shape of a batch decides how 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from urllib.parse import parse_qsl, urlencode
 
 import torch
@@ -28,6 +28,9 @@ MAX_BODY_BYTES = 1 << 30  # of a micro-batch: 17 bytes a token
 _INPUTS = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask": torch.bool}
 
 
+_TRUNCATION = {name: type(value) for name, value in asdict(Truncation()).items()}  # how each is read back
+
+
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
     """Of which distribution the logprobs are; see `learning.scoring.Scorer`."""
@@ -38,9 +41,8 @@ class ScoringSettings:
 
     def to_query(self) -> str:
         """As part of an address; floats are written so that they are read back exactly."""
-        cut = self.truncation
         values = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
-        return urlencode({**values, "min_p": cut.min_p, "top_k": cut.top_k, "top_p": cut.top_p})
+        return urlencode({**values, **asdict(self.truncation)})
 
     @staticmethod
     def from_query(query: str) -> ScoringSettings:
@@ -54,12 +56,11 @@ class ScoringSettings:
             settings = ScoringSettings(
                 temperature=float(values.pop("temperature")),
                 chunk_tokens=int(values.pop("chunk_tokens")),
-                truncation=Truncation(
-                    min_p=float(values.pop("min_p")), top_k=int(values.pop("top_k")), top_p=float(values.pop("top_p"))
-                ),
+                truncation=Truncation(**{name: read(values.pop(name)) for name, read in _TRUNCATION.items()}),
             )
         except (KeyError, ValueError) as error:
-            raise RecordError(f"/score: expected temperature, chunk_tokens, min_p, top_k and top_p: {error}") from error
+            names = ", ".join(("temperature", "chunk_tokens", *_TRUNCATION))
+            raise RecordError(f"/score: expected {names}: {error}") from error
         if values:
             raise RecordError(f"/score: unknown settings {', '.join(sorted(values))}")
         return settings

@@ -276,8 +276,8 @@ class AppEpisodes:
             model=settings.model,
             inference_url=rollout_url(settings.gateway_url, session_id),
             trace_correlation_id=session_id,
-            temperature=settings.session.temperature,
-            top_p=settings.session.top_p,
+            temperature=settings.session.sampling.temperature,
+            top_p=settings.session.sampling.top_p,
             max_tokens=settings.session.max_output_tokens,
         )
         # What the operator wrote of sampling stands: it says the same (see AppEpisodeSettings), or asks for less.

@@ -14,7 +14,7 @@ import json
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from gspo_gym.remote.gateway.capture_matching import Conversations
 from gspo_gym.remote.gateway.capture_prompts import Prompt, chat_prompt, raw_prompt
 from gspo_gym.remote.gateway.forced_calls import call_problem, forced_tool
 from gspo_gym.seeding import child_seed
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, Sampling
 
 SESSION_IS_OVER = "the session is over: its episode has ended, and nothing more is sampled for it"
 _MAX_ERROR_CHARACTERS = 500
@@ -55,7 +55,7 @@ class GatewaySessionSettings:
         name: of the attempt at the engine, as `EpisodeRequest.session_id`; never shown to the agent.
         sampling_seed: of the episode; a call derives its own from it.
         max_output_tokens: of one answer. max_model_len: prompt plus answer.
-        temperature .. min_tokens: as in `SamplingParams`.
+        sampling: how tokens are drawn; a call may ask for another temperature or top_p, and is then not trained on.
         chat_template_kwargs: handed to the chat template; None: the gateway's own.
         max_calls: answered and failed ones together. max_captured_tokens: held for the session, prompts included.
         call_timeout_seconds: for one answer, waiting included; None waits for ever.
@@ -65,12 +65,7 @@ class GatewaySessionSettings:
     sampling_seed: int
     max_output_tokens: int
     max_model_len: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_calls: int = 1024
     max_captured_tokens: int = 4_000_000
@@ -82,18 +77,6 @@ class GatewaySessionSettings:
                 raise ConfigError(f"GatewaySessionSettings.{name}: expected at least 1, got {getattr(self, name)}")
         if self.max_model_len < 2:
             raise ConfigError(f"GatewaySessionSettings.max_model_len: expected at least 2, got {self.max_model_len}")
-        # Its construction checks the ranges before the first call.
-        SamplingParams(
-            max_tokens=max(1, self.min_tokens),
-            stop_token_ids=(),
-            seed=self.sampling_seed,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            min_tokens=self.min_tokens,
-        )
 
 
 class GatewaySession:
@@ -328,17 +311,14 @@ class GatewaySession:
             )
         most = min(settings.max_output_tokens, settings.max_model_len - len(prompt.token_ids))
         max_tokens = most if call.max_tokens is None else min(most, call.max_tokens)
-        return SamplingParams(
-            max_tokens=max_tokens,
-            stop_token_ids=renderer.stop_token_ids,
-            seed=0,
-            temperature=settings.temperature if call.temperature is None else call.temperature,
-            top_p=settings.top_p if call.top_p is None else call.top_p,
-            top_k=settings.top_k,
-            min_p=settings.min_p,
-            repetition_penalty=settings.repetition_penalty,
-            min_tokens=min(settings.min_tokens, max_tokens),
-            json_schema=schema,
+        own = settings.sampling
+        sampling = replace(
+            own,
+            temperature=own.temperature if call.temperature is None else call.temperature,
+            top_p=own.top_p if call.top_p is None else call.top_p,
+        )
+        return SamplingParams.of(
+            sampling, max_tokens=max_tokens, stop_token_ids=renderer.stop_token_ids, seed=0, json_schema=schema
         )
 
     def _keep(
@@ -388,7 +368,7 @@ def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings
         return Untrained.UNTRAINED_BY_REQUEST
     if isinstance(call, ChatCall) and call.json_schema is not None:
         return Untrained.CONSTRAINED
-    for asked, own in ((call.temperature, settings.temperature), (call.top_p, settings.top_p)):
+    for asked, own in ((call.temperature, settings.sampling.temperature), (call.top_p, settings.sampling.top_p)):
         if asked is not None and asked != own:
             return Untrained.OTHER_SAMPLING
     return None

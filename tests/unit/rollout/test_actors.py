@@ -22,7 +22,7 @@ from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.types import Message, Outcome, Task, Trajectory
+from gspo_gym.types import Message, Outcome, Sampling, Task, Trajectory
 
 START, END = 257, 258
 
@@ -127,8 +127,8 @@ def test_policies_are_looked_up_by_name() -> None:
     "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 2.0}, {"min_tokens": -1}]
 )
 def test_sampling_settings_out_of_range_are_refused_at_once(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"SamplingParams.{next(iter(wrong))}"):
-        EngineActor(ScriptedEngine([]), **wrong)
+    with pytest.raises(ConfigError, match=f"Sampling.{next(iter(wrong))}"):
+        EngineActor(ScriptedEngine([]), Sampling(**wrong))
 
 
 def test_an_engine_actor_passes_its_settings_on() -> None:
@@ -138,7 +138,8 @@ def test_an_engine_actor_passes_its_settings_on() -> None:
             EpisodeRequest("e", Task("Parrot", 0), sampling_seed=0),
             make_env=lambda task: Parrot(),
             act=EngineActor(
-                engine, temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, repetition_penalty=1.5, min_tokens=5
+                engine,
+                Sampling(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, repetition_penalty=1.5, min_tokens=5),
             ),
             renderers=RendererCache(tiny_tokenizer()),
             limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),
@@ -155,7 +156,7 @@ def test_a_turn_with_less_room_than_the_least_tokens_may_end_with_any() -> None:
         run_episode(
             EpisodeRequest("e", Task("Parrot", 0), sampling_seed=0),
             make_env=lambda task: Parrot(),
-            act=EngineActor(engine, min_tokens=50),
+            act=EngineActor(engine, Sampling(min_tokens=50)),
             renderers=RendererCache(tiny_tokenizer()),
             limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),
         )

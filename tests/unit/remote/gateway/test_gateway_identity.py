@@ -30,10 +30,10 @@ from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettin
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.types import Message, ParseStatus, Segment, StepResult, Task, Trajectory, Turn
+from gspo_gym.types import Message, ParseStatus, Sampling, Segment, StepResult, Task, Trajectory, Turn
 
 QWEN3 = (Path(__file__).parents[2] / "chat/templates/qwen3.jinja").read_text()
-SAMPLING = {"temperature": 0.8, "top_p": 0.9}
+SAMPLING = Sampling(temperature=0.8, top_p=0.9)
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ async def in_process(game: Game) -> Trajectory:
     return await run_episode(
         EpisodeRequest("g0/0", game.task, game.sampling_seed),
         make_env=game.make_env,
-        act=EngineActor(game.engine, **SAMPLING),
+        act=EngineActor(game.engine, SAMPLING),
         renderers=RendererCache(game.tokenizer),
         limits=EpisodeLimits(
             max_turns=game.max_turns,
@@ -75,7 +75,7 @@ async def through_the_gateway(game: Game) -> CaptureBuild:
             sampling_seed=game.sampling_seed,
             max_output_tokens=game.max_output_tokens,
             max_model_len=game.max_model_len,
-            **SAMPLING,
+            sampling=SAMPLING,
         )
     )
     env = EnvSession(game.make_env(game.task), env_id=game.task.env_id)
