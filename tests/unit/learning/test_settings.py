@@ -157,3 +157,8 @@ def test_defaults_follow_the_level_and_the_baseline() -> None:
     assert chosen(baseline="none") == ("none", "none")
     assert chosen(baseline="batch", scale="group") == ("batch", "group")
     assert chosen(level="turn", baseline="running") == ("running", "running")
+
+
+def test_settings_that_were_made_already_are_taken_as_they_are() -> None:
+    settings = AdvantageSettings(level="turn", discount=0.5)
+    assert AdvantageSettings.model_validate(settings) is settings
