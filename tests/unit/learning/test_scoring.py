@@ -280,6 +280,18 @@ def test_a_model_whose_weights_are_not_finite_is_refused(make_model):
         Scorer(model)
 
 
+@pytest.mark.parametrize("names", ["itself", "none"])
+def test_a_model_that_names_no_decoder_is_scored_through_its_base_model(make_model, tokens, names):
+    class Own(type(make_model())):
+        def get_decoder(self):
+            return self if names == "itself" else None
+
+    expected = score_logprobs(make_model(), *tokens)
+    model = make_model()
+    model.__class__ = Own
+    assert torch.equal(score_logprobs(model, *tokens), expected)
+
+
 def test_a_module_without_an_output_head_is_refused(make_model):
     with pytest.raises(ConfigError, match="output head"):
         Scorer(make_model().model)
