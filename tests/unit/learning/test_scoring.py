@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,6 +261,27 @@ def test_a_model_that_does_not_do_what_its_config_says_is_refused(make_model):
     model = make_model("cohere", logit_scale=0.25)
     model.config.logit_scale = 0.5
     with pytest.raises(ConfigError, match="changes its logits"):
+        Scorer(model)
+
+
+@pytest.mark.parametrize(
+    "logits_of",
+    [
+        lambda head, hidden: hidden @ head.weight.T,
+        lambda head, hidden: head(hidden) + head(hidden),
+        lambda head, hidden: head(hidden[:, -1:]),
+        lambda head, hidden: head(hidden)[:, -1:],
+    ],
+    ids=["never", "twice", "to the last token", "and cut"],
+)
+def test_a_model_must_apply_its_head_once_to_every_token(make_model, logits_of):
+    class Other(type(make_model())):
+        def forward(self, **inputs):
+            return SimpleNamespace(logits=logits_of(self.lm_head, self.model(**inputs).last_hidden_state))
+
+    model = make_model()
+    model.__class__ = Other
+    with pytest.raises(ConfigError, match="applied once"):
         Scorer(model)
 
 
