@@ -100,7 +100,7 @@ class Conversations:
 
 def _digests(messages: Sequence[Message], tools_key: str) -> Iterable[bytes]:
     """Of the tools alone, then of the conversation up to and with each message."""
-    digest = hashlib.blake2b(tools_key.encode(errors="surrogatepass"), digest_size=16).digest()
+    digest = _extended(b"", tools_key)
     yield digest
     places: dict[str, _Place] = {}
     for number, message in enumerate(messages):
@@ -110,7 +110,7 @@ def _digests(messages: Sequence[Message], tools_key: str) -> Iterable[bytes]:
 
 
 def _extended(digest: bytes, key: str) -> bytes:
-    return hashlib.blake2b(digest + key.encode(errors="surrogatepass"), digest_size=16).digest()
+    return hashlib.sha256(digest + key.encode(errors="surrogatepass")).digest()
 
 
 def _key_of(message: Message, places: dict[str, _Place]) -> str:
