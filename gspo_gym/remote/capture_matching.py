@@ -140,8 +140,6 @@ def _renamed(messages: Sequence[Message], known: tuple[Message, ...]) -> tuple[M
     for sent, first in zip(messages, known, strict=False):
         ids |= {call.id: ours.id for call, ours in zip(sent.tool_calls, first.tool_calls, strict=False)}
     return tuple(
-        message
-        if message.tool_call_id is None or message.tool_call_id not in ids
-        else dataclasses.replace(message, tool_call_id=ids[message.tool_call_id])
+        dataclasses.replace(message, tool_call_id=ids.get(message.tool_call_id or "", message.tool_call_id))
         for message in messages[len(known) :]
     )

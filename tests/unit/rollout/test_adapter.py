@@ -403,6 +403,7 @@ def test_a_failing_environment_leaves_the_sampled_tokens_unscored() -> None:
 def test_before_reset_there_is_nothing_to_read_and_all_the_room(max_model_len: int, room: int) -> None:
     with wrap(Talk(), max_model_len=max_model_len) as wrapper:
         assert (wrapper.prompt.tolist(), wrapper.max_tokens) == ([], room)
+        assert (wrapper.env_seconds, wrapper.action_seconds) == (0.0, 0.0)
 
 
 def test_a_reset_that_fails_leaves_no_turn_open() -> None:

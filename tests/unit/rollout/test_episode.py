@@ -377,12 +377,29 @@ def test_the_deadline_is_watched_while_the_environment_hangs(hang: Callable[[], 
     assert "in the environment after 1 turns" in episode.error
 
 
-def test_the_deadline_is_watched_while_the_environment_is_made(hang: Callable[[], None]) -> None:
-    deadlines = {"episode_timeout_seconds": 0.1, "step_timeout_seconds": 0.3}
-    episode = play(None, ScriptedEngine([]), make_env=lambda task: hang(), **deadlines)
+def test_the_deadline_is_watched_while_the_environment_is_made() -> None:
+    async def run() -> Trajectory:
+        loop, may_come = asyncio.get_running_loop(), threading.Event()
+
+        def make_env(task: Task) -> Any:
+            loop.call_soon_threadsafe(loop.call_later, 0.2, may_come.set)  # after the deadline, in any case
+            may_come.wait()
+            return env
+
+        return await run_episode(
+            EpisodeRequest("g0/0", TASK, sampling_seed=0),
+            make_env=make_env,
+            act=EngineActor(ScriptedEngine([])),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=1, max_output_tokens=8, max_model_len=512, episode_timeout_seconds=0.05),
+        )
+
+    env = Echo()
+    episode = asyncio.run(run())
     assert episode.outcome is Outcome.EPISODE_TIMEOUT
     assert episode.error is not None
     assert "in the environment after 0 turns" in episode.error
+    assert env.num_closed == 1
 
 
 @pytest.mark.parametrize(
