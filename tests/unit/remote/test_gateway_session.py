@@ -469,7 +469,7 @@ def test_calls_in_flight_are_given_up_when_the_session_ends(end: str) -> None:
     assert (engine.aborted, engine.ended) == (["g/0"], ["g/0"])
     if capture is not None:
         assert [call.index for call in capture.calls] == [0]
-        assert [(failed.index, failed.kind) for failed in capture.failed] == [(1, "cancelled")]
+        assert [(failed.index, failed.kind) for failed in capture.failed] == [(1, "open")]
 
 
 def test_an_aborted_session_has_no_capture() -> None:
