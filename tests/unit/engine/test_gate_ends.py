@@ -136,3 +136,33 @@ def test_a_call_without_a_session_is_aborted_by_none() -> None:
         assert [str(error) for error in results] == ["the engine is closed", "session a: the call was aborted"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_task_whose_call_has_returned_is_not_disturbed_by_what_ends_calls(end: str) -> None:
+    act, *_ = ENDS[end]
+
+    async def caller(gate: Gate) -> str:
+        async with gate.admit("a"):
+            pass
+        act(gate)
+        await settle()  # a cancellation would arrive here
+        return "went on"
+
+    async def main() -> str:
+        return await asyncio.create_task(caller(Gate()))
+
+    assert asyncio.run(main()) == "went on"
+
+
+def test_a_session_may_have_several_calls_which_are_aborted_together() -> None:
+    async def main() -> None:
+        gate = Gate()
+        calls = [asyncio.create_task(hold(gate, "a")) for _ in range(3)]
+        await settle()
+        gate.abort("a")
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(error) for error in results] == ["session a: the call was aborted"] * 3
+        assert gate.num_in_flight == 0
+
+    asyncio.run(main())
