@@ -79,8 +79,8 @@ class OnDemand:
         self._collect = collect
         self._request = request
         self._num_tasks = num_tasks
-        self._step = 0
-        self._first = num_tasks  # number of the step's first group
+        self._step: int  # this and the next are set by `begin`
+        self._first: int  # number of the step's first group
 
     @property
     def num_tasks(self) -> int:
@@ -175,8 +175,8 @@ class PlayedAhead:
         self._again = deque(sorted(pending_tasks))
         self._begun: list[_Begun] = []  # not handed out, in the order in which they were begun
         self._ending: set[asyncio.Task[_Played]] = set()  # given up, and closing their environments
-        self._step = 0
-        self._num_late = 0
+        self._step: int  # this and the next are set by `begin`
+        self._num_late: int
         self._failure: BaseException | None = None  # of a group that was given up
 
     @property

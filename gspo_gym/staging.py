@@ -108,8 +108,6 @@ class Staging:
 
     def close(self) -> None:
         """Remove everything."""
-        self._staged.clear()
-        self._expired.clear()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write_adapter(self, folder: Path) -> None:
@@ -367,7 +365,7 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
     """Make a config say in which precision the weights beside it are."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:

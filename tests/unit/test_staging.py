@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def test_a_lora_is_merged_as_peft_merges_it_and_the_policy_is_left_as_it_was(bas
 def test_tied_weights_are_written_once_and_large_ones_in_several_files(tmp_path: Path) -> None:
     policy = load_policy(DENSE, seed=1)
     assert policy.model.config.tie_word_embeddings
-    update = Staging(policy, tmp_path / "w", max_shard_size="100KB").stage(1, "full")
+    update = Staging(policy, tmp_path / "runs" / "w", max_shard_size="100KB").stage(1, "full")
+    assert list(update.checksums) == sorted(update.checksums)
     digests = tensor_digests(update)
     assert "lm_head.weight" not in digests
     assert "model.embed_tokens.weight" in digests
@@ -161,9 +163,9 @@ def test_a_version_that_was_written_over_cannot_be_handed_over_again(dtype: str,
     parameter = policy.model.model.norm.weight  # 64 numbers, all of them one
     parameter.grad = torch.ones_like(parameter)
     torch.optim.AdamW([parameter], lr=1e-2, fused=fused).step()
-    for reading in (tensors, iter(old.tensors or ())):
+    for read in (lambda: list(tensors), lambda: next(iter(old.tensors or ()))):
         with pytest.raises(EngineError, match="were changed since this version of them was to be sent"):
-            list(reading)
+            read()
     assert len(list(Handover(policy).stage(2, "transfer").tensors or ())) == 24
 
 
@@ -188,8 +190,9 @@ def test_versions_beyond_those_kept_go_one_commit_later(tmp_path: Path) -> None:
         staging.retire(version)
         there.append(sorted(int(path.name.removeprefix("policy-v")) for path in (tmp_path / "w").iterdir()))
     assert there == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
-    staging.close()
-    assert not (tmp_path / "w").exists()
+    for _ in range(2):  # closing twice is fine
+        staging.close()
+        assert not (tmp_path / "w").exists()
 
 
 def test_the_root_is_new_each_time_and_what_was_left_behind_is_gone(tmp_path: Path) -> None:
@@ -206,9 +209,10 @@ def test_weights_go_into_memory_only_where_there_is_room_for_twice_of_them(tmp_p
     if not Path("/dev/shm").is_dir():
         assert staging_root(tmp_path, in_memory=True, num_bytes=1).is_relative_to(tmp_path)
         return
-    small = staging_root(tmp_path, in_memory=True, num_bytes=1)
+    free = shutil.disk_usage("/dev/shm").free
+    small = staging_root(tmp_path, in_memory=True, num_bytes=int(0.45 * free))
     assert small.is_relative_to("/dev/shm")
-    large = staging_root(tmp_path, in_memory=True, num_bytes=2**60)
+    large = staging_root(tmp_path, in_memory=True, num_bytes=int(0.55 * free))
     assert large.is_relative_to(tmp_path)
     assert not small.exists()
 

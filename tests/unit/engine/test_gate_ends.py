@@ -166,3 +166,34 @@ def test_a_session_may_have_several_calls_which_are_aborted_together() -> None:
         assert gate.num_in_flight == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["poisoned", "closed"])
+def test_no_update_begins_at_a_gate_that_has_ended(end: str) -> None:
+    act, kind, message = ENDS[end]
+    gate = Gate()
+    act(gate)
+    with pytest.raises(kind, match=message):
+        gate.pause()
+
+
+def test_a_call_that_ends_between_new_weights_and_their_commit_waits_for_the_commit() -> None:
+    async def main() -> None:
+        gate, answered = Gate(), asyncio.Event()
+
+        async def call() -> int:
+            async with gate.admit():
+                await answered.wait()
+            return gate.weight_version
+
+        calling = asyncio.create_task(call())
+        await settle()
+        gate.pause()
+        gate.require_paused()
+        answered.set()
+        await settle()
+        assert (calling.done(), gate.num_in_flight) == (False, 1)
+        gate.resume(5)
+        assert await calling == 5
+
+    asyncio.run(main())

@@ -77,6 +77,7 @@ def test_a_session_in_work_is_kept_when_others_end_and_all_that_wait_are_forgott
     for slot in range(2):
         slots.release(slot)
     assert [slots.kept_slot(session) for session in ("a", "b", "c")] == [0, None, None]
+    assert (slots.num_used, slots.num_in_work) == (2, 1)
     slots.forget_sessions()
     assert slots.kept_slot("a") is None
     assert [slots.is_used(slot) for slot in range(3)] == [False, False, True]  # c's is in work
