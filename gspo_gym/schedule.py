@@ -79,8 +79,8 @@ class OnDemand:
         self._collect = collect
         self._request = request
         self._num_tasks = num_tasks
-        self._step: int  # this and the next are set by `begin`
-        self._first: int  # number of the step's first group
+        self._step = 0
+        self._first = num_tasks  # number of the step's first group
 
     @property
     def num_tasks(self) -> int:
