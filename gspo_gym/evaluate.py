@@ -58,7 +58,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     from gspo_gym import build
     from gspo_gym.config.apps import with_task_url
     from gspo_gym.config.run_config import load_config
-    from gspo_gym.evaluation import compare, comparison_table, evaluation_table, in_one_unit
+    from gspo_gym.evaluation import evaluation_table, in_one_unit
+    from gspo_gym.evaluation_comparison import compare, comparison_table
     from gspo_gym.settings import parse_seeds
 
     if arguments.json_file not in (None, "-"):

@@ -25,14 +25,13 @@ from gspo_gym.evaluation import (
     Evaluation,
     EvaluationRow,
     ScoreUnit,
-    compare,
-    comparison_table,
     evaluate,
     evaluation_table,
     in_one_unit,
     join,
     restated,
 )
+from gspo_gym.evaluation_comparison import compare, comparison_table
 from gspo_gym.evaluation_stats import Interval, bootstrap_mean_interval, wilson_interval
 from gspo_gym.models import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor, policy_of
