@@ -86,6 +86,7 @@ def test_weights_are_written_in_the_precision_of_the_engine(tmp_path: Path) -> N
     policy = load_policy(DENSE, seed=1)
     update = Staging(policy, tmp_path / "w", dtype="bfloat16").stage(1, "full")
     loaded = AutoModelForCausalLM.from_pretrained(folder_of(update), local_files_only=True, dtype="auto")
+    assert json.loads((folder_of(update) / "config.json").read_text())["dtype"] == "bfloat16"
     own = policy.model.state_dict()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, own[name].to(torch.bfloat16))
@@ -99,6 +100,7 @@ def test_an_adapter_folder_is_in_the_layout_of_peft_and_small(tmp_path: Path) ->
     names = {path.name for path in folder_of(update).iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "manifest.json"} <= names
     assert not any(name.startswith("model") for name in names)
+    assert all("lora_" in name for name in tensor_digests(update))
     loaded = PeftModel.from_pretrained(load_policy(DENSE, seed=1).model, folder_of(update))
     assert torch.equal(logits(loaded), logits(policy.model))
 
@@ -109,6 +111,7 @@ def test_digests_are_of_the_bytes_of_files_and_of_tensors(tmp_path: Path) -> Non
     config = folder_of(update) / "config.json"
     assert update.checksums["config.json"] == hashlib.sha256(config.read_bytes()).hexdigest()
     manifest = json.loads((folder_of(update) / "manifest.json").read_text())
+    assert (manifest["schema"], manifest["version"], manifest["kind"]) == (1, 1, "full")
     assert {name: entry["sha256"] for name, entry in manifest["files"].items()} == dict(update.checksums)
     norm = policy.model.model.norm.weight.detach()
     assert tensor_digests(update)["model.norm.weight"] == hashlib.sha256(norm.numpy().tobytes()).hexdigest()
@@ -169,6 +172,16 @@ def test_a_version_that_was_written_over_cannot_be_handed_over_again(dtype: str,
     assert len(list(Handover(policy).stage(2, "transfer").tensors or ())) == 24
 
 
+def test_two_numbers_that_changed_places_are_other_weights() -> None:
+    policy = load_policy(DENSE, seed=1)
+    old = Handover(policy).stage(1, "transfer")
+    with torch.no_grad():
+        first = policy.model.lm_head.weight[0]
+        first[:2] = first[:2].flip(0)
+    with pytest.raises(EngineError, match="were changed"):
+        next(iter(old.tensors or ()))
+
+
 def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
     staging = Staging(load_policy(DENSE, seed=1), tmp_path / "w")
     with pytest.raises(ConfigError, match="a policy with a LoRA adapter"):
@@ -188,7 +201,7 @@ def test_versions_beyond_those_kept_go_one_commit_later(tmp_path: Path) -> None:
     for version in range(1, 7):
         staging.stage(version, "adapter")
         staging.retire(version)
-        there.append(sorted(int(path.name.removeprefix("policy-v")) for path in (tmp_path / "w").iterdir()))
+        there.append(sorted(int(path.name.removeprefix("policy-v")) for path in staging.root.iterdir()))
     assert there == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
     for _ in range(2):  # closing twice is fine
         staging.close()
