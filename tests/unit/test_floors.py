@@ -94,6 +94,7 @@ FLOORS = {
     "build_weights": 7,
     "preflight": 7,
     "run": 7,
+    "run_folder": 5,
     "translate": 7,
     "train": 7,
     "evaluate": 7,
