@@ -237,6 +237,15 @@ def test_progress_is_told_of_every_step_and_evaluation_and_of_the_end(tmp_path: 
     assert told == ["training for 3 steps", "stepped 1", "stepped 2", "stepped 3", "finished"]
     evaluated = [call for call in progress.calls if call.startswith("step ") and call.endswith(" episodes")]
     assert evaluated == [f"step {step}: mean return 1.000, 1.00 turns, 1 episodes" for step in (0, 2, 3)]
+    assert [event["step"] for event in read_events(tmp_path) if event["kind"] == "evaluation"] == [0, 2, 3]
+
+
+def test_a_mixture_has_metrics_of_each_environment_and_a_single_one_has_none_beside_its_own(tmp_path: Path) -> None:
+    other = {"mixture": {"test/Others-v0": 0.5}}
+    for name, changes in (("one", {}), ("two", other)):
+        train(tmp_path / name, make_plan(num_steps=1, **changes))
+        (line,) = read_metrics(tmp_path / name)
+        assert any("Others-v0" in key for key in line) == (name == "two")
 
 
 def test_episodes_of_weights_that_were_never_committed_are_not_trained_on_and_entered(tmp_path: Path) -> None:
@@ -259,7 +268,11 @@ def test_episodes_of_weights_that_were_never_committed_are_not_trained_on_and_en
 def test_all_scores_of_a_run_are_in_one_unit(tmp_path: Path) -> None:
     # every episode of the first two evaluations was cut off undecided, with a return of 2.0; later ones fail or succeed
     parts = Parts(episodes=[(2.0, None), (2.5, None), (0.3, False), (0.9, True)])
-    _, state = train(tmp_path / "undecided", make_plan(num_steps=6), parts=parts)
+    progress = Told()
+    _, state = train(tmp_path / "undecided", make_plan(num_steps=6), parts=parts, progress=progress)
+    notes = [call for call in progress.calls if "undecided" in call or "cut off" in call]
+    assert [note.split(":")[0] for note in notes] == ["step 0", "step 4"]  # once at first, and once it is decided
+    assert "scores are the success rate, also of the 2 before it" in notes[1]
     assert state.curve == ((0, 0.0), (2, 0.0), (4, 0.0), (6, 1.0))  # success rates, all of them
     assert state.best_eval is not None
     assert state.best_eval["step"] == 6
@@ -513,6 +526,11 @@ def test_training_episodes_are_written_as_often_as_asked_for(tmp_path: Path, eve
     train(tmp_path, make_plan(log_episodes_every_n_iters=every))
     written = sorted(path.stem for path in (tmp_path / "episodes").glob("step_*.jsonl"))
     assert written == [f"step_{step:06d}" for step in expected]
+
+
+def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:
+    train(tmp_path, make_plan(num_steps=5, log_every=2))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 5]
 
 
 @pytest.mark.parametrize("baseline", ["batch", "running", "none"])

@@ -444,7 +444,8 @@ def test_time_is_counted_from_the_last_reset_and_apart_for_answers() -> None:
 def test_an_episode_that_a_limit_ends_after_its_answer_has_the_stated_return(
     declared: bool | None, success: bool | None
 ) -> None:
-    second = Reward({"r": 0.25}, success=declared, events=("found",))
+    # The second turn was not scored, or was and declared something.
+    second = None if declared is None else Reward({"r": 0.25}, success=declared, events=("found",))
     with wrap(Talk(("a", 0.5, False, False, {}), ("b", second, False, False, {}))) as wrapper:
         wrapper.reset(seed=0)
         wrapper.step([END])
@@ -453,6 +454,7 @@ def test_an_episode_that_a_limit_ends_after_its_answer_has_the_stated_return(
         record = wrapper.episode()
     # The second turn takes what is missing: 0.5 - 2.5 = -2.
     assert record.rewards == (0.5, -2.5)
+    assert [turn.index for turn in record.turns] == [0, 1]
     assert (record.turns[1].reward_terms, record.turns[1].events) == ({"action_limit": -2.5}, ())
     assert (record.outcome, record.success) == (Outcome.ACTION_LIMIT, success)
 
