@@ -159,6 +159,6 @@ def test_defaults_follow_the_level_and_the_baseline() -> None:
     assert chosen(level="turn", baseline="running") == ("running", "running")
 
 
-def test_settings_that_were_made_already_are_taken_as_they_are() -> None:
-    settings = AdvantageSettings(level="turn", discount=0.5)
-    assert AdvantageSettings.model_validate(settings) is settings
+def test_what_is_no_table_is_refused_as_what_was_given() -> None:
+    with pytest.raises(ValidationError, match="input_value=3"):
+        AdvantageSettings.model_validate(3)
