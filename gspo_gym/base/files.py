@@ -128,6 +128,28 @@ def _flush_drive(descriptor: int) -> bool:
     return True
 
 
+def take_lock(path: Path) -> int | None:
+    """Make a file and lock it until the returned descriptor is closed; None: another process holds it.
+
+    The system takes the lock from a process that ends, however it ends. Without such locks (Windows), the process that
+    made the file holds it until the file is gone.
+    """
+    flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if _IS_WINDOWS else 0)
+    try:
+        descriptor = os.open(path, flags)
+    except FileExistsError:
+        return None
+    if _IS_WINDOWS:
+        return descriptor
+    fcntl = importlib.import_module("fcntl")
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):  # not one that was removed meanwhile
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
 def sync_tree(folder: Path) -> None:
     """`sync` for everything in a folder, and then the folder."""
     for path in folder.iterdir():

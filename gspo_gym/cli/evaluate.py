@@ -59,7 +59,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.config.apps import with_task_url
     from gspo_gym.config.build import trainer as build
     from gspo_gym.config.run_config import load_config
-    from gspo_gym.rollout.evaluation import compare, comparison_table, evaluation_table, in_one_unit
+    from gspo_gym.rollout.evaluation import evaluation_table, in_one_unit
+    from gspo_gym.rollout.evaluation_comparison import compare, comparison_table
 
     if arguments.json_file not in (None, "-"):
         require_writable(Path(arguments.json_file))
@@ -160,6 +161,7 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
     """Evaluate each model; the rows go into the part as they come, and those that are there are not played again."""
     from rich.console import Console
 
+    from gspo_gym.config.build.preflight import require_ready_to_evaluate
     from gspo_gym.rollout.evaluation import KeptRows, PlayedRow
     from gspo_gym.run.report.progress import counting
 
@@ -169,6 +171,8 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
     num_found = sum(len(rows) for rows in found.values())
     if part is not None and num_found:
         print(f"{num_found} episodes are there already, in {part.path}", file=sys.stderr)
+    missing = [name for name in names if _whole(config, found[name]) is None]
+    run_to_end(require_ready_to_evaluate(config, missing))
     results = {}
     with counting(Console(stderr=True), _num_asked(config, names), done=num_found) as count:
 
@@ -179,8 +183,16 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
 
         for name in names:
             rows = KeptRows(tuple(found[name]), functools.partial(add, name))
-            results[name] = run_evaluation(config, name, rows=rows)
+            results[name] = _evaluate(config, name, rows)
     return results
+
+
+def _whole(config: RunConfig, found: Sequence[PlayedRow]) -> Evaluation | None:
+    """Return the evaluation of which every row is there already; None if one is missing."""
+    from gspo_gym.config.build.apps import environment_ids
+    from gspo_gym.rollout.evaluation import evaluation_of_rows
+
+    return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, found) if found else None
 
 
 def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRows | None = None) -> Evaluation:
@@ -190,16 +202,27 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
 
     Raises:
         UnknownNameError: no such model or scripted policy.
+        GymError: what `preflight.require_ready_to_evaluate` finds in the way.
         RolloutError: no episode could be scored.
     """
     from gspo_gym.config.build import trainer as build
-    from gspo_gym.config.build.apps import environment_ids
-    from gspo_gym.rollout.evaluation import KeptRows, evaluation_of_rows
+    from gspo_gym.config.build.preflight import require_ready_to_evaluate
+    from gspo_gym.rollout.evaluation import KeptRows
 
     rows = rows or KeptRows()
-    if rows.found and (whole := evaluation_of_rows(environment_ids(config), config.evaluation_seeds, rows.found)):
+    name = model or build.model_name(config)
+    if _whole(config, rows.found) is None:
+        run_to_end(require_ready_to_evaluate(config, [name]))
+    return _evaluate(config, name, rows)
+
+
+def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
+    """Evaluate what nothing stands in the way of."""
+    from gspo_gym.config.build import trainer as build
+
+    if whole := _whole(config, rows.found):
         return whole
-    name = build.newest_checkpoint(model or build.model_name(config))
+    name = build.newest_checkpoint(model)
     with _watched(config):
         if name.startswith((_SCRIPTED, _ENDPOINT)):
             return run_to_end(_play_without_engine(config, name, rows))

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from gspo_gym.base.files import make_folder, writing
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.judge import build_judging
@@ -32,6 +29,7 @@ from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
+from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start, leaving_at_sigterm
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
@@ -99,7 +97,9 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
 def folder_is_taken(config: RunConfig) -> str | None:
     """Return what to do about a run that is in the folder already; None: a new one may begin there."""
     folder = config.run_folder
-    if not folder.exists() or not any(folder.iterdir()) or _ended_without_checkpoint(config):
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    if is_left_by_a_start(folder) or _ended_without_checkpoint(config):
         return None
     go_on = "go on with it (--resume)" if _checkpoints(config).steps() else "it has no checkpoint to go on from"
     return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
@@ -108,7 +108,8 @@ def folder_is_taken(config: RunConfig) -> str | None:
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """Run from the beginning. What fails before the first evaluation begins leaves everything as it was."""
     async with contextlib.AsyncExitStack() as stack:
-        begin = stack.enter_context(_folder_of_a_new_run(config.run_folder, progress))
+        stack.enter_context(leaving_at_sigterm(config.run_folder))
+        begin = stack.enter_context(folder_of_a_new_run(config.run_folder, progress))
         for notice in await require_ready(config):
             progress.note(notice)
         policy = build.build_policy(config)
@@ -210,7 +211,7 @@ async def _train(
         if judging is not None:
             await judging.finish()
     except BaseException as error:
-        is_stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        is_stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit)
         status, reason = ("interrupted", None) if is_stopped else ("failed", f"{type(error).__name__}: {error}")
         raise
     finally:
@@ -312,73 +313,3 @@ def _ended_without_checkpoint(config: RunConfig) -> bool:
     if not (folder / "summary.json").exists() or _checkpoints(config).steps():
         return False
     return read_summary(folder)["status"] in ("failed", "interrupted")
-
-
-def _set_aside(folder: Path) -> Path | None:
-    """Move an earlier run to the first free FOLDER.1, FOLDER.2, ..., and return that; nothing is deleted."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return None
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    with writing(target):
-        folder.rename(target)
-    return target
-
-
-@contextlib.contextmanager
-def _folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[[], None]]:
-    """Make the folder; an earlier run is moved aside. If the block fails before it calls what it is given, undo both.
-
-    Raises:
-        StorageError: it cannot be made, or takes no file.
-        ConfigError: another process is beginning a run there.
-    """
-    missing = [path for path in folder.parents if not path.exists()]
-    earlier = _set_aside(folder)
-    claim = folder / ".starting"
-    is_ours = has_begun = False
-
-    def begin() -> None:
-        nonlocal has_begun
-        has_begun = True
-        claim.unlink(missing_ok=True)
-
-    try:
-        make_folder(folder)
-        _claim(claim)
-        is_ours = True
-        if earlier is not None:
-            progress.note(f"the run that was in {folder} is in {earlier} now")
-        yield begin
-    except BaseException:
-        if not has_begun:
-            _undo(folder, earlier, missing, is_ours=is_ours)
-        raise
-
-
-def _claim(path: Path) -> None:
-    """Make the file that says that a run begins in its folder, of which one process alone is told that it did."""
-    with writing(path):
-        try:
-            path.open("x").close()
-        except FileExistsError:
-            raise ConfigError(
-                f"{path.parent}: another process is beginning a run there; choose another model.label"
-            ) from None
-
-
-def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path], *, is_ours: bool) -> None:
-    """Remove the folder of a run that did not start, bring an earlier one back, and remove folders that were made.
-
-    What is in a folder that is not ours is another process's, and stays.
-    """
-    if is_ours:
-        shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-    if earlier is not None and not folder.exists():
-        earlier.rename(folder)
-    for path in missing:
-        with contextlib.suppress(OSError):  # it was never made, or holds another run by now
-            path.rmdir()

@@ -17,6 +17,8 @@ from gspo_gym.config.retired import explain, secret_problem
 from gspo_gym.config.words import Problem, describe, entry_model, section_model, sections_of, show
 from gspo_gym.errors import nearest_name
 
+_PASSED_ON = ("env_config", "policy_config")
+
 
 def find_problems(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Problem]:
     """pydantic's errors about `values` as problems, one a key, in the order of the file's sections.
@@ -51,6 +53,21 @@ def find_secrets(values: Mapping[str, Any], prefix: str = "") -> Iterator[Proble
             yield from find_secrets(dict(enumerate(value)), f"{key}.")  # type: ignore[arg-type]
         elif value not in (None, "") and (text := secret_problem(key, value)) is not None:
             yield Problem(key, text)
+
+
+def find_nul(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Keys whose text (Any: as read) holds the NUL character, which no path, name or URL may have.
+
+    What is passed on to environments and apps is theirs.
+    """
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from () if name in _PASSED_ON else find_nul(value, f"{key}.")
+        elif isinstance(value, list | tuple):
+            yield from find_nul({str(number): entry for number, entry in enumerate(value)}, f"{key}.")
+        elif isinstance(value, str) and "\0" in value:
+            yield Problem(key, f"expected a text without the character NUL, got {show(value)}")
 
 
 def _locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:

@@ -24,7 +24,7 @@ from gspo_gym.config.files import apply_override
 from gspo_gym.config.judge import JudgeSection
 from gspo_gym.config.nested import Flat, flatten
 from gspo_gym.config.plan import RunPlan
-from gspo_gym.config.problems import find_problems, find_secrets
+from gspo_gym.config.problems import find_nul, find_problems, find_secrets
 from gspo_gym.config.rules.rule import OTHER_KEYS
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
 from gspo_gym.config.sections import (
@@ -340,7 +340,7 @@ def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]
     filled = {
         name: _as_tuples(section) for name, section in with_derived_defaults(flat.values, _required_sections()).items()
     }
-    problems = [*known, *flat.problems, *find_secrets(flat.values)]
+    problems = [*known, *flat.problems, *find_secrets(flat.values), *find_nul(flat.values)]
     config = None
     try:
         config = RunConfig.model_validate(filled)

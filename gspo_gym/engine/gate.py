@@ -49,9 +49,9 @@ class Gate:
         self._reason: str | None = None
         self._is_closed = False
         self._is_changing = False  # between new weights and their commit
-        self._waiting: list[asyncio.Future[None]] = []  # for resume, poison or close
+        self._waiting: list[asyncio.Future[None]] = []  # for resume; what poisons or closes cancels them
         self._draining: list[asyncio.Future[None]] = []  # for the last call in flight
-        self._tasks: dict[str, set[asyncio.Task[object]]] = {}
+        self._sessions: dict[asyncio.Task[object], str | None] = {}  # of the tasks that call, waiting or in flight
         self._aborted: set[asyncio.Task[object]] = set()
         self._stopped: set[asyncio.Task[object]] = set()  # in flight when the engine was poisoned or closed
 
@@ -67,8 +67,7 @@ class Gate:
         task = asyncio.current_task()
         assert task is not None
         watchdog = asyncio.timeout(deadline_seconds)
-        mine = self._tasks.setdefault(session_id or "", set())
-        mine.add(task)
+        self._sessions[task] = session_id
         try:
             async with watchdog, self._in_flight():
                 yield
@@ -85,15 +84,14 @@ class Gate:
                 raise EngineError(f"session {session_id}: the call was aborted") from None
             raise
         finally:
-            mine.discard(task)
+            del self._sessions[task]
             self._aborted.discard(task)
             self._stopped.discard(task)
-            if not mine:
-                self._tasks.pop(session_id or "", None)
 
     def abort(self, session_id: str) -> None:
         """End the session's calls, waiting or in flight, with EngineError."""
-        for task in self._tasks.get(session_id, set()) - self._aborted - self._stopped:
+        calls = {task for task, session in self._sessions.items() if session == session_id}
+        for task in calls - self._aborted - self._stopped:
             self._aborted.add(task)
             task.cancel()
 
@@ -173,10 +171,9 @@ class Gate:
         )
 
     def _stop(self) -> None:
-        for task in set().union(*self._tasks.values()) - self._aborted - self._stopped:
+        for task in self._sessions.keys() - self._aborted - self._stopped:
             self._stopped.add(task)
             task.cancel()
-        _wake(self._waiting)
         _wake(self._draining)
 
     @asynccontextmanager
@@ -205,11 +202,10 @@ class Gate:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future
-        self.require_open()
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
+    while futures:
+        future = futures.pop(0)
         if not future.done():
             future.set_result(None)
-    futures.clear()

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
@@ -210,17 +210,17 @@ class EnvSession:
                 return await self._in_own_task(announcing(answer, told)) if inspect.isawaitable(answer) else answer
         except TimeoutError as error:
             if not watchdog.expired():
-                raise self._failure(method, error) from error
+                self._raise_failure(method, error)
             self._left, self._has_missed_deadline = method, True
             raise late(f"{self.env_id}: {method}() did not answer within {seconds:g} seconds") from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # nobody cancelled us: it is the environment's own
-                raise self._failure(method, error) from error
+                self._raise_failure(method, error)
             self._left = method
             raise
         except (Exception, SystemExit) as error:
-            raise self._failure(method, error) from error
+            self._raise_failure(method, error)
 
     def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
         """How long a call may take, and what a later one is: the environment's limit on actions, or the caller's."""
@@ -247,12 +247,12 @@ class EnvSession:
             raise
         return task.result().unwrap()
 
-    def _failure(self, method: str, error: BaseException) -> BaseException:
-        if isinstance(error, MemoryError):
-            return EnvDiedError(f"{self.env_id}: {method}() raised MemoryError: {error}")
+    def _raise_failure(self, method: str, error: BaseException) -> NoReturn:
         if isinstance(error, ContractError | EnvError):
-            return error  # an adapter of a foreign environment knows better than we what went wrong
-        return EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}{place_of(error)}")
+            raise error  # an adapter of a foreign environment knows better than we what went wrong, and what caused it
+        if isinstance(error, MemoryError):
+            raise EnvDiedError(f"{self.env_id}: {method}() raised MemoryError: {error}") from error
+        raise EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}{place_of(error)}") from error
 
     def _require_keywords(self, given: Mapping[str, Any]) -> None:
         try:

@@ -31,6 +31,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "judge/num_judged": "episodes that got a score since the last line",
         "judge/unscored": "episodes that got no score since the last line; none of them is trained on",
         "judge/flags": "episodes since the last line in which the judge suspects manipulation",
+        "judge/num_cut": "episodes judged since the last line of which the judge was not shown all, for their length",
         "judge/disagreement": f"standard deviation of the panel's totals, {_JUDGED}; absent with a single judge",
         "judge/calls": "calls of the judge since the last line, those without a score and evaluations' included",
         "judge/input_tokens": "tokens that the judge read in these calls",
@@ -130,6 +131,7 @@ class EpisodeScorer:
             "judge/num_judged": float(len(judgements)),
             "judge/unscored": float(tally.num_unscored),
             "judge/flags": float(sum(bool(judgement.flags) for judgement in judgements)),
+            "judge/num_cut": float(sum(bool(judgement.cuts) for judgement in judgements)),
         }
 
     async def _ask(self, trajectory: Trajectory) -> tuple[Trajectory, Judgement]:

@@ -108,8 +108,6 @@ class Staging:
 
     def close(self) -> None:
         """Remove everything."""
-        self._staged.clear()
-        self._expired.clear()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write_adapter(self, folder: Path) -> None:
@@ -303,7 +301,7 @@ def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
     In memory if asked for, if this machine has such a file system and `num_bytes` take at most half of what is free
     there; else in the run's folder. Its name is new each time, for an engine may outlive the process that wrote.
     """
-    run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
+    run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()
     for above, prefix in ((_MEMORY, f"gspo_gym-{run}-"), (run_folder, ".weights-")):
         for leftover in above.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -341,7 +339,7 @@ def _staged_tensors(folder: Path | None) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     assert folder is not None
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 not a mapping
                 yield name, file.get_tensor(name)
@@ -367,7 +365,7 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
     """Make a config say in which precision the weights beside it are."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from gspo_gym.errors import ContractError, GymError
+from gspo_gym.env.workers.wire import refusal_in
+from gspo_gym.errors import GymError
 
 _RETRY_AFTER_SECONDS = 1
 
@@ -29,13 +30,7 @@ def failure_status(error: BaseException, given: Collection[str]) -> int:
 
     It refuses them by a ValueError, TypeError or LookupError of its own, as constructors and `reset` do.
     """
-    cause: BaseException | None = error
-    while given and cause is not None:
-        is_refused = isinstance(cause, ValueError | TypeError | LookupError) and not isinstance(cause, ContractError)
-        if is_refused:
-            return 422
-        cause = cause.__cause__
-    return 500
+    return 422 if given and refusal_in(error) is not None else 500
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:

@@ -135,7 +135,6 @@ class _Episode:
         self._limits = limits
         self._clock = clock
         self._culprit = Outcome.ENV_ERROR
-        self._is_answering = False  # an action was sampled, and its answer is not there
 
     async def play_and_close(self, make_env: MakeEnv, renderers: RendererCache) -> tuple[Outcome, str | None]:
         """How the episode ended and the one-line reason if it failed."""
@@ -163,12 +162,12 @@ class _Episode:
         except Exception as error:
             _log.debug("episode %s failed", self.request.session_id, exc_info=True)
             is_late = watchdog.expired() or isinstance(error, _EpisodeTimeoutError)
-            if await self._is_the_actions_doing(error, make_env, is_late=is_late):
-                assert self.wrapper is not None
-                self.wrapper.end_at_limit(self._limits.action_limit_return)
+            played = self.wrapper
+            if played is not None and await self._is_the_actions_doing(error, played, make_env, is_late=is_late):
+                played.end_at_limit(self._limits.action_limit_return)
                 return Outcome.ACTION_LIMIT, _one_line(error)
             if is_late:
-                num_turns = self.wrapper.num_turns if self.wrapper is not None else 0
+                num_turns = played.num_turns if played is not None else 0
                 place = "the engine" if self._culprit is Outcome.ENGINE_ERROR else "the environment"
                 reason = f"the episode took longer than {seconds:g} seconds, at last in {place} after {num_turns} turns"
                 return Outcome.EPISODE_TIMEOUT, reason
@@ -204,15 +203,13 @@ class _Episode:
         self._culprit = Outcome.ENGINE_ERROR
         completion = await self._ask(wrapper)
         self._culprit = Outcome.ENV_ERROR
-        self._is_answering = True
         await wrapper.step_async(completion.token_ids, completion.logprobs, completion.weight_version)
-        self._is_answering = False
 
-    async def _is_the_actions_doing(self, error: Exception, make_env: MakeEnv, *, is_late: bool) -> bool:
+    async def _is_the_actions_doing(
+        self, error: Exception, played: TokenObservationWrapper, make_env: MakeEnv, *, is_late: bool
+    ) -> bool:
         """Whether what went wrong is to be laid to the last action, or to all of them; the rule is in `blame.py`."""
-        wrapper, limits, task = self.wrapper, self._limits, self.request.task
-        if wrapper is None or not wrapper.actions or not (self._is_answering or is_late):
-            return False
+        limits, task = self._limits, self.request.task
         retrial = Retrial(
             lambda: make_env(task),
             env_id=task.env_id,
@@ -222,10 +219,11 @@ class _Episode:
             max_seconds=limits.episode_timeout_seconds,
             clock=self._clock,
         )
-        if not is_late:
-            return await is_the_actions_doing(error, wrapper.actions, retrial)
-        is_slow = wrapper.action_seconds > limits.episode_timeout_seconds / 2
-        return is_slow and await are_the_actions_slow(wrapper.actions, retrial)
+        if is_late:
+            is_slow = played.action_seconds > limits.episode_timeout_seconds / 2
+            return is_slow and await are_the_actions_slow(played.actions, retrial)
+        is_answering = bool(played.actions) and self._culprit is Outcome.ENV_ERROR
+        return is_answering and await is_the_actions_doing(error, played.actions, retrial)
 
     async def _ask(self, wrapper: TokenObservationWrapper) -> Completion:
         request = ActRequest(

@@ -13,12 +13,11 @@ from typing import Any, Literal
 from rich.table import Column, Table
 
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.evaluation_rows import EvaluationRow as EvaluationRow
 from gspo_gym.rollout.evaluation_rows import KeptRows as KeptRows
 from gspo_gym.rollout.evaluation_rows import PlayedRow as PlayedRow
 from gspo_gym.rollout.pool import RolloutPool, require_episodes
-from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
+from gspo_gym.rollout.statistics import Interval, as_list, as_text, bootstrap_mean_interval, wilson_interval
 from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
 
 ScoreName = Literal["success_rate", "mean_return"]
@@ -181,7 +180,7 @@ class Evaluation:
             "mean_return": self.mean_return,
             **({} if self.mean_env_return is None else {"mean_env_return": self.mean_env_return}),
             "success_rate": self.success_rate,
-            "success_interval": _as_list(self.success_interval),
+            "success_interval": as_list(self.success_interval),
             "num_episodes": self.num_episodes,
             "seeds": list(self.seeds),
             **({"parts": {part.env_id: part.summary() for part in self.parts}} if self.parts else {}),
@@ -191,7 +190,7 @@ class Evaluation:
         """The result on one line, for people."""
         parts = [f"mean return {self.mean_return:.3f}", f"{self.mean_turns:.2f} turns", f"{self.num_episodes} episodes"]
         if self.success_rate is not None:
-            parts.insert(0, f"success {self.success_rate:.3f} (95% {_range(self.success_interval)})")
+            parts.insert(0, f"success {self.success_rate:.3f} (95% {as_text(self.success_interval)})")
         if self.mean_env_return is not None:
             parts.insert(-2, f"of it without the judge {self.mean_env_return:.3f}")
         if self.num_failed:
@@ -205,7 +204,7 @@ class Evaluation:
         return {
             "env_id": self.env_id,
             **self.summary(),
-            "mean_return_interval": _as_list(self.mean_return_interval),
+            "mean_return_interval": as_list(self.mean_return_interval),
             "mean_turns": self.mean_turns,
             "num_failed": self.num_failed,
             "num_retries": self.num_retries,
@@ -290,7 +289,7 @@ def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
         num_episodes = sum(part["num_episodes"] for part in counted)
         num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted)
         changed["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
-        changed["success_interval"] = _as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
+        changed["success_interval"] = as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
     return changed
 
 
@@ -311,72 +310,6 @@ def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float 
     return PlayedRow.of(episode, None if env_return_of is None else env_return_of(episode)).row
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two evaluations of the same seeds, pair by pair; differences are second minus first.
-
-    Attributes:
-        num_pairs: seeds that both could score; everything below is about these.
-        num_unpaired: seeds that one or both could not score.
-        mean_difference: of the returns.
-        difference_interval: 95% percentile bootstrap interval of it over pairs; None for a single pair.
-        num_only_first, num_only_second: seeds on which only that side succeeded; None without a notion of success.
-        success_p_value: McNemar's exact test, two-sided; None without a notion of success.
-    """
-
-    num_pairs: int
-    num_unpaired: int
-    mean_difference: float
-    difference_interval: Interval | None
-    num_only_first: int | None
-    num_only_second: int | None
-    success_p_value: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values, the interval as [low, high] or None."""
-        return asdict(self) | {"difference_interval": _as_list(self.difference_interval)}
-
-
-def compare(first: Evaluation, second: Evaluation) -> Comparison:
-    """How `second` does against `first` on the same tasks.
-
-    Raises:
-        ConfigError: they are of different environments or seeds, or have no scored seed in common.
-    """
-    if first.env_id != second.env_id:
-        raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
-    rows, others = _rows_by_task(first), _rows_by_task(second)
-    differing = {seed for _, seed in rows.keys() ^ others.keys()}
-    if differing:
-        raise ConfigError(f"compare: evaluations of different seeds; only one side has {sorted(differing)[:5]}")
-    pairs: list[tuple[EvaluationRow, EvaluationRow]] = []
-    differences: list[float] = []
-    for task, a in rows.items():
-        b = others[task]
-        if a.episode_return is not None and b.episode_return is not None:
-            pairs.append((a, b))
-            differences.append(b.episode_return - a.episode_return)
-    if not pairs:
-        raise ConfigError("compare: no seed was scored in both evaluations")
-    has_success = any(row.success is not None for pair in pairs for row in pair)
-    only_first = sum(a.success is True and b.success is not True for a, b in pairs)
-    only_second = sum(b.success is True and a.success is not True for a, b in pairs)
-    return Comparison(
-        num_pairs=len(pairs),
-        num_unpaired=len(first.rows) - len(pairs),
-        mean_difference=sum(differences) / len(pairs),
-        difference_interval=bootstrap_mean_interval(differences),
-        num_only_first=only_first if has_success else None,
-        num_only_second=only_second if has_success else None,
-        success_p_value=mcnemar_exact_p(only_first, only_second) if has_success else None,
-    )
-
-
-def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow]:
-    """Its rows by environment and seed."""
-    return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
-
-
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
     """A table for people: one row per named evaluation. Names are folded and not cut: two may begin alike."""
     table = Table(Column(overflow="fold"), "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
@@ -385,34 +318,11 @@ def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
         table.add_row(
             name,
             rate,
-            _range(result.success_interval),
+            as_text(result.success_interval),
             f"{result.mean_return:.3f}",
-            _range(result.mean_return_interval),
+            as_text(result.mean_return_interval),
             f"{result.mean_turns:.2f}",
             str(result.num_episodes),
             str(result.num_failed),
         )
     return table
-
-
-def comparison_table(comparison: Comparison, *, first: str, second: str) -> Table:
-    """A table for people: what changed from the evaluation named `first` to that named `second`."""
-    table = Table(Column(f"{second} against {first}", overflow="fold"), "value")
-    table.add_row("pairs of episodes", str(comparison.num_pairs))
-    table.add_row("mean return, difference", f"{comparison.mean_difference:+.3f}")
-    table.add_row("  95% interval", _range(comparison.difference_interval))
-    if comparison.success_p_value is not None:
-        table.add_row(f"only {second} succeeded", str(comparison.num_only_second))
-        table.add_row(f"only {first} succeeded", str(comparison.num_only_first))
-        table.add_row("p-value (McNemar, exact)", f"{comparison.success_p_value:.4g}")
-    if comparison.num_unpaired:
-        table.add_row("seeds left out (failed)", str(comparison.num_unpaired))
-    return table
-
-
-def _as_list(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else [interval.low, interval.high]
-
-
-def _range(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"

@@ -6,6 +6,7 @@ about its share. Called by the trainer; who plays a group of which environment i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -41,7 +42,7 @@ class Mixture:
             )
         shares = {name: Fraction(str(share)) for name, share in others.items()}  # 0.1 is a tenth, so that ties are ties
         self._shares = {env_id: 1 - sum(shares.values()), **shares}
-        self._counts = dict.fromkeys(self._shares, 0)
+        self._counts: Counter[str] = Counter()
         self._allotted: list[str] = []
 
     def env_of(self, number: int) -> str:

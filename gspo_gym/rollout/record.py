@@ -94,7 +94,7 @@ class OpenEpisode:
     messages: list[Message] = field(default_factory=list)
     outcome: Outcome | None = None
     success: bool | None = None
-    observation_start: int = 0  # of the open turn, in the last segment
+    observation_start: int = field(init=False)  # of the open turn, in the last segment
 
     @property
     def length(self) -> int:

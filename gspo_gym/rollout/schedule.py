@@ -175,8 +175,8 @@ class PlayedAhead:
         self._again = deque(sorted(pending_tasks))
         self._begun: list[_Begun] = []  # not handed out, in the order in which they were begun
         self._ending: set[asyncio.Task[_Played]] = set()  # given up, and closing their environments
-        self._step = 0
-        self._num_late = 0
+        self._step: int  # this and the next are set by `begin`
+        self._num_late: int
         self._failure: BaseException | None = None  # of a group that was given up
 
     @property
@@ -245,9 +245,9 @@ class PlayedAhead:
 
     def _ask_for(self, count: int) -> None:
         version = self._weight_version()
-        if count > 0 and self._step - 1 - version > self._max_staleness:
-            self._refuse(self._step - 1 - version, "the engine samples from")
         for _ in range(count):
+            if self._step - 1 - version > self._max_staleness:
+                self._refuse(self._step - 1 - version, "the engine samples from")
             number = self._again.popleft() if self._again else self._num_tasks
             self._num_tasks = max(self._num_tasks, number + 1)
             request = self._request(number, f"group_{number:06d}")

@@ -87,3 +87,13 @@ def mcnemar_exact_p(num_only_first: int, num_only_second: int) -> float:
     tail: int = sum(math.comb(n, k) for k in range(min(num_only_first, num_only_second) + 1))
     p: float = 2 * tail / 2**n  # integers divide exactly, however large
     return min(1.0, p)
+
+
+def as_list(interval: Interval | None) -> list[float] | None:
+    """Return an interval as JSON values."""
+    return None if interval is None else [interval.low, interval.high]
+
+
+def as_text(interval: Interval | None) -> str:
+    """Return an interval for a table for people."""
+    return "-" if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"

@@ -1,7 +1,7 @@
 """From nothing to the first training steps of an environment of one's own, as a newcomer does it.
 
 The real commands, each in a process of its own: `env new`, `pip install -e`, `env check`, `train` with the config that
-was written. It prints how long that took: 14 seconds (text) and 34 (tool) on two idle cores.
+was written. It prints how long that took.
 """
 
 import subprocess
@@ -62,15 +62,17 @@ def test_a_new_environment_is_trained_on(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_text_environment_is_learned_by_its_own_config(tmp_path):
-    """As its config says: success on held-out tasks from below a half to more than nine of ten."""
-    project = new_environment("FirstTry", folder=tmp_path).folder
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_environment_is_learned_by_its_own_config(kind, tmp_path):
+    """As its config says: success on held-out tasks from below a half to at least nine of ten."""
+    project = new_environment("FirstTry", kind=kind, folder=tmp_path).folder
     command = ("-m", "gspo_gym.train", "train.toml", "rollout.env_name=first_try:first_try/FirstTry-v0")
     done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     evaluations = [event for event in read_events(project / "runs" / "first_try") if event["kind"] == "evaluation"]
     before, after = evaluations[0]["data"], evaluations[-1]["data"]
     print(f"success {before['success_rate']:.3f} to {after['success_rate']:.3f} after {evaluations[-1]['step']} steps")
-    # Random play finds one of four in two tries with 1 - (3/4)^2 = 0.44; 200 episodes have a standard error of 0.035.
+    # Random play of text finds one of four in two tries with 1 - (3/4)^2 = 0.44, that of tool looks with 0.4 and else
+    # guesses one of eight: 0.4 + 0.6 / 8 = 0.475. 200 episodes have a standard error of 0.035.
     assert before["success_rate"] < 0.55
     assert after["success_rate"] >= 0.9

@@ -17,7 +17,7 @@ from gspo_gym.errors import ActionLimitError
 
 
 class Ending(TextEnv):
-    """Does what it is told; "good" earns 0.5, "bad" costs 1, "slow" earns 0.25, "end" ends.
+    """Does what it is told; "good" earns 0.5, "bad" costs 1, "slow" earns 0.25, "found" succeeds, "end" ends.
 
     Args:
         place: "loop": its methods are awaited; else they are plain.
@@ -56,8 +56,9 @@ class Ending(TextEnv):
             return self._told(("", 0.25, False, False, {}), seconds=0.4)
         self._end(word)
         reward = {"good": 0.5, "bad": -1.0}.get(word, 0.0)
-        events = ("found",) if word == "found" else ()
-        return self._told(("", Reward({"word": reward}, events=events), word == "end", False, {}))
+        is_found = word == "found"
+        declared = Reward({"word": reward}, events=("found",) if is_found else (), success=is_found or None)
+        return self._told(("", declared, word == "end", False, {}))
 
     def _end(self, word: str) -> None:
         if word == "refuse":

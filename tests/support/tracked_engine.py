@@ -14,6 +14,7 @@ class TrackedEngine(ScriptedEngine):
     def __init__(self, number: int = 0) -> None:
         super().__init__(lambda prompt, turn: [5, 6])
         self.number = number
+        self.num_closing_turns = 3
         self.is_closed = False
 
     async def apply_weights(self, update: WeightUpdate) -> None:
@@ -22,7 +23,7 @@ class TrackedEngine(ScriptedEngine):
         await super().apply_weights(update)
 
     async def close(self) -> None:
-        for _ in range(3):
+        for _ in range(self.num_closing_turns):
             await asyncio.sleep(0)
         await super().close()
         self.is_closed = True
@@ -34,16 +35,19 @@ class Workshop:
     Attributes:
         made: all of them, in order.
         may_make: cleared, `make` waits for it.
+        max_open: most engines that were there at once.
     """
 
     def __init__(self) -> None:
         self.made: list[TrackedEngine] = []
+        self.max_open = 0
         self.may_make = asyncio.Event()
         self.may_make.set()
 
     async def make(self) -> TrackedEngine:
         await self.may_make.wait()
         self.made.append(TrackedEngine(len(self.made)))
+        self.max_open = max(self.max_open, self.num_open)
         return self.made[-1]
 
     @property

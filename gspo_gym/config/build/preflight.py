@@ -1,7 +1,8 @@
 """What a run needs besides a valid configuration, asked before anything is loaded.
 
 That is the model's files, devices, packages, keys, environments and the judge. `require_ready` is the first thing that
-training does, and `gspo-gym config check` prints what `find_obstacles` finds, so that both say the same. `rehearse`
+training does, and `gspo-gym config check` prints what `find_obstacles` finds, so that both say the same; what stands in
+the way of an evaluation is `find_evaluation_obstacles`. `rehearse`
 builds everything and plays one scripted episode of each environment. Nothing else here contacts a service.
 """
 
@@ -19,11 +20,19 @@ from gspo_gym.config.build.apps import check_apps, environment_ids
 from gspo_gym.config.build.engines import check_context, check_engine
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.reference import serving_reference
-from gspo_gym.config.build.rollouts import check_warmup, environment_notes, local_play, looking_at_source
+from gspo_gym.config.build.rollouts import (
+    build_scripted_evaluate,
+    check_warmup,
+    environment_notes,
+    local_play,
+    looking_at_source,
+)
 from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.services import refuse_to_train
+from gspo_gym.config.services import refuse_to_run, refuse_to_train
+from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory
+from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.policy.load import check_base, known_context
 from gspo_gym.policy.options import check_options
@@ -40,8 +49,35 @@ async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[
 
     `base` is what is loaded in place of the model that the configuration names: a checkpoint to go on from.
     """
+    obstacles = await _failures(config, _checks(config, base))
+    with _collecting(obstacles):
+        await check_warmup(config)
+    return _without_repeats(obstacles)
+
+
+async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymError]:
+    """Return why an evaluation would not start, as far as it can be known without loading a model.
+
+    `name` is what plays, as `evaluate --model` takes it.
+    """
+    is_scripted, is_endpoint = name.startswith(SCRIPTED), name.startswith(ENDPOINT)
+    if not is_scripted and not is_endpoint:
+        return _without_repeats(await _failures(config, _evaluation_checks(config, name)))
+    checks = (lambda: refuse_to_run(config.sections), lambda: check_base(build.model_name(config)))
+    obstacles = await _failures(config, checks)
+    with _collecting(obstacles):
+        renderers = build.build_renderers(config, None)  # no tokenizer: nothing is rendered
+        await build_scripted_evaluate(config, renderers, name.removeprefix(SCRIPTED) if is_scripted else _greets)
+    with _collecting(obstacles):
+        if is_endpoint:
+            await ChatModel(endpoint_settings(name, temperature=0.0, max_tokens=1)).close()
+    return _without_repeats(obstacles)
+
+
+async def _failures(config: RunConfig, checks: Sequence[Callable[[], object]]) -> list[GymError]:
+    """Return what the checks raise, and what making each environment here and the judge does."""
     obstacles: list[GymError] = []
-    for check in _checks(config, base):
+    for check in checks:
         with _collecting(obstacles):
             check()
     for source in [source for source in config.sources if source.task_url is None]:
@@ -49,11 +85,9 @@ async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[
             async with looking_at_source(config, source):
                 pass
     with _collecting(obstacles):
-        await check_warmup(config)
-    with _collecting(obstacles):
         if (judging := build_judging(config)) is not None:
             await judging.close()
-    return _without_repeats(obstacles)
+    return obstacles
 
 
 async def require_ready(config: RunConfig, *, base: str | None = None) -> tuple[str, ...]:
@@ -62,12 +96,24 @@ async def require_ready(config: RunConfig, *, base: str | None = None) -> tuple[
     Raises:
         GymError: the one obstacle that there is; or a ConfigError that lists several.
     """
-    obstacles = await find_obstacles(config, base=base)
+    _raise_all(await find_obstacles(config, base=base))
+    return tuple(f"{notice.key}: {notice.text}" for notice in config.notices)
+
+
+async def require_ready_to_evaluate(config: RunConfig, names: Sequence[str]) -> None:
+    """Refuse to start evaluations of these players of which one would fail.
+
+    Raises:
+        GymError: as `require_ready`.
+    """
+    _raise_all(_without_repeats([o for name in names for o in await find_evaluation_obstacles(config, name)]))
+
+
+def _raise_all(obstacles: Sequence[GymError]) -> None:
     if len(obstacles) == 1:
         raise obstacles[0]
     if obstacles:
         raise ConfigError(f"{len(obstacles)} things stand in the way:\n  " + "\n  ".join(map(str, obstacles)))
-    return tuple(f"{notice.key}: {notice.text}" for notice in config.notices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +168,18 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
         lambda: check_context(config, *known_context(base or build.model_name(config))),
         lambda: check_apps(config),
         lambda: check_sinks(config.tracking.report_to),
+    )
+
+
+def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], object]]:
+    """Return the checks of a model that plays here, weights and engine; each raises if an evaluation would."""
+    return (
+        lambda: refuse_to_run(config.sections),
+        lambda: check_base(build.newest_checkpoint(name)),
+        lambda: check_options(device=build.device_of(config)),
+        lambda: check_engine(config),
+        lambda: check_context(config, *known_context(build.newest_checkpoint(name))),
+        lambda: check_apps(config),
     )
 
 

@@ -53,9 +53,8 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     for worker, tables in _NESTED.items():
         given = _table(values, worker)
         for table in tables:
-            for key, value in _table(given, table, of=f"{worker}.").items():
-                if key not in OVERWRITTEN:
-                    flat.setdefault(key, value)
+            settings = _table(given, table, of=f"{worker}.")
+            flat = {**{key: value for key, value in settings.items() if key not in OVERWRITTEN}, **flat}
         if rest := {key: value for key, value in given.items() if key not in tables}:
             flat[worker] = rest
     return flat

@@ -136,5 +136,4 @@ def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
         total = cdf[:, -1]
         target = torch.minimum(uniforms[rows] * total, torch.nextafter(total, torch.zeros_like(total)))
         drawn.append(torch.searchsorted(cdf, target[:, None], right=True)[:, 0])
-    token_ids = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
-    return token_ids.clamp_(max=logprobs.shape[-1] - 1)
+    return torch.cat(drawn).clamp_(max=logprobs.shape[-1] - 1)

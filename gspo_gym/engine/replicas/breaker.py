@@ -20,9 +20,8 @@ class InFlightLimit:
     def __init__(self, most: int) -> None:
         if most < 1:
             raise ConfigError(f"InFlightLimit: expected at least 1, got {most}")
-        self.limit = most
         self._most = most
-        self._num_in_time = 0
+        self._set(most)
         self._decreased = float("-inf")
 
     def succeed(self, num_in_flight: int) -> None:
@@ -31,11 +30,15 @@ class InFlightLimit:
             return
         self._num_in_time += 1
         if self._num_in_time >= self.limit:
-            self.limit, self._num_in_time = self.limit + 1, 0
+            self._set(self.limit + 1)
 
     def time_out(self, *, begun: float, now: float) -> None:
         """A call made at `begun` ran out of time at `now`."""
         if begun < self._decreased:
             return
-        self.limit, self._num_in_time = max(1, self.limit // 2), 0
+        self._set(max(1, self.limit // 2))
         self._decreased = now
+
+    def _set(self, limit: int) -> None:
+        self.limit = limit
+        self._num_in_time = 0  # answers count towards the limit under which they were made

@@ -159,7 +159,6 @@ class ReplicaSet:
             self._num_calls -= 1
             if self._num_calls == 0 and self._monitor is not None:
                 self._monitor.cancel()
-                self._monitor = None
 
     async def check_health(self) -> None:
         """Ask every replica how it is.
@@ -191,7 +190,6 @@ class ReplicaSet:
 
     async def close(self) -> None:
         """Close every replica."""
-        self.wake()
         for replica in self.all:
             if replica.rebuilding is not None:
                 replica.rebuilding.cancel()
@@ -202,7 +200,7 @@ class ReplicaSet:
         self._watch_error = None
         try:
             while True:
-                await self._sleep(max(self._checked + self._settings.health_interval_seconds - self._clock(), 0.0))
+                await self._sleep(self._checked + self._settings.health_interval_seconds - self._clock())
                 await self.check_health()
         except Exception as error:  # a defect of ours: calls that wait for a change raise it, since nobody awaits this
             self._watch_error = error
@@ -210,25 +208,27 @@ class ReplicaSet:
 
     async def _check(self, replica: Replica) -> None:
         version = self._committed_version()
-        try:
-            async with asyncio.timeout(self._settings.health_interval_seconds):
-                health = await replica.engine.health()
-        except TimeoutError:
-            health = EngineHealth(False, False, 0, -1, "it did not say how it is")
-        except Exception as error:  # whatever it raises, it is not in order
-            health = EngineHealth(False, False, 0, -1, f"asked how it is, it raised {type(error).__name__}: {error}")
+        health = await self._health_if_alive(replica.engine)
         if version is None or version != self._committed_version():
             return  # an update is under way, and what it does to the replica is its own affair
-        if health.is_alive and not health.is_poisoned and health.weight_version == version:
+        if health is not None and not health.is_poisoned and health.weight_version == version:
             replica.left_out = None
         elif replica.left_out is not None:
             self._begin_rebuild(replica)
-        elif health.is_alive:
+        elif health is not None:
             self.leave_out(replica, health.reason or f"it is under version {health.weight_version}, not {version}")
         else:
             replica.breaker.fail(self._clock())
             if not replica.is_up(self._clock()):
                 replica.stop_calls()
+
+    async def _health_if_alive(self, engine: Engine) -> EngineHealth | None:
+        """How an engine is; None if it is dead, does not say so in time, or raises whatever else."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._settings.health_interval_seconds):
+                health = await engine.health()
+            return health if health.is_alive else None
+        return None
 
     def _begin_rebuild(self, replica: Replica) -> None:
         if self.rebuild is not None and replica.rebuilding is None:

@@ -176,7 +176,6 @@ class RoutedEngine:
         self._gate.poison(reason)
         for replica in self._set.all:
             replica.engine.poison(reason)
-        self._set.wake()
 
     async def health(self) -> EngineHealth:
         """Alive if any replica takes part."""
@@ -222,7 +221,6 @@ class RoutedEngine:
         begun = self._clock()
         untried = [replica for replica in self._set.all if replica not in tried]
         while True:
-            self._gate.require_open()
             replica = self._set.choose(call.session_id, untried)
             if replica is not None and (call.is_probe or not self._gate.is_paused):
                 self._set.settle(call.session_id, replica)

@@ -33,6 +33,7 @@ from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
 from gspo_gym.env.workers.target import ProcessTarget, target_of
 from gspo_gym.env.workers.wire import (
     Json,
+    cause_from_json,
     message_from_json,
     message_to_json,
     messages_to_json,
@@ -253,7 +254,7 @@ class ProcessEnv:
         if "error" not in answer:
             return answer["result"]
         kind = getattr(errors, str(answer["error"]), EnvError)
-        raise kind(answer["text"])
+        raise kind(answer["text"]) from cause_from_json(answer["cause"])
 
     def _result(self, method: str, answer: Json) -> StepResult:
         return step_result_from_json(answer, where=f"{self.env_id}: {method}()")

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from gspo_gym.env.answers import described
-from gspo_gym.errors import ContractError, RecordError
+from gspo_gym.errors import ContractError, GymError, RecordError
 from gspo_gym.types import Message, StepResult, ToolCall
 
 Json = Any  # a JSON value: dict with text keys, list, str, int, float, bool or None
 
+REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError)
+_MAX_CAUSE_CHARS = 2_000
 _MAX_DEPTH = 20  # of nested values in info; deeper ones are shown as text
 _TEXT = (str,)
 _TEXT_OR_NOTHING = (str, type(None))
@@ -216,3 +218,38 @@ def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where
         expected = " or ".join("null" if each is type(None) else each.__name__ for each in types)
         raise ContractError(f"{where}: expected {name} as {expected}, got {described(value)}")
     return value
+
+
+def refusal_in(error: BaseException | None) -> BaseException | None:
+    """Return the ValueError, TypeError or LookupError by which an environment refused a value: the error or its cause.
+
+    Our own ContractError is none: there the environment is at fault. A chain of causes may be a circle.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, REFUSALS) and not isinstance(error, ContractError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__
+    return None
+
+
+def cause_to_json(error: BaseException) -> dict[str, Json] | None:
+    """Return the refusal that an error comes from, as the standard class that it is one of; None if there is none."""
+    refusal = refusal_in(error.__cause__ if isinstance(error, GymError) else error)
+    if refusal is None:
+        return None
+    kind = next(kind for kind in REFUSALS if isinstance(refusal, kind))
+    return {"kind": kind.__name__, "text": str(refusal)[:_MAX_CAUSE_CHARS]}
+
+
+def cause_from_json(value: Json) -> Exception | None:
+    """Return the exception that `cause_to_json` made a value of.
+
+    >>> cause_from_json({"kind": "TypeError", "text": "no such level"})
+    TypeError('no such level')
+    """
+    if value is None:
+        return None
+    kinds = {kind.__name__: kind for kind in REFUSALS}
+    return kinds[value["kind"]](value["text"])

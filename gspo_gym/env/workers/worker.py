@@ -32,6 +32,7 @@ from gspo_gym.env.workers.action_limits import this_is_a_worker
 from gspo_gym.env.workers.channel import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, Channel, ChannelClosedError, frame_of
 from gspo_gym.env.workers.target import ProcessTarget
 from gspo_gym.env.workers.wire import (
+    cause_to_json,
     message_from_json,
     message_to_json,
     messages_from_json,
@@ -144,19 +145,20 @@ async def _serve(channel: Channel) -> None:
 
 
 async def _answer_to(worker: _Worker, request: Request) -> bytes:
-    """What is sent back, whatever happens: {"result": ...} or {"error": class, "text": ...}."""
+    """What is sent back, whatever happens: {"result": ...} or {"error": class, "text": ..., "cause": ...}."""
     method = str(request["method"])
     where = f"{worker.name}: {method}(): an observation"
     try:
         return frame_of({"result": await worker.answer(method, request)}, max_bytes=MAX_ANSWER_BYTES, where=where)
     except GymError as error:
-        return _error_frame(type(error).__name__, str(error))  # the session's, which says where
+        return _error_frame(type(error).__name__, str(error), error)  # the session's, which says where
     except Exception as error:
-        return _error_frame("EnvError", f"{worker.name}: {method}() raised {_told(error)}{place_of(error)}")
+        return _error_frame("EnvError", f"{worker.name}: {method}() raised {_told(error)}{place_of(error)}", error)
 
 
-def _error_frame(kind: str, text: str) -> bytes:
-    return frame_of({"error": kind, "text": text[:10_000]}, max_bytes=MAX_ANSWER_BYTES, where="an error")
+def _error_frame(kind: str, text: str, error: BaseException) -> bytes:
+    frame = {"error": kind, "text": text[:10_000], "cause": cause_to_json(error)}
+    return frame_of(frame, max_bytes=MAX_ANSWER_BYTES, where="an error")
 
 
 def _told(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,22 +69,17 @@ def _cut_at_stops(
     whole = renderer.decode([*opening, *ids])
     if not _places(renderer.decode(ids), stops):
         return completion, whole, False
-    low, high = 1, len(ids)  # the shortest beginning that holds a stop string has low..high tokens
-    while low < high:
-        middle = (low + high) // 2
-        if _places(renderer.decode(ids[:middle]), stops):
-            high = middle
-        else:
-            low = middle + 1
-    said = renderer.decode(ids[:low])
+    # of the shortest beginning that holds a stop string, as the whole does
+    count = bisect_left(range(len(ids)), True, key=lambda count: bool(_places(renderer.decode(ids[:count]), stops)))
+    said = renderer.decode(ids[:count])
     lost = len(said) - min(_places(said, stops))
     cut = Completion(
-        token_ids=completion.token_ids[:low],
-        logprobs=completion.logprobs[:low],
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
         finish_reason=FinishReason.STOP,
-        weight_version=completion.weight_version[:low],
+        weight_version=completion.weight_version[:count],
     )
-    return cut, renderer.decode([*opening, *ids[:low]])[:-lost], True
+    return cut, renderer.decode([*opening, *ids[:count]])[:-lost], True
 
 
 def _places(text: str, stops: Sequence[str]) -> list[int]:

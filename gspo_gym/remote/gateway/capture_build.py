@@ -79,7 +79,7 @@ class CaptureBuild:
     @property
     def trained_fraction(self) -> float:
         """The share of sampled tokens that are trained on; 0 if none was sampled."""
-        return self.num_trained_tokens / max(1, self.num_sampled_tokens)
+        return self.num_trained_tokens / self.num_sampled_tokens if self.num_sampled_tokens else 0.0
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -210,8 +210,8 @@ def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> t
     messages: list[Message] = []
     has_begun = False
     turns = set(turn_calls)
-    for index in sorted(needed):
-        call, is_turn = calls[index], index in turns
+    for call in (call for index, call in calls.items() if index in needed):
+        is_turn = call.index in turns
         said = [*call.new_messages, *([] if is_turn else [call.answer])]
         messages += map(_as_context, said) if has_begun else said
         has_begun = has_begun or is_turn

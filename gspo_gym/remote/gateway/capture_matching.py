@@ -100,7 +100,7 @@ class Conversations:
 
 def _digests(messages: Sequence[Message], tools_key: str) -> Iterable[bytes]:
     """Of the tools alone, then of the conversation up to and with each message."""
-    digest = hashlib.blake2b(tools_key.encode(errors="surrogatepass"), digest_size=16).digest()
+    digest = _extended(b"", tools_key)
     yield digest
     places: dict[str, _Place] = {}
     for number, message in enumerate(messages):
@@ -110,7 +110,7 @@ def _digests(messages: Sequence[Message], tools_key: str) -> Iterable[bytes]:
 
 
 def _extended(digest: bytes, key: str) -> bytes:
-    return hashlib.blake2b(digest + key.encode(errors="surrogatepass"), digest_size=16).digest()
+    return hashlib.sha256(digest + key.encode(errors="surrogatepass")).digest()
 
 
 def _key_of(message: Message, places: dict[str, _Place]) -> str:
@@ -140,8 +140,6 @@ def _renamed(messages: Sequence[Message], known: tuple[Message, ...]) -> tuple[M
     for sent, first in zip(messages, known, strict=False):
         ids |= {call.id: ours.id for call, ours in zip(sent.tool_calls, first.tool_calls, strict=False)}
     return tuple(
-        message
-        if message.tool_call_id is None or message.tool_call_id not in ids
-        else dataclasses.replace(message, tool_call_id=ids[message.tool_call_id])
+        dataclasses.replace(message, tool_call_id=ids.get(message.tool_call_id or "", message.tool_call_id))
         for message in messages[len(known) :]
     )

@@ -127,10 +127,7 @@ def _checked_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:  # Any: what
 
 
 def _longest_beginning(ids: Sequence[int], conversations: Conversations) -> tuple[CapturedCall | None, list[int]]:
-    """The raw call with the most tokens of those with which `ids` begins, and these tokens."""
-    best: tuple[CapturedCall | None, list[int]] = (None, [])
-    for call in conversations.raw_calls():
-        tokens = conversations.tokens_of(call)
-        if len(best[1]) < len(tokens) <= len(ids) and list(ids[: len(tokens)]) == tokens:
-            best = (call, tokens)
-    return best
+    """The raw call with the most tokens of those with which `ids` begins, and these tokens; of equals the first."""
+    known = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
+    beginnings = [(call, tokens) for call, tokens in known if list(ids[: len(tokens)]) == tokens]
+    return max(beginnings, key=lambda found: len(found[1]), default=(None, []))

@@ -67,5 +67,5 @@ def _auxiliary(calls: Sequence[CapturedCall], reasons: Mapping[int, Untrained]) 
 
 def _system_of(root: CapturedCall) -> str | None:
     """The system message of a conversation; None if it has none."""
-    first = root.new_messages[0] if root.new_messages else None
-    return first.content if first is not None and first.role == "system" else None
+    first = root.new_messages[0]  # of a conversation that continues none, whose prompt is not empty
+    return first.content if first.role == "system" else None

@@ -7,10 +7,10 @@ its reason.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gspo_gym.rollout.summary import TOOL_PREFIX
+from gspo_gym.run.doctor import checks_attempts
 from gspo_gym.run.doctor.view import Check, Finding, RunView
 
 # Of the groups: beyond a half, most of what is sampled teaches nothing (DAPO refills from the first one on).
@@ -27,27 +27,8 @@ MAX_OVERFLOWS = 0.05
 MAX_PARSE_FAILURES = 0.1
 # Of the calls of one tool: a beginner gets many wrong; with nine of ten, nothing can be learned of the tool.
 MAX_TOOL_FAILURES = 0.9
-# Of the attempts: retries hide one failure in twenty; one in four is a broken environment or machine.
-MAX_FAILURES = 0.05
-SERIOUS_FAILURES = 0.25
 # Of the token slots of a micro-batch: with more than half of padding, most of the forward pass is wasted.
 MAX_PADDING = 0.5
-
-# Outcomes that say nothing about the policy -> the key that governs them, and what to do.
-_FAILURES: Mapping[str, tuple[str, str]] = {
-    "env_error": ("rollout.env_name", "mend the environment: `gspo-gym env check` finds most of what can be wrong"),
-    "env_timeout": ("limits.step_timeout_seconds", "raise it, or make the environment's steps faster"),
-    "engine_error": ("rollout.max_concurrent_rollouts", "lower it, if memory ran out; else see the reason"),
-    "episode_timeout": ("limits.episode_timeout_seconds", "raise it, or lower rollout.max_turns"),
-}
-# The same where a task app plays: what is wrong is there, or between there and here.
-_FAILURES_OF_APPS: Mapping[str, tuple[str, str]] = {
-    "env_error": ("services.task_url", "look into the app's own log: it turned rollouts away, or failed in them"),
-    "engine_error": (
-        "gateway.public_url",
-        "the app could not use the model: see whether it reaches the gateway there, and gateway.max_calls",
-    ),
-}
 
 
 def run_failed(run: RunView) -> Finding | None:
@@ -281,63 +262,6 @@ def tools_fail(run: RunView) -> list[Finding]:
     return findings
 
 
-def infrastructure_fails(run: RunView) -> list[Finding]:
-    """Many attempts ended in a way that says nothing about the policy, told apart by which."""
-    total = sum(run.outcomes.values())
-    findings = []
-    failures = {**_FAILURES, **(_FAILURES_OF_APPS if run.setting("services.task_url") else {})}
-    for outcome, (key, advice) in failures.items():
-        count = run.outcomes.get(outcome, 0)
-        if not total or count / total <= MAX_FAILURES:
-            continue
-        reason = run.reasons.get(outcome)
-        findings.append(
-            Finding(
-                "serious" if count / total > SERIOUS_FAILURES else "warning",
-                "infrastructure_fails",
-                f"Many attempts at an episode end as {outcome}; they are retried or dropped, and cost time.",
-                f"{count} of {total} attempts ({count / total:.0%})" + (f"; most often: {reason}" if reason else ""),
-                key,
-                f"now {run.setting(key)}: {advice}",
-            )
-        )
-    return findings
-
-
-def failures_follow_actions(run: RunView) -> Finding | None:
-    """The environment's failures depend on what the policy does, so that retries keep the episodes without it."""
-    alarms = run.events_of("selection")
-    if not alarms:
-        return None
-    return Finding(
-        "serious",
-        "failures_follow_actions",
-        "The environment fails because of what the policy does, and such episodes are played again: what is learned "
-        "from are those that did not do it, and nothing teaches the policy to leave it.",
-        f"step {alarms[-1]['step']}: {alarms[-1]['data']['reason']}",
-        "rollout.env_name",
-        "let the environment answer the action that it fails at with a text and a reward, or raise ActionLimitError, "
-        "which scores the episode; the ledger's reasons say where it raises",
-    )
-
-
-def apps_lose_attempts(run: RunView) -> Finding | None:
-    """Task apps fail after answers of the policy, so often that what is kept may be a selection."""
-    alarms = run.events_of("attempts_lost")
-    if not alarms:
-        return None
-    return Finding(
-        "serious",
-        "apps_lose_attempts",
-        "The task app loses many attempts after the policy has answered, and they are played again: if it fails at "
-        "what the policy says, what is learned from are the episodes without that.",
-        f"step {alarms[-1]['step']}: {alarms[-1]['data']['reason']}",
-        "services.task_url",
-        "play `gspo-gym app check URL`, which sends nonsense and empty answers, and mend what it names: a bad answer "
-        "is a step with a reward, and HTTP 500 is for what the policy did not cause",
-    )
-
-
 def padding_is_high(run: RunView) -> Finding | None:
     """Most of a forward pass is padding."""
     fraction = run.recent("batch/padding_fraction")
@@ -405,9 +329,7 @@ CHECKS: tuple[Check, ...] = (
     episodes_are_cut_off,
     answers_do_not_parse,
     tools_fail,
-    infrastructure_fails,
-    failures_follow_actions,
-    apps_lose_attempts,
+    *checks_attempts.CHECKS,
     padding_is_high,
     sink_failed,
 )

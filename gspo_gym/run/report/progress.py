@@ -56,6 +56,7 @@ class QuietProgress:
         seconds: most between two lines, while `alive`.
         wait: waits so many seconds for the end of the run, and returns whether it has come.
         clock: seconds, monotonic.
+        doing: what is said until something else is known.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class QuietProgress:
         seconds: float = 30.0,
         wait: Callable[[float], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        doing: str = "getting ready",
     ) -> None:
         self._write = write
         self._seconds = seconds
@@ -73,7 +75,7 @@ class QuietProgress:
         self._clock = clock
         self._lock = threading.Lock()  # the thread writes, too
         self._began = self._last = clock()
-        self._doing = "getting ready"
+        self._doing = doing
         self._pace = _Pace(clock)
 
     @contextlib.contextmanager
@@ -99,20 +101,24 @@ class QuietProgress:
         """Keep what is to be said of this step; it is written if nothing else was for so long."""
         numbers = ", ".join(f"{title} {text}" for title, text in _cells(metrics) if text != "-")
         left = self._pace.left_after(step)
-        self._doing = f"step {step}/{self._pace.num_steps}: {numbers}, left {left}"
-        if self._is_due():
-            self._say(self._doing)
+        self.doing(f"step {step}/{self._pace.num_steps}: {numbers}, left {left}")
+
+    def doing(self, text: str, *, seconds: float | None = None) -> None:
+        """Keep what is to be said next; write it now if nothing was for `seconds`; None: as long as for any line."""
+        self._doing = text
+        if self._is_due(self._seconds if seconds is None else seconds):
+            self._say(text)
 
     def finished(self) -> None:
         pass
 
     def _beat(self) -> None:
         while not self._wait(max(self._seconds - (self._clock() - self._last), 0.0)):
-            if self._is_due():
+            if self._is_due(self._seconds):
                 self._say(f"{self._doing} ({self._clock() - self._began:.0f} s since the start)")
 
-    def _is_due(self) -> bool:
-        return self._clock() - self._last >= self._seconds
+    def _is_due(self, seconds: float) -> bool:
+        return self._clock() - self._last >= seconds
 
     def _say(self, text: str) -> None:
         with self._lock:
@@ -191,7 +197,7 @@ def telling(console: Console | None) -> Iterator[Progress]:
     elif console.is_terminal:
         yield LiveProgress(console)
     else:
-        lines = QuietProgress(lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False))
+        lines = QuietProgress(_printing_to(console))
         with lines.alive():
             yield lines
 
@@ -203,12 +209,13 @@ def counting(
     *,
     done: int = 0,
     seconds: float = 5.0,
+    wait: Callable[[float], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[], None]]:
     """Tell a console how many of `total` episodes are over; call what is yielded at the end of each.
 
-    A terminal has a bar; elsewhere there is a line at the end of an episode, at least `seconds` after the last one.
-    `done` are over already.
+    A terminal has a bar; elsewhere there is a line at the end of an episode, at least `seconds` after the last one, and
+    one every 30 seconds in which none ends. `done` are over already; `wait` and `clock` as in `QuietProgress`.
     """
     if console.is_terminal:
         columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -216,14 +223,20 @@ def counting(
             task = bar.add_task("", total=total, completed=done)
             yield lambda: bar.advance(task)
         return
-    told_at = clock()
+    lines = QuietProgress(_printing_to(console), wait=wait, clock=clock, doing=_over(done, total))
 
     def count() -> None:
-        nonlocal done, told_at
+        nonlocal done
         done += 1
-        if clock() - told_at >= seconds:
-            told_at = clock()
-            told = f"{done} of {total} episodes are over"
-            console.print(told, soft_wrap=True, markup=False, highlight=False)
+        lines.doing(_over(done, total), seconds=seconds)
 
-    yield count
+    with lines.alive():
+        yield count
+
+
+def _over(done: int, total: int) -> str:
+    return f"{done} of {total} episodes are over"
+
+
+def _printing_to(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)

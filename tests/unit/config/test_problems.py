@@ -17,6 +17,7 @@ Problems = Callable[[dict[str, Any]], list[str]]
         ("run.seed", True, "expected an integer >= 0, got true"),
         ("run.seed", 1.0, "expected an integer >= 0, got 1.0"),
         ("run.folder", "", 'expected a non-empty string, got ""'),
+        ("run.folder", "a\0b", 'expected a text without the character NUL, got "a\\u0000b"'),
         ("run.log_episodes_every_n_iters", -1, "expected an integer >= 0, got -1"),
         ("algorithm.type", "offline", 'expected "online", got "offline"'),
         ("algorithm.method", "gspo", 'expected "policy_gradient" or "ppo", got "gspo"'),

@@ -136,3 +136,64 @@ def test_a_call_without_a_session_is_aborted_by_none() -> None:
         assert [str(error) for error in results] == ["the engine is closed", "session a: the call was aborted"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_task_whose_call_has_returned_is_not_disturbed_by_what_ends_calls(end: str) -> None:
+    act, *_ = ENDS[end]
+
+    async def caller(gate: Gate) -> str:
+        async with gate.admit("a"):
+            pass
+        act(gate)
+        await settle()  # a cancellation would arrive here
+        return "went on"
+
+    async def main() -> str:
+        return await asyncio.create_task(caller(Gate()))
+
+    assert asyncio.run(main()) == "went on"
+
+
+def test_a_session_may_have_several_calls_which_are_aborted_together() -> None:
+    async def main() -> None:
+        gate = Gate()
+        calls = [asyncio.create_task(hold(gate, "a")) for _ in range(3)]
+        await settle()
+        gate.abort("a")
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(error) for error in results] == ["session a: the call was aborted"] * 3
+        assert gate.num_in_flight == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["poisoned", "closed"])
+def test_no_update_begins_at_a_gate_that_has_ended(end: str) -> None:
+    act, kind, message = ENDS[end]
+    gate = Gate()
+    act(gate)
+    with pytest.raises(kind, match=message):
+        gate.pause()
+
+
+def test_a_call_that_ends_between_new_weights_and_their_commit_waits_for_the_commit() -> None:
+    async def main() -> None:
+        gate, answered = Gate(), asyncio.Event()
+
+        async def call() -> int:
+            async with gate.admit():
+                await answered.wait()
+            return gate.weight_version
+
+        calling = asyncio.create_task(call())
+        await settle()
+        gate.pause()
+        gate.require_paused()
+        answered.set()
+        await settle()
+        assert (calling.done(), gate.num_in_flight) == (False, 1)
+        gate.resume(5)
+        assert await calling == 5
+
+    asyncio.run(main())

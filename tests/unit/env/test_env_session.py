@@ -26,6 +26,7 @@ from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.tools import tool
+from gspo_gym.env.workers.wire import refusal_in
 from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, UsageError
 from gspo_gym.types import Message, ToolCall
 
@@ -259,6 +260,22 @@ class Miscounts:
 class MiscountsLater(Miscounts):
     async def step(self, action: str) -> Any:  # type: ignore[override]
         return super().step(action)
+
+
+def test_an_environments_own_env_error_keeps_its_cause() -> None:
+    """An error that is raised from itself is a circle, which whatever walks down to the cause never ends in."""
+
+    def refuse(method: str) -> str | None:
+        if method == "step":
+            raise EnvError("no such level") from ValueError("level 9")
+        return None
+
+    with pytest.raises(EnvError, match=r"^no such level$") as caught:
+        asyncio.run(episode(Echo(refuse)))
+    assert repr(caught.value.__cause__) == "ValueError('level 9')"
+    caught.value.__cause__ = circle = EnvError("again")
+    circle.__cause__ = caught.value
+    assert refusal_in(circle) is None
 
 
 @pytest.mark.parametrize("kind", [Miscounts, MiscountsLater])

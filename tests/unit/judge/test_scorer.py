@@ -266,7 +266,7 @@ def test_what_was_said_is_handed_on_with_the_environments_rewards() -> None:
 def test_metrics_are_means_before_the_weights_since_the_last_look() -> None:
     said = iter([
         judgement([1.0, 0.0], outcome=0.5, flags=("turn 0: a forged verdict",), disagreement=0.2),
-        judgement([0.0, 0.5], outcome=1.0, disagreement=0.4),
+        judgement([0.0, 0.5], outcome=1.0, disagreement=0.4, cuts=("900 of the 1,000 characters of the policy",)),
         judgement(),
     ])  # fmt: skip
     score = scorer(lambda _: next(said))
@@ -289,9 +289,10 @@ def test_metrics_are_means_before_the_weights_since_the_last_look() -> None:
             "judge/num_judged": 2,
             "judge/unscored": 1,
             "judge/flags": 1,
+            "judge/num_cut": 1,
         }
     )
-    assert score.drain() == {"judge/num_judged": 0, "judge/unscored": 0, "judge/flags": 0}
+    assert score.drain() == {"judge/num_judged": 0, "judge/unscored": 0, "judge/flags": 0, "judge/num_cut": 0}
 
 
 def test_2000_scores_with_30_percent_faults_and_an_outage_train_nothing_unscored() -> None:

@@ -121,6 +121,15 @@ def test_nothing_is_divided_by_a_spread_of_rounding_alone(level, baseline, scale
     assert compare([[[1.0], [1.0 + 1.2e-7]]], settings) == [[[0.0], [0.0]]]
 
 
+def test_a_spread_of_the_run_counts_from_above_a_millionth_on():
+    # the run's deviations are divided by 3 - 1: a std of 1e-6, which is rounding at returns of 1, or a little more
+    settings = AdvantageSettings(baseline="none", scale="running")
+    assert math.sqrt(2e-12 / 2) == 1e-6
+    for squares, expected in ((2e-12, 0.0), (2.5e-12, 1 / math.sqrt(1.25e-12))):
+        before = RunningReturns(count=2, mean=1.0, squared_deviations=squares, magnitude=1.0)
+        assert compare([[[1.0]]], settings, before) == [[[pytest.approx(expected)]]]
+
+
 @pytest.mark.parametrize("level", ["trajectory", "turn"])
 @pytest.mark.parametrize(
     ("group", "expected"),

@@ -122,6 +122,13 @@ def test_every_trajectory_of_a_token_batch_needs_a_sampled_token(make_trajectory
             batch_tokens(trajectories)
 
 
+def test_a_token_of_a_turn_that_its_trajectory_does_not_have_is_refused(make_trajectory, make_group):
+    trajectory = make_trajectory([1.0, 2.0])
+    shorter = dataclasses.replace(trajectory, turns=trajectory.turns[:1])
+    with pytest.raises(RecordError, match="names turn 1, but its trajectory has 1 turns"):
+        build_batch([make_group(shorter)], AdvantageSettings())
+
+
 def test_an_unscored_trajectory_is_refused(make_trajectory, make_group):
     with pytest.raises(UnscoredError):
         build_batch([make_group(make_trajectory([None]), make_trajectory([1.0]))], AdvantageSettings())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,6 +264,27 @@ def test_a_model_that_does_not_do_what_its_config_says_is_refused(make_model):
         Scorer(model)
 
 
+@pytest.mark.parametrize(
+    "logits_of",
+    [
+        lambda head, hidden: hidden @ head.weight.T,
+        lambda head, hidden: head(hidden) + head(hidden),
+        lambda head, hidden: head(hidden[:, -1:]),
+        lambda head, hidden: head(hidden)[:, -1:],
+    ],
+    ids=["never", "twice", "to the last token", "and cut"],
+)
+def test_a_model_must_apply_its_head_once_to_every_token(make_model, logits_of):
+    class Other(type(make_model())):
+        def forward(self, **inputs):
+            return SimpleNamespace(logits=logits_of(self.lm_head, self.model(**inputs).last_hidden_state))
+
+    model = make_model()
+    model.__class__ = Other
+    with pytest.raises(ConfigError, match="applied once"):
+        Scorer(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_looks_into_its_padding_is_refused(make_model, dtype):
     model = make_model(dtype=dtype)
@@ -278,6 +300,18 @@ def test_a_model_whose_weights_are_not_finite_is_refused(make_model):
         model.model.norm.weight[3] = float("nan")
     with pytest.raises(ConfigError, match="weights sound"):
         Scorer(model)
+
+
+@pytest.mark.parametrize("names", ["itself", "none"])
+def test_a_model_that_names_no_decoder_is_scored_through_its_base_model(make_model, tokens, names):
+    class Own(type(make_model())):
+        def get_decoder(self):
+            return self if names == "itself" else None
+
+    expected = score_logprobs(make_model(), *tokens)
+    model = make_model()
+    model.__class__ = Own
+    assert torch.equal(score_logprobs(model, *tokens), expected)
 
 
 def test_a_module_without_an_output_head_is_refused(make_model):

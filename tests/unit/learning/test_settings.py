@@ -157,3 +157,8 @@ def test_defaults_follow_the_level_and_the_baseline() -> None:
     assert chosen(baseline="none") == ("none", "none")
     assert chosen(baseline="batch", scale="group") == ("batch", "group")
     assert chosen(level="turn", baseline="running") == ("running", "running")
+
+
+def test_what_is_no_table_is_refused_as_what_was_given() -> None:
+    with pytest.raises(ValidationError, match="input_value=3"):
+        AdvantageSettings.model_validate(3)

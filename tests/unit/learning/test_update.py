@@ -390,6 +390,15 @@ def test_wrong_settings_are_refused_when_built(make_model):
         make_learner(make_model(), temperature=0.0)
 
 
+def test_gradients_left_by_another_take_no_part(make_model, make_batch):
+    clean, dirty = make_model(), make_model()
+    for parameter in dirty.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for model in (clean, dirty):
+        make_learner(model).update(make_batch())
+    assert_same(parameters_of(dirty), parameters_of(clean), atol=0)
+
+
 def test_every_update_divides_its_batch_anew(make_model, make_batch):
     learner, batch = make_learner(make_model(), update={"minibatch_size": 4}), make_batch()
 

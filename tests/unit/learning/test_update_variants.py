@@ -181,6 +181,23 @@ def test_the_engines_logprobs_may_stand_for_the_old_ones(make_model, make_batch,
         assert metrics["kl/rollout_k1"] == pytest.approx(-gap[batch.action_mask].mean().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+def test_the_gap_to_the_engine_is_that_before_the_weights_moved(make_model, make_batch, old_logprobs):
+    """An engine with the learner's own logprobs: whatever six steps make of the policy, there is no gap."""
+    batch = make_batch()
+    learner = make_learner(
+        make_model(),
+        learning_rate=0.01,
+        update={"minibatch_size": 5, "num_epochs": 2},
+        correction=CorrectionSettings(old_logprobs=old_logprobs),
+    )
+    with torch.no_grad():
+        own = learner._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+    batch = dataclasses.replace(batch, rollout_logprobs=own)
+    metrics = learner.update(batch).metrics
+    assert metrics["kl/rollout_max_gap"] <= 1e-4 < 1e-2 < metrics["kl/old_k3"], "logprobs of order 10 in float32"
+
+
 def test_a_correction_weighs_the_policy_term(make_model, make_batch):
     """w = 2 everywhere: the engine found every token half as likely."""
     batch = make_batch()

@@ -23,7 +23,7 @@ from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.policy.attestation import Canary, ChecksumLog, canary_prompts
+from gspo_gym.policy.attestation import TOLERANCES, Canary, ChecksumLog, canary_prompts
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 from gspo_gym.policy.staging import Handover, Staging
 from gspo_gym.policy.weight_sync import Target, WeightSync, choose_kind, require_committed
@@ -121,7 +121,7 @@ def test_an_answer_kept_over_an_update_comes_out_after_the_commit_or_never() -> 
 def test_a_canary_compares_every_sampled_token_of_both_turns() -> None:
     """The learner disagrees at one position only: 3 prompt tokens, 8 sampled, 2 said, 8 sampled; position 15 of 23."""
 
-    async def main(position: int) -> float:
+    async def main(position: int, tolerance: float = 1e-4) -> float:
         def score(rows: Sequence[Sequence[int]]) -> Any:
             assert [len(row) for row in rows] == [23]
             logprobs = np.full(22, -1.0, np.float32)
@@ -130,10 +130,11 @@ def test_a_canary_compares_every_sampled_token_of_both_turns() -> None:
 
         engine = Versioned()
         await engine.pause("wait")
-        return await Canary([[1, 2, 3]], score).check(engine)
+        return await Canary([[1, 2, 3]], score, tolerance=tolerance).check(engine)
 
     with pytest.raises(EngineError, match="at position 15 of 23"):
         asyncio.run(main(15))
+    assert asyncio.run(main(15, tolerance=3e-4)) == pytest.approx(2e-4, rel=1e-2)
     for environment_token in (11, 12, 21, 22):  # nothing was sampled there
         assert asyncio.run(main(environment_token)) == 0
 
@@ -145,6 +146,30 @@ def test_a_canary_asks_every_copy_and_every_prompt(num_copies: int, num_asked: i
     first = [call.prompt_token_ids for call in engine.calls if len(call.prompt_token_ids) < 4]
     assert sorted(first) == sorted([(1, 2, 3), (4,), (1, 2, 3), (4,), (1, 2, 3)][:num_asked])
     assert len({call.session_id for call in engine.calls}) == num_asked
+
+
+def test_a_canary_asks_for_eight_tokens_within_two_minutes_and_for_something() -> None:
+    asked: list[tuple[int, float]] = []
+
+    class Noting(Versioned):
+        async def generate(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+            asked.append((sampling.max_tokens, options["deadline_seconds"]))
+            return await super().generate(tokens, sampling, **options)
+
+    asyncio.run(Canary([[1]], Learner().score).check(Noting()))
+    assert asked == [(8, 120.0)] * 2
+    for prompts in ([], [[1], []]):
+        with pytest.raises(ConfigError, match="of one token at least"):
+            Canary(prompts, Learner().score)
+
+
+def test_tolerances_are_twice_the_spacing_of_numbers_between_16_and_32() -> None:
+    """In 16 bits; float32 has room for what different implementations add."""
+    for dtype in (torch.float16, torch.bfloat16):
+        sixteen = torch.tensor(16.0, dtype=dtype)
+        spacing = float(torch.nextafter(sixteen, torch.tensor(32.0, dtype=dtype)) - sixteen)
+        assert TOLERANCES[str(dtype).removeprefix("torch.")] == 2 * spacing
+    assert TOLERANCES["float32"] == 1e-4
 
 
 def test_nan_is_no_agreement() -> None:
@@ -161,7 +186,8 @@ def test_prompts_are_fixed_in_the_vocabulary_and_one_is_longer_than_a_block() ->
     assert prompts == canary_prompts(100, 4096)
     assert [len(prompt) for prompt in prompts] == [3, 24, 160]
     assert all(0 <= token < 100 for prompt in prompts for token in prompt)
-    assert max(len(prompt) for prompt in canary_prompts(100, 64)) + 2 * 10 <= 64
+    assert [len(prompt) for prompt in canary_prompts(100, 64)] == [3, 24, 64 - 2 * (8 + 2)]
+    assert [len(prompt) for prompt in canary_prompts(100, 21)] == [1]
     with pytest.raises(ConfigError, match="at least 21, got 20"):
         canary_prompts(100, 20)
 
@@ -485,7 +511,10 @@ def test_an_engine_that_is_restored_while_a_version_is_committed_gets_that_one()
 
     async def main() -> None:
         engine, fresh = Versioned(), Slow()
-        sync = WeightSync(engine, kind="transfer", staging=Handover(load_policy("tiny:qwen3-64", seed=1)))
+        staging, events = Handover(load_policy("tiny:qwen3-64", seed=1)), []
+        sync = WeightSync(
+            engine, kind="transfer", staging=staging, on_event=lambda name, values: events.append((name, dict(values)))
+        )
         await sync.publish(1)
         restoring = asyncio.create_task(sync.restore(fresh))
         await begun.wait()
@@ -493,6 +522,34 @@ def test_an_engine_that_is_restored_while_a_version_is_committed_gets_that_one()
         committed.set()
         await restoring
         assert (fresh.weight_version, fresh.loaded) == (2, 2)
+        assert events == [("engine_restored", {"version": 1}), ("engine_restored", {"version": 2})]
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_not_restored_from_memory_that_the_learner_has_gone_on_with() -> None:
+    async def main() -> None:
+        sync, fresh = WeightSync(Versioned()), Versioned()
+        await sync.after_step(1)  # every step, unless told otherwise
+        with pytest.raises(EngineError, match="were shared, not staged"):
+            await sync.restore(fresh)
+        assert fresh.updates == []
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_cannot_commit_is_replaced_by_one_under_the_version_of_the_others() -> None:
+    class Uncommitting(Versioned):
+        async def resume(self, version: int) -> None:
+            raise EngineError("it died")
+
+    async def main() -> None:
+        async def make() -> Versioned:
+            return Versioned()
+
+        engine, other = RebuildableEngine(Uncommitting(), make), Versioned()
+        await WeightSync([Target(engine, engine.rebuild), Target(other)]).publish(1)
+        assert (engine.num_rebuilds, engine.weight_version, other.weight_version) == (1, 1, 1)
 
     asyncio.run(main())
 

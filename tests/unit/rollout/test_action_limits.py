@@ -190,6 +190,7 @@ def test_what_comes_after_the_episode_keeps_it_at_the_floor() -> None:
     (episode,) = play(made_in("loop"), "found", "refuse", count=1)[0].trajectories
     assert episode.outcome is Outcome.ACTION_LIMIT
     assert not episode.outcome.is_infrastructure_failure
+    assert episode.success is False  # although it was declared a success before
     # Its events are worth nothing under step rewards, and the judge is not asked.
     stepwise = StepRewardSettings(mode="decision_stepwise", indicator_lambda=2.0)
     assert returns_of(episode, step_rewards=stepwise).episode_return == FLOOR

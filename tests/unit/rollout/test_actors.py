@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.env.core import TextEnv
 from gspo_gym.errors import ConfigError, UnknownNameError
@@ -22,6 +23,7 @@ from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message, Outcome, Sampling, Task, Trajectory
 
 START, END = 257, 258
@@ -102,10 +104,19 @@ def test_a_random_policy_depends_on_the_episodes_sampling_seed_only() -> None:
 
 
 def test_a_message_that_would_be_cut_off_is_an_error_that_shows_it() -> None:
-    episode = play(reference, max_output_tokens=5)  # "polly" and its stop token are 6
+    # "polly" and its stop token are 6
+    assert play(reference, max_output_tokens=6).outcome is Outcome.TERMINATED
+    episode = play(reference, max_output_tokens=5)
     assert episode.outcome is Outcome.ENGINE_ERROR
     assert episode.error is not None
     assert "message has 6 tokens, but turn 0 may have 5: 'polly'" in episode.error
+
+
+@pytest.mark.parametrize(("length", "shown"), [(80, "x" * 80), (81, "x" * 77 + "...")])
+def test_a_long_message_is_shown_by_its_first_eighty_characters(length: int, shown: str) -> None:
+    error = play(lambda env, rng: lambda messages: "x" * length).error
+    assert error is not None
+    assert f": '{shown}';" in error
 
 
 def test_ended_sessions_are_forgotten() -> None:
@@ -148,6 +159,29 @@ def test_an_engine_actor_passes_its_settings_on() -> None:
     sampling = engine.calls[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.75, 3)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.min_tokens, sampling.max_tokens) == (0.25, 1.5, 5, 16)
+
+
+def test_an_engine_actor_samples_the_models_own_distribution_unless_told_otherwise_and_ends_its_sessions() -> None:
+    class Ending(ScriptedEngine):
+        def __init__(self, *answers: list[int]) -> None:
+            super().__init__(answers)
+            self.ended: list[str] = []
+
+        async def end_session(self, session_id: str) -> None:
+            self.ended.append(session_id)
+
+    engine = Ending([*b"polly", END])
+    asyncio.run(
+        run_episode(
+            EpisodeRequest("e", Task("Parrot", 0), sampling_seed=5),
+            make_env=lambda task: Parrot(),
+            act=EngineActor(engine),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),
+        )
+    )
+    assert engine.calls[0].sampling == SamplingParams(16, (END,), child_seed(5, "turn", 0))  # all else neutral
+    assert engine.ended == ["e/0"]
 
 
 def test_a_turn_with_less_room_than_the_least_tokens_may_end_with_any() -> None:

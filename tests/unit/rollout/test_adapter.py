@@ -399,6 +399,66 @@ def test_a_failing_environment_leaves_the_sampled_tokens_unscored() -> None:
     assert record.outcome is None
 
 
+@pytest.mark.parametrize(("max_model_len", "room"), [(16, 16), (64, 32)])
+def test_before_reset_there_is_nothing_to_read_and_all_the_room(max_model_len: int, room: int) -> None:
+    with wrap(Talk(), max_model_len=max_model_len) as wrapper:
+        assert (wrapper.prompt.tolist(), wrapper.max_tokens) == ([], room)
+        assert (wrapper.env_seconds, wrapper.action_seconds) == (0.0, 0.0)
+
+
+def test_a_reset_that_fails_leaves_no_turn_open() -> None:
+    env = Talk()
+    with wrap(env) as wrapper:
+        wrapper.reset(seed=0)
+        env.first = "x" * 9999
+        with pytest.raises(ContextOverflowError):
+            wrapper.reset(seed=0)
+        with pytest.raises(UsageError, match="call reset"):
+            wrapper.step([END])
+    assert env.actions == []
+
+
+def test_time_is_counted_from_the_last_reset_and_apart_for_answers() -> None:
+    now = 0.0
+
+    class Slow(AsyncTalk):
+        async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            nonlocal now
+            now += 1.0
+            return await super().reset(seed=seed)
+
+        async def step(self, action: str) -> Any:
+            nonlocal now
+            now += 2.0
+            return await super().step(action)
+
+    with wrap(Slow(), clock=lambda: now) as wrapper:
+        for num_steps in (2, 1):  # 1 second for the reset and 2 for each step
+            wrapper.reset(seed=0)
+            for _ in range(num_steps):
+                wrapper.step([*say("yo"), END])
+            assert (wrapper.env_seconds, wrapper.action_seconds) == (1.0 + 2.0 * num_steps, 2.0 * num_steps)
+
+
+@pytest.mark.parametrize(("declared", "success"), [(None, None), (True, False), (False, False)])
+def test_an_episode_that_a_limit_ends_after_its_answer_has_the_stated_return(
+    declared: bool | None, success: bool | None
+) -> None:
+    # The second turn was not scored, or was and declared something.
+    second = None if declared is None else Reward({"r": 0.25}, success=declared, events=("found",))
+    with wrap(Talk(("a", 0.5, False, False, {}), ("b", second, False, False, {}))) as wrapper:
+        wrapper.reset(seed=0)
+        wrapper.step([END])
+        wrapper.step([END])
+        wrapper.end_at_limit(-2.0)
+        record = wrapper.episode()
+    # The second turn takes what is missing: 0.5 - 2.5 = -2.
+    assert record.rewards == (0.5, -2.5)
+    assert [turn.index for turn in record.turns] == [0, 1]
+    assert (record.turns[1].reward_terms, record.turns[1].events) == ({"action_limit": -2.5}, ())
+    assert (record.outcome, record.success) == (Outcome.ACTION_LIMIT, success)
+
+
 def test_a_step_before_reset_says_so() -> None:
     with wrap(Talk()) as wrapper, pytest.raises(UsageError, match="call reset"):
         wrapper.step([END])

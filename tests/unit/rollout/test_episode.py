@@ -15,6 +15,7 @@ Pinned here:
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,7 @@ import pytest
 
 from gspo_gym.chat.renderer_cache import RendererCache
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
-from gspo_gym.errors import EnginePoisonedError
+from gspo_gym.errors import ActionLimitError, EnginePoisonedError, EnvDiedError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
@@ -376,6 +377,59 @@ def test_the_deadline_is_watched_while_the_environment_hangs(hang: Callable[[], 
     assert "in the environment after 1 turns" in episode.error
 
 
+def test_the_deadline_is_watched_while_the_environment_is_made() -> None:
+    async def run() -> Trajectory:
+        loop, may_come = asyncio.get_running_loop(), threading.Event()
+
+        def make_env(task: Task) -> Any:
+            loop.call_soon_threadsafe(loop.call_later, 0.2, may_come.set)  # after the deadline, in any case
+            may_come.wait()
+            return env
+
+        return await run_episode(
+            EpisodeRequest("g0/0", TASK, sampling_seed=0),
+            make_env=make_env,
+            act=EngineActor(ScriptedEngine([])),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=1, max_output_tokens=8, max_model_len=512, episode_timeout_seconds=0.05),
+        )
+
+    env = Echo()
+    episode = asyncio.run(run())
+    assert episode.outcome is Outcome.EPISODE_TIMEOUT
+    assert episode.error is not None
+    assert "in the environment after 0 turns" in episode.error
+    assert env.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "outcome"), [(20.0, Outcome.EPISODE_TIMEOUT), (30.0, Outcome.ACTION_LIMIT)], ids=str
+)
+def test_a_late_episode_is_the_actions_doing_if_answers_took_more_than_half_of_it(
+    seconds: float, outcome: Outcome
+) -> None:
+    """Two answers of 20 or 30 seconds, of 100; whenever they are played again they take 30 each."""
+    now, num_made = 0.0, 0
+
+    def make_env(task: Task) -> Any:
+        nonlocal num_made
+        num_made += 1
+        return Echo(spend if num_made == 1 else lambda method: spend(method, 30.0))
+
+    def spend(method: str, step_seconds: float = seconds) -> None:
+        nonlocal now
+        now += step_seconds if method == "step" else 0.0
+
+    def answer(request: ActRequest) -> Completion:
+        nonlocal now
+        now += 35.0
+        return completion([1, END])
+
+    episode = play(None, Answering(answer), make_env=make_env, clock=lambda: now, episode_timeout_seconds=100.0)
+    assert len(episode.turns) == 2
+    assert episode.outcome is outcome
+
+
 def test_a_first_prompt_that_does_not_fit_is_a_record_without_turns() -> None:
     env = Echo()
     episode = play(env, ScriptedEngine([]), max_model_len=25)  # 19 + len("seed 5")
@@ -422,6 +476,41 @@ def test_cancellation_closes_everything_and_propagates() -> None:
     assert ended == ["g0/0/2"]
 
 
+def test_a_cancellation_that_comes_while_closing_waits_until_all_is_closed() -> None:
+    env = Echo()
+
+    class Slow(Answering):
+        async def end_session(self, session_id: str) -> None:
+            is_closing.set()
+            await may_close.wait()
+
+    async def cancel_it() -> None:
+        nonlocal is_closing, may_close
+        is_closing, may_close = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(
+            run_episode(
+                EpisodeRequest("g0/0", TASK, sampling_seed=0),
+                make_env=lambda task: env,
+                act=Slow(lambda request: completion([*b"stop", END])),
+                renderers=RendererCache(tiny_tokenizer()),
+                limits=EpisodeLimits(max_turns=1, max_output_tokens=8, max_model_len=512),
+            )
+        )
+        await is_closing.wait()
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        may_close.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert env.num_closed == 1
+
+    is_closing: asyncio.Event
+    may_close: asyncio.Event
+    asyncio.run(cancel_it())
+
+
 def test_a_poisoned_engine_is_not_an_episodes_failure() -> None:
     env = Echo()
 
@@ -458,6 +547,63 @@ def test_a_failure_to_close_does_not_hide_an_earlier_one() -> None:
     assert episode.error is not None
     assert "step is broken" in episode.error
     assert "close" not in episode.error
+
+
+@pytest.mark.parametrize(("length", "shown"), [(486, "x" * 486), (487, "x" * 483 + "...")])
+def test_an_error_of_more_than_500_characters_is_cut(length: int, shown: str) -> None:
+    def answer(request: ActRequest) -> Completion:
+        raise RuntimeError("x" * length)
+
+    assert play(Echo(), Answering(answer)).error == "RuntimeError: " + shown  # 14 characters before it
+
+
+def test_the_traceback_of_a_failure_is_in_the_debug_log(caplog: pytest.LogCaptureFixture) -> None:
+    def trouble(method: str) -> None:
+        if method in ("step", "close"):
+            raise OSError(f"{method} is broken")
+
+    with caplog.at_level(logging.DEBUG, logger="gspo_gym.rollout.episode"):
+        play(Echo(trouble), ScriptedEngine(answers("one")))
+    assert [record.getMessage() for record in caplog.records] == [
+        "episode g0/0/0 failed",
+        "closing episode g0/0/0 failed",
+    ]
+    for record, method in zip(caplog.records, ("step", "close"), strict=True):
+        assert record.exc_info
+        assert f"{method} is broken" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize(("options", "outcome"), [({"hard": True}, Outcome.ACTION_LIMIT), ({}, Outcome.ENV_ERROR)])
+def test_actions_are_played_again_with_the_tasks_seed_and_options(options: Any, outcome: Outcome) -> None:
+    """It dies at a second action in its first episode, and in every hard one of seed 5."""
+    made: list[Dying] = []
+
+    class Dying(Echo):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            made.append(self)
+            self.dies = len(made) == 1 or (seed == 5 and options == {"hard": True})
+            return super().reset(seed=seed)
+
+        def step(self, action: str) -> Any:
+            if self.dies and action == "two":
+                raise EnvDiedError("killed")
+            return super().step(action)
+
+    task = Task("Echo-v0", seed=5, options=options)
+    episode = play(None, ScriptedEngine(answers("one", "two")), task=task, make_env=lambda task: Dying())
+    assert episode.outcome is outcome
+    assert len(made) == 2
+
+
+def test_a_limit_that_the_player_meets_between_actions_is_not_the_actions_doing() -> None:
+    def answer(request: ActRequest) -> Completion:
+        if request.turn_index == 1:
+            raise ActionLimitError("the policy asked the environment for too much")
+        return completion([1, END])
+
+    episode = play(Echo(), Answering(answer))
+    assert not episode.is_scored
+    assert episode.outcome is Outcome.ENGINE_ERROR
 
 
 def test_renderers_are_made_once_per_set_of_tools() -> None:

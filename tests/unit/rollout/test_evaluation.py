@@ -29,14 +29,13 @@ from gspo_gym.rollout.evaluation import (
     Evaluation,
     EvaluationRow,
     ScoreUnit,
-    compare,
-    comparison_table,
     evaluate,
     evaluation_table,
     in_one_unit,
     join,
     restated,
 )
+from gspo_gym.rollout.evaluation_comparison import compare, comparison_table
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, wilson_interval

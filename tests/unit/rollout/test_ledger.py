@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from gspo_gym.errors import RecordError
-from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
+from gspo_gym.rollout.ledger import (
+    MAX_REMEMBERED,
+    Dispatched,
+    Disposition,
+    Ledger,
+    Terminal,
+    close_lost,
+    imbalances,
+    read_ledger,
+)
 from gspo_gym.types import Outcome
 
 
@@ -40,6 +49,14 @@ def test_every_attempt_counts_once() -> None:
     assert ledger.counts() == {"dispatched": 3, "kept": 1, "retried": 1, "dropped": 1}
 
 
+def test_of_many_that_do_not_balance_the_first_five_are_named() -> None:
+    ledger = Ledger()
+    for name in "abcdef":
+        ledger.dispatch(dispatched(name))
+    with pytest.raises(RecordError, match=r"6 attempts do not balance: .*attempt 0 of e: [^;]*$"):
+        ledger.assert_balanced()
+
+
 def test_contradictions_are_refused_when_they_happen() -> None:
     ledger = Ledger(keeps_entries=True)
     ledger.dispatch(dispatched("a"))
@@ -61,11 +78,21 @@ def test_imbalances_of_any_entries_are_listed() -> None:
     ]
 
 
-def test_the_file_says_the_same_as_memory(tmp_path: Path) -> None:
+def test_attempts_without_an_end_get_one_in_the_order_of_their_dispatch() -> None:
+    entries = [dispatched("b"), dispatched("a"), dispatched("c"), terminal("a"), dispatched("a", 1), terminal("d")]
+    lost = [("b", 0), ("c", 0), ("a", 1)]
+    assert [(end.trajectory_id, end.attempt) for end in close_lost(entries)] == lost
+    assert {(end.outcome, end.disposition) for end in close_lost(entries)} == {(Outcome.CANCELLED, Disposition.DROPPED)}
+
+
+def test_the_file_gives_back_what_was_entered(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.dispatch(dispatched("a"))
     ledger.settle(Terminal("a", 0, Outcome.ENV_TIMEOUT, Disposition.DROPPED, "two\nlines"))
-    assert read_ledger(tmp_path / "ledger.jsonl") == ledger.entries
+    assert ledger.entries == (
+        dispatched("a"),
+        Terminal("a", 0, Outcome.ENV_TIMEOUT, Disposition.DROPPED, "two\nlines"),
+    )
     again = Ledger(tmp_path / "ledger.jsonl")  # as a run that goes on: the names are free, what was written stays
     again.dispatch(dispatched("a"))
     assert again.entries == (dispatched("a"),)
@@ -98,6 +125,20 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one(monkeypatch: pytest.Mo
         _ = ledger.entries
 
 
+def test_the_last_ended_attempts_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As many as in a step of 50,000 attempts, and in less than 10 MB at 100 bytes each.
+    assert 50_000 < MAX_REMEMBERED < 100_000
+    monkeypatch.setattr("gspo_gym.rollout.ledger.MAX_REMEMBERED", 2)
+    ledger = Ledger()
+    for name in "abc":
+        ledger.dispatch(dispatched(name))
+        ledger.settle(terminal(name))
+    for name in "bc":
+        with pytest.raises(RecordError, match=f"attempt 0 of {name} was dispatched twice"):
+            ledger.dispatch(dispatched(name))
+    ledger.dispatch(dispatched("a"))
+
+
 def test_a_torn_line_is_left_out_and_cut_off_before_the_next_entry(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     Ledger(path).dispatch(dispatched("a"))
@@ -112,4 +153,8 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"event": "dispatched"}\n{"event": "?"}\n')
     with pytest.raises(RecordError, match=r"ledger\.jsonl:1: not a ledger entry"):
+        read_ledger(path)
+    entry = '{"event": "%s", "trajectory_id": "a", "attempt": 0, "outcome": "terminated", "disposition": "kept"}\n'
+    path.write_text(entry % "terminal" + entry % "ended")
+    with pytest.raises(RecordError, match=r"ledger\.jsonl:2: not a ledger entry: unknown event 'ended'"):
         read_ledger(path)

@@ -26,6 +26,9 @@ def test_groups_go_to_who_is_furthest_behind() -> None:
     """
     mixture = Mixture("a", {"b": 0.25, "c": 0.25})
     assert [mixture.env_of(number) for number in range(8)] == ["a", "b", "c", "a"] * 2
+    # a 1/4, b 3/4: 1: .25, .75 -> b   2: .5, .5 -> a   3: -.25, 1.25 -> b   4: 0, 1 -> b
+    mixture = Mixture("a", {"b": 0.75})
+    assert [mixture.env_of(number) for number in range(8)] == ["b", "a", "b", "b"] * 2
 
 
 @pytest.mark.parametrize("others", [{"b": 0.1, "c": 0.2}, {"b": 0.3, "c": 0.3, "d": 0.1}])

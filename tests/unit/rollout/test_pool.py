@@ -202,6 +202,7 @@ def test_a_failure_is_retried_in_a_fresh_environment_with_a_fresh_seed() -> None
     (group,) = collect(pool, groups_of(1, 2))
     assert [t.attempt for t in group.trajectories] == [0, 1]
     assert group.trajectories[1].sampling_seed == child_seed(7, "group", "g0", 1, 1)
+    assert pool.num_retries == 1
     assert len(made) == 3  # nobody played in a used environment
     assert all(env.is_closed for env in made)
     by_id = {(t.trajectory_id, t.attempt): (t.outcome, t.disposition, t.reason) for t in terminals(pool)}
@@ -308,8 +309,21 @@ def test_when_nothing_is_left_the_most_frequent_reasons_are_told() -> None:
     assert "no data" in lines[1]
     assert lines[2].strip().startswith("2 x env_error: ")
     assert "no disk" in lines[2]
+    assert len(lines) == 3
     pool.ledger.assert_balanced()
     assert pool.ledger.counts() == {"dispatched": 16, "kept": 0, "retried": 8, "dropped": 8}
+
+
+def test_of_many_reasons_the_three_most_frequent_are_told_and_the_others_counted() -> None:
+    def make_env(task: Task) -> Any:
+        raise OSError(f"no disk {task.seed}")
+
+    pool = make_pool(Babbler(), make_env=make_env, max_attempts=1)
+    with pytest.raises(RolloutError) as failure:
+        asyncio.run(pool.collect(groups_of(5, 1)))
+    lines = str(failure.value).splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["1"] * 3
+    assert lines[4:] == ["  and 2 other reasons"]
 
 
 def test_no_requests_are_no_groups() -> None:

@@ -293,6 +293,10 @@ def test_an_engine_that_never_gets_new_weights_is_an_error_and_no_endless_loop()
     world.version = -3
     with pytest.raises(RolloutError, match=r"step 1: the engine samples from weights that are 3 versions old"):
         run(world.train(world.schedule(staleness=2), [1]))
+    with pytest.raises(RolloutError, match=r"step 1: the engine samples from"):  # also before a single group
+        run(world.train(world.schedule(staleness=2, groups=1), [1], groups=1))
+    world.version = -2  # just not too old
+    assert run(world.train(world.schedule(staleness=2, ahead=0), [1])) == [([0, 1], 0)]
     world.version, world.lag = 0, lambda number: 5
     with pytest.raises(RolloutError, match=r"group_000000 was sampled from weights that are 5 versions old.*is 2"):
         run(world.train(world.schedule(staleness=2), [1]))
@@ -354,6 +358,7 @@ def test_closing_ends_what_is_played_and_waits_for_it() -> None:
         await asyncio.sleep(1.0)
         assert world.running == {2, 3, 4, 5, 6, 7}
         await schedule.close()
+        assert schedule.pending_tasks == ()
         await schedule.close()
         return asyncio.all_tasks() - {asyncio.current_task()}
 
@@ -391,6 +396,7 @@ def test_staleness_is_counted_from_the_oldest_sampled_token() -> None:
     task = Task("test/Env-v0", 0)
     old, new = episode_of("a", 0, (3, 5, 4)), episode_of("b", 0, (5, 5))
     assert (oldest_version(old), oldest_version(new)) == (3, 5)  # the prompt's token, which has none, does not count
+    assert oldest_version(episode_of("c", 0, ())) == -1  # nothing was sampled
     group = TrajectoryGroup(task, (old, new), 2)
     assert staleness_metrics([group], version=5, num_dropped=4) == {
         "rollout/staleness_mean": (2 + 0) / 2,

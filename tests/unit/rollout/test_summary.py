@@ -60,6 +60,15 @@ def test_every_number_by_hand(groups):
     )
 
 
+def test_ends_are_counted_each_by_itself(groups):
+    ends = [Outcome.MAX_TURNS] + [Outcome.CONTEXT_OVERFLOW] * 2 + [Outcome.ACTION_LIMIT] * 3 + [Outcome.TERMINATED] * 4
+    episode, task = groups[0].trajectories[0], groups[0].task
+    ended = tuple(dataclasses.replace(episode, outcome=end, success=end is Outcome.ACTION_LIMIT) for end in ends)
+    metrics = rollout_metrics([TrajectoryGroup(task, ended, 10)], seconds=1.0)
+    names = ("max_turns_fraction", "context_overflow_fraction", "action_limit_fraction", "success_rate")
+    assert [metrics[f"rollout/{name}"] for name in names] == [1 / 10, 2 / 10, 3 / 10, 3 / 10]
+
+
 def test_every_number_is_explained(groups):
     names = {name for name in rollout_metrics(groups, seconds=1.0) if not name.startswith((TERM_PREFIX, TOOL_PREFIX))}
     assert names == set(METRICS)
@@ -100,6 +109,10 @@ def test_a_success_rate_is_over_the_environments_that_declare_success(groups):
     assert rollout_metrics([*groups, *silent], seconds=1.0)["rollout/success_rate"] == declared
     # of one that is known to declare it, episodes that were all cut off are no successes
     assert rollout_metrics(silent, seconds=1.0, success_of=("silent",))["rollout/success_rate"] == 0.0
+    by_source = source_metrics([*groups, *silent])
+    assert "source/silent/success_rate" not in by_source
+    assert by_source[f"source/{groups[0].task.env_id}/success_rate"] == declared
+    assert source_metrics(silent, success_of=("silent", "other"))["source/silent/success_rate"] == 0.0
 
 
 def test_each_environment_of_a_mixture_has_its_own_numbers(groups):

@@ -9,6 +9,8 @@ Pinned here:
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from gspo_gym.base.files import whole_lines
+from gspo_gym.base.files import take_lock, whole_lines
 from gspo_gym.cli.doctor import diagnose, read_run
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
@@ -263,16 +265,42 @@ def test_a_run_that_is_begun_twice_at_once_is_begun_once(tmp_path):
 
 
 def test_a_folder_that_another_process_claims_meanwhile_is_left_to_it(tmp_path, monkeypatch):
-    claim = tmp_path / "test" / ".starting"
+    claim, claims = tmp_path / "test" / ".starting", []
 
     def make_folder_too_late(folder):
         folder.mkdir()
-        claim.touch()  # the other process's, between the look whether the folder is taken and the claim
+        claims.append(take_lock(claim))  # the other process's, between the look whether it is taken and the claim
 
-    monkeypatch.setattr("gspo_gym.cli.run.make_folder", make_folder_too_late)
+    monkeypatch.setattr("gspo_gym.run.folder.make_folder", make_folder_too_late)
     with pytest.raises(ConfigError, match="another process is beginning a run there"):
         run_training(make_config(tmp_path))
     assert claim.exists()
+    monkeypatch.undo()
+    os.close(claims[0])  # that process is killed, and its run never began: the next start has the folder
+    with pytest.raises(RolloutError, match="context_overflow"):
+        run_training(make_config(tmp_path, rollout__max_model_len=20))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_sigterm_ends_leaves_nothing(tmp_path):
+    def end_this_process():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or it would end the tests
+        assert (config.run_folder / ".starting").exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Doubled.begin_another = end_this_process
+    register("test_run/Doubled-v0", entry_point=Doubled)
+    values = make_config(tmp_path / "runs").model_dump(exclude_none=True, exclude={"warmup"})
+    values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
+    config = RunConfig.from_dict(values)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_training(config)
+    finally:
+        gymnasium.registry.pop("test_run/Doubled-v0")
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_run_in_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):

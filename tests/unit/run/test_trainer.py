@@ -14,7 +14,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,12 +92,19 @@ class Parts:
     saved: list[TrainState] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     episodes: Sequence[tuple[float, bool | None]] = ((1.0, None),)  # (return, success) of the only one, by evaluation
+    grad_norms: Sequence[float] = ()  # of the first updates; others say nothing of theirs
     judge_stops_at: int | None = None  # the number of the evaluation in which nothing can be scored any more
 
     def update(self, batch: TrainBatch) -> Any:
         self.log.append("update")
         self.batches.append(batch)
-        return SimpleNamespace(metrics={"batch/trained_tokens": float(batch.num_actions)})
+        metrics = {"batch/trained_tokens": float(batch.num_actions)}
+        if len(self.batches) <= len(self.grad_norms):
+            metrics["optim/grad_norm_max"] = self.grad_norms[len(self.batches) - 1]
+        return SimpleNamespace(metrics=metrics)
+
+    def sampling_version(self) -> int:
+        return self.version
 
     @asynccontextmanager
     async def asleep(self) -> AsyncIterator[None]:
@@ -119,6 +126,20 @@ class Parts:
         earned, success = self.episodes[min(number, len(self.episodes) - 1)]
         outcome = Outcome.MAX_TURNS if success is None else Outcome.TERMINATED
         return Evaluation("test/Letters-v0", (EvaluationRow(0, earned, success, 1, outcome),))
+
+
+class Told(QuietProgress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        super().__init__(self.calls.append)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append(f"stepped {step}")
+
+    def finished(self) -> None:
+        self.calls.append("finished")
 
 
 def make_plan(**changes: Any) -> TrainPlan:
@@ -145,6 +166,8 @@ def train(
     concurrency: int = 8,
     state: TrainState | None = None,
     parts: Parts | None = None,
+    progress: QuietProgress | None = None,
+    is_committed: Callable[[int], bool] | None = None,
 ) -> tuple[Parts, TrainState]:
     """Run the plan, from `state` on; `same_for` 1: every group is constant."""
     parts = parts or Parts()
@@ -152,7 +175,7 @@ def train(
     pool = RolloutPool(
         play=episode_player(
             make_env=lambda task: Letters(task, same_for),
-            act=Babbler(lambda: parts.version),
+            act=Babbler(parts.sampling_version),
             renderers=RendererCache(tiny_tokenizer()),
             limits=EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256),
         ),
@@ -170,9 +193,10 @@ def train(
         evaluate=parts.evaluate,
         save_checkpoint=parts.saved.append,
         recorder=recorder,
-        progress=QuietProgress(lambda text: None),
+        progress=progress or QuietProgress(lambda text: None),
         state=state,
         weight_version=lambda: parts.version,
+        is_committed=is_committed,
         while_learning=parts.asleep,
         clock=lambda: float(next(ticks)),
     )
@@ -197,12 +221,58 @@ def test_constant_groups_are_trained_on_by_default_and_counted(tmp_path: Path) -
     assert sum(constant) > 0
     assert all(line["batch/refilled_groups"] == line["batch/dropped_constant_groups"] == 0 for line in lines)
     assert state.num_episodes == 48
+    # every sampled token is trained on
+    assert state.trained_tokens == state.sampled_tokens == sum(batch.num_actions for batch in parts.batches) > 0
+
+
+def test_a_step_counts_as_a_gradient_step_if_some_gradient_was_not_zero(tmp_path: Path) -> None:
+    _, state = train(tmp_path, make_plan(), parts=Parts(grad_norms=[0.5, 0.0, 0.25]))  # nothing is known of the fourth
+    assert state.gradient_steps == 2
+
+
+def test_progress_is_told_of_every_step_and_evaluation_and_of_the_end(tmp_path: Path) -> None:
+    progress = Told()
+    train(tmp_path, make_plan(num_steps=3), progress=progress)
+    told = [call for call in progress.calls if not call.startswith("step ")]
+    assert told == ["training for 3 steps", "stepped 1", "stepped 2", "stepped 3", "finished"]
+    evaluated = [call for call in progress.calls if call.startswith("step ") and call.endswith(" episodes")]
+    assert evaluated == [f"step {step}: mean return 1.000, 1.00 turns, 1 episodes" for step in (0, 2, 3)]
+    assert [event["step"] for event in read_events(tmp_path) if event["kind"] == "evaluation"] == [0, 2, 3]
+
+
+def test_a_mixture_has_metrics_of_each_environment_and_a_single_one_has_none_beside_its_own(tmp_path: Path) -> None:
+    other = {"mixture": {"test/Others-v0": 0.5}}
+    for name, changes in (("one", {}), ("two", other)):
+        train(tmp_path / name, make_plan(num_steps=1, **changes))
+        (line,) = read_metrics(tmp_path / name)
+        assert any("Others-v0" in key for key in line) == (name == "two")
+
+
+def test_episodes_of_weights_that_were_never_committed_are_not_trained_on_and_entered(tmp_path: Path) -> None:
+    class Torn(Parts):
+        """One answer of the 12 of a step is of version 99."""
+
+        num_answers = 0
+
+        def sampling_version(self) -> int:
+            self.num_answers += 1
+            return 99 if self.num_answers % 12 == 0 else self.version
+
+    parts, state = train(tmp_path, make_plan(), parts=Torn(), is_committed=lambda version: version != 99)
+    events = [(e["step"], e["data"]) for e in read_events(tmp_path) if e["kind"] == "uncommitted"]
+    assert events == [(step, {"num_episodes": 1}) for step in (1, 2, 3, 4)]
+    assert [batch.num_trajectories for batch in parts.batches] == [11] * 4
+    assert state.num_episodes == 44
 
 
 def test_all_scores_of_a_run_are_in_one_unit(tmp_path: Path) -> None:
     # every episode of the first two evaluations was cut off undecided, with a return of 2.0; later ones fail or succeed
     parts = Parts(episodes=[(2.0, None), (2.5, None), (0.3, False), (0.9, True)])
-    _, state = train(tmp_path / "undecided", make_plan(num_steps=6), parts=parts)
+    progress = Told()
+    _, state = train(tmp_path / "undecided", make_plan(num_steps=6), parts=parts, progress=progress)
+    notes = [call for call in progress.calls if "undecided" in call or "cut off" in call]
+    assert [note.split(":")[0] for note in notes] == ["step 0", "step 4"]  # once at first, and once it is decided
+    assert "scores are the success rate, also of the 2 before it" in notes[1]
     assert state.curve == ((0, 0.0), (2, 0.0), (4, 0.0), (6, 1.0))  # success rates, all of them
     assert state.best_eval is not None
     assert state.best_eval["step"] == 6
@@ -334,6 +404,11 @@ def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_pat
         assert "batch/mean_return" not in line
 
 
+def test_refilling_gives_up_after_ten_rounds_unless_told_otherwise(tmp_path: Path) -> None:
+    train(tmp_path, make_plan(constant_groups="refill", groups_per_batch=1, num_steps=1), same_for=1)
+    assert read_metrics(tmp_path)[0]["batch/refilled_groups"] == 10
+
+
 def test_filtering_every_episode_is_no_update_either(tmp_path: Path) -> None:
     parts, _ = train(tmp_path, make_plan(num_steps=1, advantages=AdvantageSettings(filter_eps=0.0)), same_for=1)
     assert parts.batches == []
@@ -451,6 +526,11 @@ def test_training_episodes_are_written_as_often_as_asked_for(tmp_path: Path, eve
     train(tmp_path, make_plan(log_episodes_every_n_iters=every))
     written = sorted(path.stem for path in (tmp_path / "episodes").glob("step_*.jsonl"))
     assert written == [f"step_{step:06d}" for step in expected]
+
+
+def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:
+    train(tmp_path, make_plan(num_steps=5, log_every=2))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 5]
 
 
 @pytest.mark.parametrize("baseline", ["batch", "running", "none"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import tomli_w
 from fake_task_app import FakeTaskApp
 
+from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build.preflight import find_obstacles, rehearse
@@ -206,6 +208,39 @@ def test_a_deep_check_asks_the_apps_whether_they_can_be_used(make: Make) -> None
     assert [played.outcome for played in seen.episodes] == [Outcome.TERMINATED]
     with pytest.raises(GymError, match="Is the app running there"):
         asyncio.run(rehearse(make({"rollout.mixture": [{**mixture, "task_url": server.url}]})))
+
+
+@pytest.mark.parametrize(
+    ("player", "changes", "said"),
+    [
+        ("./no/such/model", {}, "not a folder here"),
+        ("tiny:qwen9-64", {}, "there is no tiny model of that name"),
+        ("tiny:qwen3-64", {"rollout.engine": "vllm"}, "vLLM is not installed"),
+        ("tiny:qwen3-64", {"compute": {"gpu_count": 1}}, "compute.gpu_count: expected a CUDA device"),
+        ("scripted:referens", {}, "has no scripted policy 'referens'"),
+        ("scripted:reference", {"model.base": "tiny:qwen9-64"}, "there is no tiny model of that name"),
+        ("openai:some-model", {}, "expected an API key in the variable OPENAI_API_KEY"),
+        ("openai:some-model@http://127.0.0.1:9/v1", {"rollout.env_config": {"hig": 4}}, "did you mean 'high'"),
+        ("scripted:reference", {"judge": JUDGED["judge"]}, "expected a key in the variable GROQ_API_KEY"),
+    ],
+)
+def test_what_would_stop_an_evaluation_is_found_before_anything_is_loaded_or_played(
+    player: str, changes: dict[str, Any], said: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for loads in ("gspo_gym.policy.load.load_policy", "gspo_gym.policy.load.load_tokenizer"):
+        monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("it is loaded"))
+    with pytest.raises(GymError, match=re.escape(said)):
+        run_evaluation(make({"evaluation": {"seeds": "0:2"}, **changes}), player)
+
+
+def test_the_second_model_of_an_evaluation_is_looked_at_before_the_first_one_plays(
+    file: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_gym.policy.load.load_tokenizer", lambda *_: pytest.fail("the first one plays"))
+    path = file({"evaluation": {"seeds": "0:2"}})
+    assert main(["evaluate", path, "--model", "scripted:reference", "--against", "./no/such/model"]) == 2
+    assert "model './no/such/model': not a folder here" in capsys.readouterr().err
 
 
 def test_a_run_says_first_what_has_no_effect(file: Callable[..., str], tmp_path: Path) -> None:

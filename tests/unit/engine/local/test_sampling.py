@@ -7,13 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.local import sampling
 from gspo_gym.engine.local.sampling import ForbiddenTokens, RepetitionPenalty, RowSampling, sample, sampling_logprobs
 from gspo_gym.errors import ConfigError
 
 LOGITS = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
+
+
+class Sums(TorchDispatchMode):
+    """The shapes of what is summed up within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cumsum_.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
 
 
 def _rows(num: int = 1, uniform: float = 0.5, **fields: Any) -> RowSampling:
@@ -201,5 +216,8 @@ def test_a_large_vocabulary_is_drawn_from_in_groups_of_rows_with_the_same_result
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=(10, 7)))
     rows = RowSampling(uniforms=torch.from_numpy(np.random.default_rng(4).random(10)))
     whole = sample(logits, rows).token_ids
-    monkeypatch.setattr("gspo_gym.engine.local.sampling._MAX_CDF_ELEMENTS", 21)  # three rows of seven at once
-    assert torch.equal(sample(logits, rows).token_ids, whole)
+    assert sampling._MAX_CDF_ELEMENTS * torch.float64.itemsize == 128 * 2**20
+    monkeypatch.setattr(sampling, "_MAX_CDF_ELEMENTS", 21)  # three rows of seven at once
+    with Sums() as sums:
+        assert torch.equal(sample(logits, rows).token_ids, whole)
+    assert sums.shapes == [(3, 7), (3, 7), (3, 7), (1, 7)]

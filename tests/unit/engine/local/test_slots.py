@@ -62,6 +62,24 @@ def test_an_ended_session_frees_its_slot_at_once_or_when_its_request_is_done() -
     slots.end_session("working")
     slots.end_session("unknown")
     assert slots.num_in_work == 1
+    assert [slots.is_used(slot) for slot in range(2)] == [False, True]
     slots.release(1)
     assert slots.num_in_work == 0
     assert slots.kept_slot("working") is None
+    assert [slots.acquire(None) for _ in range(3)] == [0, 1, None]
+
+
+def test_a_session_in_work_is_kept_when_others_end_and_all_that_wait_are_forgotten_at_once() -> None:
+    slots = SlotTable(3)
+    for session in ("a", "b", "c"):
+        slots.acquire(session)
+    slots.end_session("b")
+    for slot in range(2):
+        slots.release(slot)
+    assert [slots.kept_slot(session) for session in ("a", "b", "c")] == [0, None, None]
+    assert (slots.num_used, slots.num_in_work) == (2, 1)
+    slots.forget_sessions()
+    assert slots.kept_slot("a") is None
+    assert [slots.is_used(slot) for slot in range(3)] == [False, False, True]  # c's is in work
+    slots.release(2)
+    assert slots.kept_slot("c") == 2

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+from simulation import SimulatedLoop
 from tracked_engine import TrackedEngine, Workshop
 
 from gspo_gym.engine.base import Engine, SamplingParams, WeightUpdate
 from gspo_gym.engine.replicas.rebuildable import BringUp, RebuildableEngine
 from gspo_gym.errors import EngineError, EnginePoisonedError
+from gspo_gym.types import Completion
 
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(), seed=0)
 
@@ -122,6 +125,52 @@ def test_the_engine_that_is_replaced_is_closed_before_another_is_made() -> None:
     run(body)
 
 
+def test_the_last_of_three_rebuilds_begins_when_the_first_has_closed_what_it_made() -> None:
+    """The second is overtaken before it has begun, so that it waits for nothing itself."""
+
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        async def for_ever(fresh: Engine) -> None:
+            await asyncio.Event().wait()
+
+        first = asyncio.create_task(engine.rebuild(for_ever))
+        await settle()
+        workshop.made[1].num_closing_turns = 50
+        second = asyncio.create_task(engine.rebuild(under(2)))
+        await asyncio.sleep(0)
+        await engine.rebuild(under(3))
+        assert workshop.max_open == 1
+        await asyncio.gather(first, second, return_exceptions=True)
+
+    run(body)
+
+
+def test_a_rebuild_that_is_cancelled_while_it_closes_an_engine_makes_no_other() -> None:
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        workshop.made[0].num_closing_turns = 50
+        rebuilding = asyncio.create_task(engine.rebuild(under(1)))
+        await settle()
+        rebuilding.cancel()
+        await asyncio.wait({rebuilding})
+        assert [one.is_closed for one in workshop.made] == [True]
+
+    run(body)
+
+
+def test_closing_does_not_wait_for_an_engine_that_is_never_made() -> None:
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        workshop.may_make.clear()
+        rebuilding = asyncio.create_task(engine.rebuild(under(1)))
+        await settle()
+        closing = asyncio.create_task(engine.close())
+        await settle()
+        assert (closing.done(), rebuilding.done()) == (True, True)
+        with pytest.raises(EngineError, match="closed"):
+            await rebuilding
+        await closing
+
+    run(body)
+
+
 @pytest.mark.parametrize("num_ticks", range(12))
 def test_a_rebuild_whose_caller_is_cancelled_leaves_no_engine_open_and_the_next_one_succeeds(num_ticks: int) -> None:
     """Cancelled twice: the second time while it closes what it made."""
@@ -220,6 +269,49 @@ def test_an_engine_that_was_rebuilt_too_often_is_poisoned_until_somebody_closes_
         assert (len(workshop.made), engine.num_rebuilds) == (3, 2)
 
     assert run(body, max_rebuilds=2).num_open == 0
+
+
+def test_an_engine_is_rebuilt_a_hundred_times_unless_told_otherwise() -> None:
+    async def main() -> None:
+        workshop = Workshop()
+        engine = RebuildableEngine(await workshop.make(), workshop.make)
+        for version in range(1, 101):
+            await engine.rebuild(under(version))
+        with pytest.raises(EnginePoisonedError, match="rebuilt 100 times"):
+            await engine.rebuild(under(101))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("deadline_seconds", "left"), [(10.0, 7.0), (2.0, 0.0), (None, None)])
+def test_what_is_left_of_a_deadline_after_the_rebuild_is_what_the_engine_gets(
+    deadline_seconds: float | None, left: float | None
+) -> None:
+    given: list[float | None] = []
+
+    class Noting(TrackedEngine):
+        async def generate(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+            given.append(options.pop("deadline_seconds"))
+            return await super().generate(tokens, sampling, **options)
+
+    async def main() -> None:
+        async def make() -> Engine:
+            await asyncio.sleep(4.0)
+            return Noting()
+
+        await asyncio.sleep(100.0)  # a clock that does not begin at 0
+        engine = RebuildableEngine(Noting(), make)
+        rebuilding = asyncio.create_task(engine.rebuild(under(1)))
+        await asyncio.sleep(1.0)  # of the 4 that it takes
+        await asyncio.gather(
+            engine.generate([1], SAMPLING, deadline_seconds=deadline_seconds), rebuilding, return_exceptions=True
+        )
+        await engine.close()
+
+    with asyncio.Runner(loop_factory=lambda: SimulatedLoop(0)) as runner:
+        runner.run(main())
+    assert given == [left]
 
 
 @pytest.mark.parametrize("is_rebuilding", [False, True])

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from gspo_gym.base.circuit import CircuitBreaker
@@ -196,6 +197,25 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
         RoutedEngine([Fragile()], settings=RouterSettings(**options))
 
 
+def test_settings_at_the_edge_are_taken() -> None:
+    settings = RouterSettings(max_in_flight=1, failures_to_open=1, health_interval_seconds=0.1, max_wait_seconds=0.0)
+    assert len(RoutedEngine([Fragile()], settings=settings).replicas) == 1
+
+
+def test_without_settings_a_replica_is_given_256_calls_at_once_and_nothing_runs_after_them() -> None:
+    async def main() -> list[float]:
+        loop, engine, seconds = asyncio.get_running_loop(), routed(Fragile(seconds=1.0)), []
+        for count in (256, 257):
+            started = loop.time()
+            await asyncio.gather(*(engine.generate([1], SAMPLING) for _ in range(count)))
+            seconds.append(loop.time() - started)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return seconds
+
+    assert run(main()) == pytest.approx([1.0, 2.0])
+
+
 def test_sessions_stay_and_new_ones_go_where_fewest_are() -> None:
     async def main() -> list[list[str | None]]:
         replicas = [Fragile() for _ in range(3)]
@@ -280,6 +300,7 @@ def test_failed_call_is_answered_by_another_replica_with_the_same_sample() -> No
         assert (broken.num_failures, sound.num_answers, engine.num_retries) == (1, 1, 1)
         await engine.generate([7], SAMPLING, session_id="a")
         assert len(broken.calls) == 1  # the session has moved
+        assert [len(replica.sessions) for replica in engine.replicas] == [0, 1]
         await engine.end_session("a")
         assert [len(replica.sessions) for replica in engine.replicas] == [0, 0]
 
@@ -318,6 +339,7 @@ def test_mistakes_of_the_caller_are_no_failures_of_a_replica() -> None:
         await engine.abort("a")
         with pytest.raises(EngineError, match="aborted"):
             await call
+        assert asyncio.get_running_loop().time() == 0.5  # its replica is not waited for
         assert [len(replica.calls) for replica in replicas] == [1, 0]
         assert all(replica.breaker.state(0.5) == "closed" for replica in engine.replicas)
 
@@ -354,6 +376,28 @@ def test_call_out_of_time_raises_at_its_deadline_and_halves_the_limit() -> None:
         assert [replica.num_in_flight for replica in engine.replicas] == [0, 0]
 
     run(main())
+
+
+def test_answers_raise_the_limit_only_where_it_was_used_to_the_full() -> None:
+    async def main() -> list[int]:
+        engine, seen = routed(Fragile(seconds=10.0), max_in_flight=4), []
+        with pytest.raises(EngineTimeoutError):
+            await engine.generate([1], SAMPLING, deadline_seconds=3.0)
+        for count in (1, 1, 2, 2):  # the limit is 2: the second call of each pair is one of the 2 answers that it takes
+            await asyncio.gather(*(engine.generate([1], SAMPLING) for _ in range(count)))
+            seen.append(engine.replicas[0].limit.limit)
+        return seen
+
+    assert run(main()) == [2, 2, 2, 3]
+
+
+def test_failures_with_answers_between_them_leave_a_replica_in_use() -> None:
+    async def main() -> list[bool]:
+        engine = routed(Fragile(failures=Failures(every=2)), failures_to_open=2, cool_down_seconds=1e6)
+        answers = [await asyncio.gather(engine.generate([1], SAMPLING), return_exceptions=True) for _ in range(6)]
+        return [isinstance(answer, Completion) for (answer,) in answers]
+
+    assert run(main()) == [True, False] * 3
 
 
 def test_deadline_covers_the_second_attempt_too() -> None:
@@ -406,7 +450,7 @@ def test_calls_that_wait_raise_when_the_watch_over_the_replicas_breaks() -> None
         dead.is_dead = True
 
         async def sleep(_: float) -> None:
-            await asyncio.sleep(seconds.pop())  # the second time: IndexError, a defect of the watch
+            await asyncio.sleep(seconds.pop())  # where it is empty: IndexError, a defect of the watch
 
         settings = RouterSettings(failures_to_open=1, cool_down_seconds=1000.0, max_wait_seconds=1e9)
         engine = RoutedEngine([dead], settings=settings, clock=asyncio.get_running_loop().time, sleep=sleep)
@@ -414,6 +458,9 @@ def test_calls_that_wait_raise_when_the_watch_over_the_replicas_breaks() -> None
             await engine.generate([1], SAMPLING)
         with pytest.raises(EngineError, match="health checks of the replicas ended: IndexError"):
             await engine.generate([1], SAMPLING)
+        dead.is_dead = False
+        seconds += [1000.0, 1000.0]
+        assert token(await engine.generate([1], SAMPLING)) == 4  # 1 + 3: the next watch is in order
 
     run(main())
 
@@ -602,6 +649,49 @@ def test_call_that_was_kept_over_an_update_may_carry_both_versions() -> None:
     run(main())
 
 
+def test_call_that_was_kept_may_end_in_the_version_that_was_committed_under_it() -> None:
+    class Keeping(Fragile):
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            completion = await super().generate(*arguments, **options)
+            return replace(completion, weight_version=np.array([completion.weight_version[0], self.weight_version]))
+
+    async def main() -> None:
+        engine = routed(Keeping(seconds=4.0))
+        call = asyncio.create_task(engine.generate([1], SAMPLING))
+        await asyncio.sleep(1.0)
+        await engine.pause("keep")
+        await engine.apply_weights(WeightUpdate(1, "shared"))
+        await engine.resume(1)
+        assert (await call).weight_version.tolist() == [0, 1]
+        assert engine.replicas[0].left_out is None
+
+    run(main())
+
+
+def test_closing_ends_a_rebuild_under_way_before_its_replica_is_closed() -> None:
+    async def main() -> list[str]:
+        failing, seen = Fragile(), []
+        failing.fails_at = "apply"
+        engine = routed(failing, Fragile(), health_interval_seconds=5.0)
+
+        async def rebuild(_: Engine) -> None:
+            try:
+                await asyncio.sleep(1e6)
+            finally:
+                await asyncio.sleep(1.0)
+                seen.append(f"ended, closed {not (await failing.health()).is_alive}")
+
+        engine.set_rebuild(rebuild)
+        await update(engine, 1)
+        await engine.check_health()
+        await asyncio.sleep(0)
+        await engine.close()
+        assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+        return seen
+
+    assert run(main()) == ["ended, closed False"]
+
+
 def test_probes_are_answered_while_an_update_is_under_way() -> None:
     async def main() -> None:
         engine = routed(Fragile(), Fragile())
@@ -627,9 +717,13 @@ def test_common_capabilities_are_what_all_replicas_promise() -> None:
                 update_kinds=("full", "adapter"),
                 pause_modes=("wait",),
                 has_checksums=True,
+                logprob_mode="raw",
             )
 
+    alike = RoutedEngine([Fragile(), Fragile()]).capabilities
+    assert (alike.is_trainable, alike.logprob_mode) == (True, "processed")
     common = RoutedEngine([Fragile(), Other()]).capabilities
+    assert (common.is_trainable, common.logprob_mode) == (False, "none")
     assert (common.max_model_len, common.update_kinds, common.pause_modes, common.has_checksums) == (
         100,
         ("full", "adapter"),
@@ -638,6 +732,8 @@ def test_common_capabilities_are_what_all_replicas_promise() -> None:
     )
     with pytest.raises(ConfigError, match="expected one of wait"):
         asyncio.run(RoutedEngine([Fragile(), Other()]).pause("keep"))
+    with pytest.raises(ConfigError, match=r"a kind in \(full, adapter\), got 'shared'"):
+        asyncio.run(RoutedEngine([Other()]).apply_weights(WeightUpdate(1, "shared")))
 
 
 def test_routed_engine_serves_one_event_loop_after_another() -> None:

@@ -332,6 +332,22 @@ def test_raw_completions_extend_each_other_by_exact_tokens_only() -> None:
     assert trained_in(build)[0] == [0, 1]
     assert actions(build) == sampled(capture, 0, 1, 2, 3)
     assert capture.calls[2].context_ids.tolist() == list(b"Hi" + capture.calls[0].answer.content.encode())
+    assert [call.appends for call in capture.calls] == [False, True, False, False]
+
+
+def test_a_raw_prompt_that_ends_with_a_known_answer_adds_nothing_and_of_equal_calls_continues_the_first() -> None:
+    async def talk(session: GatewaySession) -> None:
+        first, second = [await session.complete(CompletionCall([72, 105])) for _ in range(2)]
+        assert first.completion.token_ids.tolist() == second.completion.token_ids.tolist()
+        await session.complete(CompletionCall([72, 105, *first.completion.token_ids.tolist()]))
+
+    capture = captured(talk, SeededEngine(TOKENIZER, any_of("red")))
+    assert [(call.parent, call.context_ids.tolist()) for call in capture.calls] == [
+        (None, [72, 105]), (None, [72, 105]), (0, [])
+    ]  # fmt: skip
+    assert [len(call.new_messages) for call in capture.calls] == [1, 1, 0]
+    # The second call trains the same tokens in a segment of its own.
+    assert trained_in(build_trajectory_parts(capture)) == [[0, 2], [1]]
 
 
 def test_what_the_model_said_elsewhere_is_told_as_context() -> None:

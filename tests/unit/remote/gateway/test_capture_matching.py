@@ -133,12 +133,15 @@ def test_results_of_tools_are_shown_under_the_ids_that_the_model_knows() -> None
 
     async def run(session: GatewaySession) -> tuple[tuple[Message, ...], int | None]:
         first = await ask(session, *ASKED)
-        ids = {"call_0": "0xbeef", "call_1": "0xcafe"}
-        calls = tuple(dataclasses.replace(call, id=ids[call.id]) for call in first.answer.tool_calls)
-        renamed = dataclasses.replace(first.answer, tool_calls=calls)
-        results = [dataclasses.replace(m, tool_call_id=ids[m.tool_call_id or ""]) for m in RESULTS[::-1]]
-        second = await ask(session, *ASKED, renamed, *results)
-        third = await ask(session, *ASKED, renamed, *results, second.answer, Message("user", "And?"))
+
+        def answered(ids: dict[str, str]) -> list[Message]:
+            calls = tuple(dataclasses.replace(call, id=ids[call.id]) for call in first.answer.tool_calls)
+            results = [dataclasses.replace(m, tool_call_id=ids[m.tool_call_id or ""]) for m in RESULTS[::-1]]
+            return [*ASKED, dataclasses.replace(first.answer, tool_calls=calls), *results]
+
+        second = await ask(session, *answered({"call_0": "0xbeef", "call_1": "0xcafe"}))
+        again = answered({"call_0": "7", "call_1": "8"})  # as a client that makes them up for every request
+        third = await ask(session, *again, second.answer, Message("user", "And?"))
         return second.new_messages, third.parent
 
     new, parent = talk(saying(CALLS, "done", "well"), run)

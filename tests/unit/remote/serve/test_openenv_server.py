@@ -257,6 +257,14 @@ def test_http_is_stateless_and_a_step_is_refused(guess: str) -> None:
     assert "over the WebSocket at /ws" in refused.json()["detail"]
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_option_that_the_environment_refuses_is_the_callers_mistake_wherever_it_runs(isolation: Any) -> None:
+    with BackgroundServer(create_openenv_app("GuessNumber", isolation=isolation)) as server:
+        refused = httpx.post(f"{server.url}/reset", json={"number": "many"}, trust_env=False, timeout=60.0)
+        assert refused.status_code == 422, refused.text
+        assert httpx.post(f"{server.url}/reset", json={"number": 3}, trust_env=False, timeout=60.0).status_code == 200
+
+
 # -- tools ----------------------------------------------------------------------------------------------------------
 
 

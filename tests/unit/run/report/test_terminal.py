@@ -136,6 +136,20 @@ def test_a_log_has_a_line_of_the_episodes_that_are_over_at_most_every_five_secon
     assert text.getvalue() == "7 of 10 episodes are over\n"
 
 
+def test_a_log_has_a_line_every_thirty_seconds_in_which_no_episode_ends():
+    now, text = [0.0], io.StringIO()
+    has_ended = threading.Event()
+
+    def wait(seconds):  # of the thread: a hundred seconds pass at once, and then the command is over
+        now[0] += seconds
+        return now[0] > 100.0 and (has_ended.set() or True)
+
+    with counting(Console(file=text, force_terminal=False), 10, done=3, wait=wait, clock=lambda: now[0]):
+        assert has_ended.wait(timeout=60.0)
+    told = [f"3 of 10 episodes are over ({second} s since the start)" for second in (30, 60, 90)]
+    assert text.getvalue().splitlines() == told
+
+
 def test_a_terminal_has_a_bar_of_the_episodes_that_are_over():
     text = io.StringIO()
     with counting(Console(file=text, force_terminal=True, width=80), 4, done=1) as count:
