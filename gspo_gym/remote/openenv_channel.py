@@ -14,6 +14,8 @@ from typing import Any
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import ValidationError
 
+from gspo_gym.env.adapters.openenv_reading import EXTENSION
+from gspo_gym.env.blame import failure_code
 from gspo_gym.errors import GymError, RecordError, UsageError
 from gspo_gym.remote.openenv_mcp import answer_rpc
 from gspo_gym.remote.openenv_sessions import CapacityError, Session, Sessions
@@ -117,7 +119,9 @@ class Channel:
         except ValidationError as error:
             return error_frame("VALIDATION_ERROR", "Invalid message", errors=validation_errors(error))
         except GymError as error:
-            return error_frame("SESSION_ERROR" if session.is_broken else "EXECUTION_ERROR", str(error))
+            # OpenEnv has no code for an action that exceeded a limit: our clients read what stands beside it.
+            details = {EXTENSION: {"failure": failure_code(error)}} if kind == "step" else {}
+            return error_frame("SESSION_ERROR" if session.is_broken else "EXECUTION_ERROR", str(error), **details)
         return error_frame("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     async def _reset(self, data: Any, session: Session) -> dict[str, Any]:

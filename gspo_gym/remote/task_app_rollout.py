@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.splits import next_seed
 from gspo_gym.errors import GymError
-from gspo_gym.remote.agent_loop import Plan, PlayedRollout, PlayError, play_rollout
+from gspo_gym.remote.agent_loop import Plan, PlayedRollout, PlayError, end_if_actions_were_slow, play_rollout
 from gspo_gym.remote.contracts import RolloutRequest
 from gspo_gym.remote.env_source import EnvSource
 from gspo_gym.remote.inference import InferenceClient
@@ -94,6 +94,8 @@ class Rollouts:
                 playing = self._play(played, run, plan, request, url, factory)
                 seconds = min(request.safety.max_time_s, self._max_seconds)
                 is_over = await until_stopped(playing, run.abort_requested.wait(), client_left, timeout_seconds=seconds)
+                if not (is_over or run.abort_requested.is_set()):
+                    is_over = await end_if_actions_were_slow(played, plan, seconds=seconds)
                 run.status = "succeeded" if is_over else "aborted"
         except PlayError as error:
             _log.info("rollout %s: %s: %s", request.run_id, error.code, error)
