@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import AttemptError, Retries, RetrySettings
-from gspo_gym.errors import (
-    ActionLimitError,
-    ConfigError,
-    ContractError,
-    EnvDiedError,
-    EnvError,
-    EnvTimeoutError,
-    MissingExtraError,
-)
+from gspo_gym.env.blame import failure_of
+from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError
 
 if TYPE_CHECKING:
     import httpx
@@ -164,9 +157,6 @@ class ToolsCache:
             return self._tools[key]
 
 
-_KINDS: Mapping[str, type[EnvError]] = {"action_limit": ActionLimitError, "env_step_lost": EnvDiedError}
-
-
 def read_answer(response: Any, where: str) -> dict[str, Any]:  # Any: httpx is imported where it is used; JSON
     """A JSON object that was answered with 200.
 
@@ -177,7 +167,7 @@ def read_answer(response: Any, where: str) -> dict[str, Any]:  # Any: httpx is i
     if response.status_code != 200:
         text = f"{where}: status {response.status_code}: {response.text[:_SHOWN]}"
         code = error_code(response) or ""
-        raise AtCapacityError(f"{where}: at capacity") if code == "at_capacity" else _KINDS.get(code, EnvError)(text)
+        raise AtCapacityError(f"{where}: at capacity") if code == "at_capacity" else failure_of(code)(text)
     try:
         answer = response.json()
     except ValueError:

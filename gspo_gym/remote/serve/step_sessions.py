@@ -17,9 +17,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gspo_gym.env.blame import failure_code
 from gspo_gym.env.workers.isolation import IsolatedFactory
 from gspo_gym.env.workers.wire import message_from_json, messages_to_json, step_result_to_json
-from gspo_gym.errors import ActionLimitError, ContractError, EnvDiedError, EnvTimeoutError, GymError, UsageError
+from gspo_gym.errors import ContractError, GymError, UsageError
 from gspo_gym.remote.refusals import RefusalError, failure_status
 from gspo_gym.remote.serve.env_source import EnvSource
 from gspo_gym.remote.serve.openenv_sessions import CapacityError, Session, Sessions
@@ -211,7 +212,7 @@ class StepSessions:
         except GymError as error:
             if (attempt_id := self._attempt_of.get(session.id)) is not None:
                 await self._end(attempt_id)  # half a step was played: nobody knows how much
-            raise RefusalError(500, _code_of(error), str(error)) from error
+            raise RefusalError(500, failure_code(error), str(error)) from error
 
     def _attempt(self, session_id: str) -> _Attempt:
         self._forget_lost()
@@ -239,13 +240,6 @@ class StepSessions:
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
         return attempt
-
-
-def _code_of(error: GymError) -> str:
-    """What a client is told of a step that failed, so that it can tell whose doing that is; see `env/blame.py`."""
-    if isinstance(error, ActionLimitError):
-        return "action_limit"
-    return "env_step_lost" if isinstance(error, EnvTimeoutError | EnvDiedError) else "env_step_failed"
 
 
 def _message_of(action: Json, turn: int) -> Message:
