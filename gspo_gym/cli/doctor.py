@@ -51,6 +51,7 @@ def read_run(folder: Path) -> RunView:
     """
     from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
     from gspo_gym.run.recording import read_events, read_metrics, read_summary
+    from gspo_gym.types import Outcome
 
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
@@ -61,9 +62,10 @@ def read_run(folder: Path) -> RunView:
     entries = read_ledger(folder / "ledger.jsonl") if (folder / "ledger.jsonl").exists() else ()
     ends = [entry for entry in entries if isinstance(entry, Terminal)]
     failed = [end for end in ends if end.outcome.is_infrastructure_failure and end.disposition is not Disposition.KEPT]
+    explained = [*failed, *(end for end in ends if end.outcome is Outcome.ACTION_LIMIT)]
     reasons = {
-        outcome: Counter(end.reason for end in failed if end.outcome.value == outcome and end.reason).most_common(1)
-        for outcome in {end.outcome.value for end in failed}
+        outcome: Counter(end.reason for end in explained if end.outcome.value == outcome and end.reason).most_common(1)
+        for outcome in {end.outcome.value for end in explained}
     }
     return RunView(
         config=config,

@@ -12,6 +12,10 @@ The rule, for everything that plays episodes:
    machine's.
 4. An episode whose own deadline passed, more than half of it spent on answering actions, is treated as in 2: it is the
    actions' doing where answering them again takes as long again.
+5. A server whose client waits for the end of such an episode has no time for that. There it is the actions' doing where
+   a fresh environment of the same task answers an empty action in less than half the time that these took on average.
+
+So an action that waits, and many that each wait a little, end an episode the same way: scored at the floor.
 
 Our own, because no signal tells a query that is too large from a machine that is too small, but a second try does. It
 costs a failed episode one more failure, and no episode that goes well anything.
@@ -27,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_gym.env.session import EnvSession, open_session
-from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvTimeoutError, GymError
+from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError
 from gspo_gym.types import Message
 
 # What an environment was given: a message for `step`, or for `invalid_action` why there is none.
@@ -36,6 +40,7 @@ LIMIT_TERM = "action_limit"  # the reward term of a turn whose action exceeded a
 
 
 _NOTHING = Message("assistant", "")
+_LIMIT_CODE, _LOST_CODE = "action_limit", "env_step_lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,26 @@ async def are_the_actions_slow(actions: Sequence[Action], retrial: Retrial) -> b
     return is_slow and not await _fails_at_any(actions, retrial)
 
 
+async def are_other_actions_quick(num_actions: int, action_seconds: float, retrial: Retrial) -> bool:
+    """Whether actions that took so long in all are to blame for that: rule 5."""
+    control = await _played_again([_NOTHING], retrial)
+    return control.num_answered == 1 and control.action_seconds < action_seconds / num_actions / 2
+
+
+def failure_code(error: BaseException) -> str:
+    """Return what a server tells of a step that failed, from which `failure_of` reads whose doing it may be."""
+    if isinstance(error, ActionLimitError):
+        return _LIMIT_CODE
+    return _LOST_CODE if isinstance(error, EnvTimeoutError | EnvDiedError) else "env_step_failed"
+
+
+def failure_of(code: object) -> type[EnvError]:
+    """Return the error that a client raises for a `failure_code`, or for anything else."""
+    if code == _LIMIT_CODE:
+        return ActionLimitError
+    return EnvDiedError if code == _LOST_CODE else EnvError
+
+
 async def _fails_at_any(actions: Sequence[Action], retrial: Retrial) -> bool:
     """Whether it was the first action, and the environment answers an empty one no better."""
     if len(actions) > 1:
@@ -90,6 +115,7 @@ class _Again:
     """How the actions went once more; `failed_at` None: none of them failed by a limit."""
 
     failed_at: int | None = None
+    num_answered: int = 0
     action_seconds: float = 0.0
 
 
@@ -121,6 +147,7 @@ async def _answer_all(
             return
         finally:
             again.action_seconds += clock() - started
+        again.num_answered += 1
         if result.done:
             return
 

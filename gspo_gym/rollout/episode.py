@@ -167,10 +167,10 @@ class _Episode:
                 played.end_at_limit(self._limits.action_limit_return)
                 return Outcome.ACTION_LIMIT, _one_line(error)
             if is_late:
-                num_turns = played.num_turns if played is not None else 0
+                assert played is not None, "the deadline begins when the environment is there"
                 place = "the engine" if self._culprit is Outcome.ENGINE_ERROR else "the environment"
-                reason = f"the episode took longer than {seconds:g} seconds, at last in {place} after {num_turns} turns"
-                return Outcome.EPISODE_TIMEOUT, reason
+                where = f"at last in {place} after {played.num_turns} turns"
+                return Outcome.EPISODE_TIMEOUT, f"the episode took longer than {seconds:g} seconds, {where}"
             return self._outcome_of(error), _one_line(error)
 
     async def _make(self, make_env: MakeEnv) -> None:

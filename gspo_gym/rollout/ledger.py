@@ -40,7 +40,7 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """An attempt ended; `reason` says why it was not kept, None if it was."""
+    """An attempt ended; `reason` says why it was not kept, or which limit an action exceeded; None: neither."""
 
     trajectory_id: str
     attempt: int

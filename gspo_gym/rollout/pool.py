@@ -235,6 +235,8 @@ class RolloutPool:
         return TrajectoryGroup(request.task, tuple(kept), request.size, tuple(dropped))
 
     def _settle(self, trajectory: Trajectory, disposition: Disposition, reason: str | None) -> None:
+        if reason is None and trajectory.outcome is Outcome.ACTION_LIMIT:
+            reason = trajectory.error  # kept, and which limit it was is worth knowing
         self.ledger.settle(
             Terminal(trajectory.trajectory_id, trajectory.attempt, trajectory.outcome, disposition, reason)
         )

@@ -16,9 +16,11 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.base.keys import read_key
+from gspo_gym.env.blame import failure_of
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.suites.openenv_reading import (
+    EXTENSION,
     extension_of,
     is_done,
     observation_of,
@@ -255,14 +257,15 @@ class OpenEnvEnv(TextEnv):
         """The data of an observation.
 
         Raises:
-            EnvError: the server answers with an error. ContractError: with something else.
+            EnvError: the server answers with an error; one of ours says by its class whether the action exceeded a
+                limit (`env/blame.py`). ContractError: it answers with something else.
         """
         code = _code(reply)
         if code in ("INVALID_JSON", "UNKNOWN_TYPE"):
             raise ContractError(f"{self._http_url}: {asked}: it does not speak OpenEnv's protocol: {_said(reply)}")
         if code is not None:
             _FACTS.forget(self._http_url)  # perhaps it was restarted as something else
-            raise EnvError(f"{self._http_url}: {asked}: {code}: {_said(reply)}")
+            raise _failure_in(reply)(f"{self._http_url}: {asked}: {code}: {_said(reply)}")
         data = reply.get("data")
         if reply["type"] != "observation" or not isinstance(data, Mapping):
             raise ContractError(f"{self._http_url}: {asked}: expected an observation, got {dict(reply)!r:.200}")
@@ -291,6 +294,13 @@ def _said(reply: Frame) -> str:
         if isinstance(reason, Mapping)
     ]
     return "; ".join([str(data.get("message", "")), *reasons])
+
+
+def _failure_in(reply: Frame) -> type[EnvError]:
+    """What a server of ours says beside the code of an error, which other servers do not."""
+    data = reply.get("data")
+    details = data.get(EXTENSION) if isinstance(data, Mapping) else None
+    return failure_of(details.get("failure") if isinstance(details, Mapping) else None)
 
 
 def _reward_of_error(reply: Frame) -> float | None:

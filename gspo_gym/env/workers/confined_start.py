@@ -260,7 +260,7 @@ _CALLS = {
     "fork": (57, -1), "vfork": (58, -1), "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198),
     "socketpair": (53, 199), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "pivot_root": (155, 41),
     "mount_setattr": (442, 442), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
-    "landlock_restrict_self": (446, 446),
+    "landlock_restrict_self": (446, 446), "setsockopt": (54, 208), "fcntl": (72, 25),
 }  # fmt: skip
 _REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -296,6 +296,8 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 _CLONE_THREAD = 0x10000
 _CLONE_NEW = 0x7E020080  # every namespace
 _AF_UNIX = 1
+# What lets a program grow buffers that lie in the kernel, beside the bound on its memory.
+_SO_SNDBUF, _SO_SNDBUFFORCE, _F_SETPIPE_SZ = 7, 32, 1031
 
 
 def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
@@ -315,12 +317,15 @@ def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
             code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]
     code += [(_EQUAL, 0, 1, _NUMBERS["clone3"]), (_RETURN, 0, 0, _ENOSYS)]  # its flags lie in memory: not to be seen
     threads_only = _ALLOW if may_fork else _EPERM
-    code += _on_first_argument("clone", (_ANY_BIT, _CLONE_NEW, _EPERM), (_ANY_BIT, _CLONE_THREAD, _ALLOW), threads_only)
-    code += _on_first_argument("socket", (_EQUAL, _AF_UNIX, _EPERM if is_alone else _ALLOW), _EPERM)
-    code += _on_first_argument("socketpair", (_EQUAL, _AF_UNIX, _ALLOW), _EPERM)
+    code += _on_argument("clone", (_ANY_BIT, _CLONE_NEW, _EPERM), (_ANY_BIT, _CLONE_THREAD, _ALLOW), threads_only)
+    code += _on_argument("socket", (_EQUAL, _AF_UNIX, _EPERM if is_alone else _ALLOW), _EPERM)
+    code += _on_argument("socketpair", (_EQUAL, _AF_UNIX, _ALLOW), _EPERM)
+    grown = ((_EQUAL, _SO_SNDBUF, _EPERM), (_EQUAL, _SO_SNDBUFFORCE, _EPERM))
+    code += _on_argument("setsockopt", *grown, _ALLOW, number=2)
+    code += _on_argument("fcntl", (_EQUAL, _F_SETPIPE_SZ, _EPERM), _ALLOW, number=1)
     if is_alone:
         for name in ("kill", "tgkill"):
-            code += _on_first_argument(name, (_EQUAL, os.getpid(), _ALLOW), _EPERM)
+            code += _on_argument(name, (_EQUAL, os.getpid(), _ALLOW), _EPERM)
     code.append((_RETURN, 0, 0, _ALLOW))
     program = b"".join(struct.pack("HBBI", *line) for line in code)
     buffer = ctypes.create_string_buffer(program)
@@ -328,11 +333,12 @@ def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
     _checked("seccomp", _LIBC.prctl(_SECCOMP, 2, header, 0, 0))
 
 
-def _on_first_argument(name: str, *answers: Any) -> list[tuple[int, int, int, int]]:
-    """On the call `name`: the answer of the first test (kind, value, answer) that holds for its first argument; the
-    last of `answers` is the answer if none does. Only the low half is looked at, which is all that these take."""
+def _on_argument(name: str, *answers: Any, number: int = 0) -> list[tuple[int, int, int, int]]:
+    """On the call `name`: the answer of the first test (kind, value, answer) that holds for an argument, the first if
+    no `number` is given; the last of `answers` is the answer if none does. Only the low half is looked at, which is
+    all that these take."""
     *tests, otherwise = answers
-    code = [(_LOAD, 0, 0, 16)]
+    code = [(_LOAD, 0, 0, 16 + 8 * number)]
     for kind, value, answer in tests:
         code += [(kind, 0, 1, value), (_RETURN, 0, 0, answer)]
     code.append((_RETURN, 0, 0, otherwise))

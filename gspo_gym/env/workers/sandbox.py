@@ -71,7 +71,8 @@ class SandboxLimits:
             none; unconfined, or in a wrapper, this is of each file.
         max_processes: at one time, threads included; 1: it can start none, but some threads. Where the confinement is
             Landlock it is 1.
-        max_open_files: descriptors of a process, the three standard ones included.
+        max_open_files: descriptors of a process, the three standard ones included. A pipe or local socket keeps up to a
+            fifth of a MiB in the kernel, beside `max_memory_bytes`, and no program can make that more.
         max_output_bytes: kept of stdout and of stderr each; the rest is read and dropped.
     """
 

@@ -46,6 +46,7 @@ _MAX_ERROR_CHARACTERS = 500
 _OUR_LIMITS: Mapping[str, Outcome] = {"overflow": Outcome.CONTEXT_OVERFLOW, "limit": Outcome.MAX_TURNS}
 # Refusals of what the app asked for, which asking again does not change: how it goes on is its own affair.
 _REFUSALS = ("template", "config")
+_ANSWER_FRACTION = 0.25  # of an episode's time
 _MAX_RETURNS = 65_536  # attempts whose returns are remembered until their step has ended
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")  # run ids stand in URLs and file names of some apps
 
@@ -63,7 +64,8 @@ class AppEpisodeSettings:
         env_config, policy_name, policy_config: handed to the app as they stand (Any: each app has its own).
         ops: of one decision.
         mode: "rl" to train, "eval" to measure.
-        episode_timeout_seconds: of one attempt, the answer's last byte included.
+        episode_timeout_seconds: of one attempt, and a quarter of it more until the answer's last byte: in that time a
+            server of this library finds out whether the actions used the time up, which it then scores.
         max_tries: requests of one attempt at an episode, where the app turns them away. Eight wait half a minute to a
             minute in all, so that an app can be restarted under a run.
     """
@@ -242,7 +244,8 @@ class AppEpisodes:
             session = replace(
                 self.settings.session, name=f"{name}/{number}" if number else name, sampling_seed=sampling_seed
             )
-            played = await self._play_once(session, task, timeout_seconds=max(0.0, deadline - self._clock()))
+            left = max(0.0, deadline - self._clock())
+            played = await self._play_once(session, task, timeout_seconds=left * (1 + _ANSWER_FRACTION))
             ended.append(played)
             # Once the model was called, the same answers would lead to the same failure: another attempt has others.
             if isinstance(played.error, AppAttemptError) and not (played.capture.calls or played.capture.failed):
@@ -329,6 +332,8 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
         failed = None
     if rollout is None:
         return _failure_of(played.error, failed)
+    if failed is not None and failed.kind == "cancelled" and rollout.outcome is Outcome.ACTION_LIMIT:
+        failed = None  # the time was up while the model was asked
     if failed is not None and not rollout.ends_in_error and _went_on_without(failed, parts):
         failed = None
     if rollout.aborted:

@@ -116,10 +116,10 @@ class CapturedCall:
         completion: exactly what was sampled. Of a forced tool call, the part behind its opening.
         tools_key: the tools offered, as JSON text; "" for none.
         request_key: equal for calls that asked for the same thing.
+        num_begun: how many calls of the session had begun when it was answered, itself included.
         untrained: why it cannot be trained on whatever the others are; None if it can.
         is_trained: what the caller wanted.
         is_delivered: its answer reached the caller, as far as is known.
-        num_begun: how many calls of the session had begun when it was answered, itself included.
     """
 
     index: int
@@ -137,10 +137,10 @@ class CapturedCall:
     completion: Completion
     tools_key: str
     request_key: str
+    num_begun: int
     untrained: Untrained | None = None
     is_trained: bool | None = None
     is_delivered: bool = True
-    num_begun: int = 0
 
     def __repr__(self) -> str:
         tokens = f"{self.num_prompt_tokens} tokens read, {self.num_sampled_tokens} sampled"
@@ -175,8 +175,8 @@ class Capture:
     session: str
     sampling_seed: int
     calls: tuple[CapturedCall, ...]
+    engine_seconds: float
     failed: tuple[FailedCall, ...] = ()
-    engine_seconds: float = 0.0
 
 
 def failure_kind(error: BaseException) -> FailureKind:

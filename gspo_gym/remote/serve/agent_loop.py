@@ -9,12 +9,21 @@ is stopped half-way still has its beginning. Called by `task_app_rollout.py`.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from gspo_gym.chat.system_prompt import with_system_prompt
-from gspo_gym.env.blame import LIMIT_TERM, Action, Retrial, answer_to, floor_of, is_the_actions_doing
+from gspo_gym.env.blame import (
+    LIMIT_TERM,
+    Action,
+    Retrial,
+    answer_to,
+    are_other_actions_quick,
+    floor_of,
+    is_the_actions_doing,
+)
 from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ContextOverflowError, GymError
 from gspo_gym.remote.serve.inference import Reply
@@ -65,10 +74,16 @@ class Decision:
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """One episode, as far as it was played. `outcome` None: it was still going on."""
+    """One episode, as far as it was played. `outcome` None: it was still going on.
+
+    `unanswered` is what was new to the model, and its answer, while the environment has not answered that.
+    `action_seconds` is how long the environment took over actions.
+    """
 
     decisions: list[Decision] = field(default_factory=list)
     outcome: Outcome | None = None
+    unanswered: tuple[tuple[Message, ...], Reply] | None = None
+    action_seconds: float = 0.0
 
     @property
     def rewards(self) -> list[float]:
@@ -89,10 +104,14 @@ class PlayedEpisode:
 
 @dataclass(slots=True)
 class PlayedRollout:
-    """All that was played for one request. `num_ops` counts answers of the model and steps of the environment."""
+    """All that was played for one request. `num_ops` counts answers of the model and steps of the environment.
+
+    `session` is that of the environment, once there is one.
+    """
 
     episodes: list[PlayedEpisode] = field(default_factory=list)
     num_ops: int = 0
+    session: EnvSession | None = None
 
     @property
     def num_decisions(self) -> int:
@@ -114,12 +133,32 @@ async def play_rollout(played: PlayedRollout, *, session: EnvSession, ask: Ask, 
     Raises:
         PlayError: the environment or the model failed, or not even the first message fits the model.
     """
+    played.session = session
     while played.num_decisions < plan.max_turns:
         episode = PlayedEpisode()
         played.episodes.append(episode)
         await _play_episode(episode, played, session=session, ask=ask, plan=plan)
         if plan.on_done == "terminate":
             return
+
+
+async def end_if_actions_were_slow(played: PlayedRollout, plan: Plan, *, seconds: float) -> bool:
+    """Whether the time of a rollout, `seconds`, was used up by actions; the episode under way then ends at the floor.
+
+    That is where more than half of it went into answering actions, and rule 5 of `env/blame.py` holds. Finding out
+    takes up to a quarter of that time.
+    """
+    if not played.episodes or played.session is None:
+        return False
+    episode, session = played.episodes[-1], played.session
+    num_actions = len(_actions_of(episode))
+    if episode.outcome is not None or num_actions == 0 or episode.action_seconds <= seconds / 2:
+        return False
+    retrial = _retrial_of(plan, session, max_seconds=seconds / 8)  # to make it, and to play
+    if not await are_other_actions_quick(num_actions, episode.action_seconds, retrial):
+        return False
+    _end_at_limit(episode, session)
+    return True
 
 
 async def _play_episode(
@@ -134,17 +173,18 @@ async def _play_episode(
             episode.outcome = Outcome.CONTEXT_OVERFLOW
             return
         played.num_ops += 1
-        call = answer_to(session, _action_of(reply))
+        episode.unanswered = (seen, reply)
         try:
-            result = await call
+            result = await _answered(session, episode, _action_of(reply))
         except GymError as error:
-            actions = [_action_of(one.reply) for one in episode.decisions] + [_action_of(reply)]
-            if not await is_the_actions_doing(error, actions, _retrial_of(plan, session)):
+            retrial = _retrial_of(plan, session, max_seconds=_MAX_REPLAY_SECONDS)
+            if not await is_the_actions_doing(error, _actions_of(episode), retrial):
                 raise PlayError("env_step_failed", str(error)) from error
-            _end_at_limit(episode, seen, reply, session)
+            _end_at_limit(episode, session)
             played.num_ops += 1
             return
         played.num_ops += 1
+        episode.unanswered = None
         episode.decisions.append(Decision(seen, reply, result))
         conversation += (reply.message, *result.messages)
         seen = result.messages
@@ -160,23 +200,45 @@ def _action_of(reply: Reply) -> Action:
     return reply.message if reply.error is None else reply.error
 
 
-def _retrial_of(plan: Plan, session: EnvSession) -> Retrial:
+async def _answered(session: EnvSession, episode: PlayedEpisode, action: Action) -> StepResult:
+    started = time.monotonic()
+    try:
+        result: StepResult = await answer_to(session, action)
+    finally:
+        episode.action_seconds += time.monotonic() - started
+    return result
+
+
+def _actions_of(episode: PlayedEpisode) -> list[Action]:
+    replies = [one.reply for one in episode.decisions] + ([] if episode.unanswered is None else [episode.unanswered[1]])
+    return [_action_of(reply) for reply in replies]
+
+
+def _retrial_of(plan: Plan, session: EnvSession, *, max_seconds: float) -> Retrial:
     return Retrial(
         plan.make_env,
         env_id=session.env_id,
         seed=plan.seed,
         options=plan.options or None,
         step_timeout_seconds=session.step_timeout_seconds,
-        max_seconds=_MAX_REPLAY_SECONDS,
+        max_seconds=max_seconds,
     )
 
 
-def _end_at_limit(episode: PlayedEpisode, seen: tuple[Message, ...], reply: Reply, session: EnvSession) -> None:
-    """End the episode at the action that exceeded a limit, at the environment's lowest return."""
-    earned = math.fsum(one.result.reward for one in episode.decisions if one.result.reward is not None)
-    penalty = floor_of(session.env, earned, None) - earned
-    result = StepResult((), reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True)
-    episode.decisions.append(Decision(seen, reply, result))
+def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
+    """End the episode at its last action, answered or not, at the environment's lowest return."""
+    earned = math.fsum(episode.rewards)
+    floor = floor_of(session.env, earned, None)
+    if episode.unanswered is not None:
+        penalty = floor - earned
+        result = StepResult((), reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True)
+        episode.decisions.append(Decision(*episode.unanswered, result))
+        episode.unanswered = None
+    else:
+        last = episode.decisions[-1]
+        penalty = floor - (earned - (last.result.reward or 0.0))
+        ended = replace(last.result, reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True, events=())
+        episode.decisions[-1] = replace(last, result=ended)
     episode.outcome = Outcome.ACTION_LIMIT
 
 

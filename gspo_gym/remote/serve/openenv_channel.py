@@ -15,6 +15,8 @@ from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import ValidationError
 
 from gspo_gym.base.strict_json import read_json
+from gspo_gym.env.blame import failure_code
+from gspo_gym.env.suites.openenv_reading import EXTENSION
 from gspo_gym.errors import GymError, RecordError, UsageError
 from gspo_gym.remote.serve.openenv_mcp import answer_rpc
 from gspo_gym.remote.serve.openenv_sessions import CapacityError, Session, Sessions
@@ -117,7 +119,9 @@ class Channel:
         except ValidationError as error:
             return error_frame("VALIDATION_ERROR", "Invalid message", errors=validation_errors(error))
         except GymError as error:
-            return error_frame("SESSION_ERROR" if session.is_broken else "EXECUTION_ERROR", str(error))
+            # OpenEnv has no code for an action that exceeded a limit: our clients read what stands beside it.
+            details = {EXTENSION: {"failure": failure_code(error)}} if kind == "step" else {}
+            return error_frame("SESSION_ERROR" if session.is_broken else "EXECUTION_ERROR", str(error), **details)
         return error_frame("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     async def _reset(self, data: Any, session: Session) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.session import EnvSession, open_session
-from gspo_gym.errors import EnvTimeoutError, GymError, UsageError
+from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
 
 
@@ -92,7 +92,7 @@ class Session:
         self.last_used = time.monotonic()
         try:
             result: StepResult = await answer
-        except (EnvTimeoutError, asyncio.CancelledError):
+        except (EnvTimeoutError, EnvDiedError, ActionLimitError, asyncio.CancelledError):
             self.is_broken = True
             raise
         finally:

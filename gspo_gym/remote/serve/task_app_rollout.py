@@ -24,7 +24,7 @@ from gspo_gym.errors import GymError
 from gspo_gym.remote.apps.contracts import RolloutRequest
 from gspo_gym.remote.apps.urls import PinnedUrl, UrlError, UrlPolicy
 from gspo_gym.remote.refusals import RefusalError, failure_status
-from gspo_gym.remote.serve.agent_loop import Plan, PlayedRollout, PlayError, play_rollout
+from gspo_gym.remote.serve.agent_loop import Plan, PlayedRollout, PlayError, end_if_actions_were_slow, play_rollout
 from gspo_gym.remote.serve.env_source import EnvSource
 from gspo_gym.remote.serve.inference import InferenceClient
 from gspo_gym.remote.serve.rollout_answer import AnswerContext, rollout_answer
@@ -94,6 +94,8 @@ class Rollouts:
                 playing = self._play(played, run, plan, request, url, factory)
                 seconds = min(request.safety.max_time_s, self._max_seconds)
                 is_over = await until_stopped(playing, run.abort_requested.wait(), client_left, timeout_seconds=seconds)
+                if not (is_over or run.abort_requested.is_set()):
+                    is_over = await end_if_actions_were_slow(played, plan, seconds=seconds)
                 run.status = "succeeded" if is_over else "aborted"
         except PlayError as error:
             _log.info("rollout %s: %s: %s", request.run_id, error.code, error)

@@ -336,7 +336,13 @@ CONSEQUENCES = frozenset(
     }
 )
 # Of these, each one that is serious hides what the later ones and the trends say.
-_CHAIN = ("answers_do_not_parse", "episodes_are_cut_off", "groups_are_constant", "steps_not_finite")
+_CHAIN = (
+    "actions_exceed_limits",
+    "answers_do_not_parse",
+    "episodes_are_cut_off",
+    "groups_are_constant",
+    "steps_not_finite",
+)
 _TRENDS = frozenset({"evaluation_does_not_improve", "evaluation_fell", "reward_does_not_rise", "entropy_collapsed"})
 
 

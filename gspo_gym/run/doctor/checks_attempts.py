@@ -12,6 +12,10 @@ from gspo_gym.run.doctor.view import Check, Finding, RunView
 # Of the attempts: retries hide one failure in twenty; one in four is a broken environment or machine.
 MAX_FAILURES = 0.05
 SERIOUS_FAILURES = 0.25
+# Of the episodes that an action ended by exceeding a limit: a beginner does so now and then; one in ten is a habit, or
+# a limit that good actions exceed, and with half of them the lowest return is most of what there is to learn from.
+MAX_ACTION_LIMITS = 0.1
+SERIOUS_ACTION_LIMITS = 0.5
 
 # Outcomes that say nothing about the policy -> the key that governs them, and what to do.
 _FAILURES: Mapping[str, tuple[str, str]] = {
@@ -28,6 +32,34 @@ _FAILURES_OF_APPS: Mapping[str, tuple[str, str]] = {
         "the app could not use the model: see whether it reaches the gateway there, and gateway.max_calls",
     ),
 }
+
+
+def actions_exceed_limits(run: RunView) -> Finding | None:
+    """Many episodes end at the lowest return, because an action exceeded a limit of the environment."""
+    fraction, earlier = run.recent("rollout/action_limit_fraction"), run.early("rollout/action_limit_fraction")
+    if fraction is None or earlier is None or fraction.mean <= MAX_ACTION_LIMITS:
+        return None
+    reason = run.reasons.get("action_limit", "")
+    is_late, is_slow = reason.startswith("EnvTimeout"), reason.startswith(("TimeoutError", "_EpisodeTimeout"))
+    is_rising = fraction.mean > earlier.mean + MAX_ACTION_LIMITS
+    if is_late or is_slow:
+        key = "limits.step_timeout_seconds" if is_late else "limits.episode_timeout_seconds"
+        advice = f"now {run.setting(key)}: raise it if good actions take so long; else let the environment answer such "
+        advice += "an action at once, with a text"
+    else:
+        key = "rollout.env_name"
+        advice = "raise the environment's limits on actions if good actions exceed them; else let it answer such an "
+        advice += "action with a text and a reward, from which the policy learns more than from an end"
+    return Finding(
+        "serious" if fraction.mean > SERIOUS_ACTION_LIMITS else "warning",
+        "actions_exceed_limits",
+        "Many episodes end because an action hangs, kills or overloads the environment; each is scored at its lowest "
+        "return" + (", and the policy does so more and more." if is_rising else "."),
+        f"rollout/action_limit_fraction is {fraction.mean:.0%} in {fraction.steps} and was {earlier.mean:.0%} in "
+        f"{earlier.steps}; more than {MAX_ACTION_LIMITS:.0%} is many" + (f"; most often: {reason}" if reason else ""),
+        key,
+        advice,
+    )
 
 
 def infrastructure_fails(run: RunView) -> list[Finding]:
@@ -87,4 +119,9 @@ def apps_lose_attempts(run: RunView) -> Finding | None:
     )
 
 
-CHECKS: tuple[Check, ...] = (infrastructure_fails, failures_follow_actions, apps_lose_attempts)
+CHECKS: tuple[Check, ...] = (
+    actions_exceed_limits,
+    infrastructure_fails,
+    failures_follow_actions,
+    apps_lose_attempts,
+)

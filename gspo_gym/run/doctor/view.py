@@ -76,7 +76,7 @@ class RunView:
         metrics, events: the lines of metrics.jsonl and events.jsonl, oldest first.
         status: of summary.json; None: there is none, so the run goes on or was killed.
         outcomes: how many attempts at an episode, training and evaluation, ended how; by the name of the outcome.
-        reasons: of outcomes that are failures, the most frequent reason.
+        reasons: of outcomes that are failures, and of actions that exceeded a limit, the most frequent reason.
     """
 
     config: Mapping[str, Any]

@@ -89,6 +89,29 @@ def test_an_engine_that_was_replaced_while_it_slept_is_awake() -> None:
     asyncio.run(main())
 
 
+def test_an_engine_that_is_being_replaced_is_put_to_sleep_when_it_is_there() -> None:
+    async def main() -> None:
+        made, log = asyncio.Event(), list[str]()
+
+        async def make() -> Engine:
+            await made.wait()
+            return SleepyEngine(answer, log=log)
+
+        async def bring_up(fresh: Engine) -> None:
+            log.append("bring up")
+
+        engine = RebuildableEngine(SleepyEngine(answer), make)
+        rebuilding, sleeping = asyncio.create_task(engine.rebuild(bring_up)), asyncio.create_task(engine.sleep())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        made.set()
+        await asyncio.gather(rebuilding, sleeping)
+        assert log == ["bring up", "sleep"]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_is_poisoned_while_it_sleeps_stays_so_and_can_be_closed() -> None:
     async def main() -> None:
         engine = rebuildable(SleepyEngine(answer), [])

@@ -111,6 +111,13 @@ def bomb():
 attempt("fork", bomb)
 attempt("spawn", lambda: subprocess.run(["/bin/true"], check=True))
 """,
+    "buffers in the kernel": """
+import fcntl, os, socket
+one, other = socket.socketpair()
+for option in (socket.SO_SNDBUF, 32):
+    attempt(option, lambda: one.setsockopt(socket.SOL_SOCKET, option, 2**24))
+attempt("pipe", lambda: fcntl.fcntl(os.pipe()[1], 1031, 2**20))
+""",
     "a memory bomb": """
 kept = []
 attempt("one", lambda: len(bytearray(2**30)))

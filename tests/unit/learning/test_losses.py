@@ -319,6 +319,13 @@ def test_importance_weighted_kl_has_the_gradient_of_the_divergence(estimator):
 # What is refused
 
 
+def test_a_coefficient_without_its_tensor_is_refused(ragged):
+    ragged.reference = ragged.entropy = None
+    for coefficient, needed in (("kl_coef", "ref_logprobs"), ("entropy_coef", "entropy")):
+        with pytest.raises(RecordError, match=f"{coefficient} 0.5 needs {needed}, got None"):
+            ragged.run(**{coefficient: 0.5})
+
+
 @pytest.mark.parametrize("counts", [(0, 1, 1, 1), (2, 1, 3, 3), (1, 3, 2, 3), (1, 1, 3, 2)])
 def test_denominators_that_contradict_each_other_are_refused(counts):
     with pytest.raises(RecordError, match=r"num_turns <= num_tokens.*got " + ", ".join(map(str, counts))):

@@ -53,6 +53,7 @@ def test_two_steps_are_adamw_by_hand_with_decay_on_matrices_only():
     assert model.matrix[0, 0].item() == pytest.approx(adamw_by_hand(1.0, [0.3, -0.7], decay=0.2, **by_hand), abs=1e-6)
     assert model.bias[0].item() == pytest.approx(adamw_by_hand(0.5, [0.3, -0.7], decay=0.0, **by_hand), abs=1e-6)
     assert model.frozen.tolist() == [1.0, 1.0]
+    assert all(p.grad is None for p in model.parameters()), "what was applied is gone"
 
 
 def test_gradients_are_clipped_by_their_joint_norm_and_the_norm_is_reported_unclipped():

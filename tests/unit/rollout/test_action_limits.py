@@ -29,7 +29,7 @@ from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest, ScriptedActor
 from gspo_gym.rollout.episode import episode_player
-from gspo_gym.rollout.ledger import Ledger
+from gspo_gym.rollout.ledger import Ledger, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.recording_episodes import trajectory_from_json, trajectory_to_json
@@ -73,6 +73,7 @@ def play(
         ),
         pool_limits=PoolLimits(max_attempts=2),
         run_seed=1,
+        ledger=Ledger(keeps_entries=True),
         on_episode=lambda trajectory, _: attempts.append(trajectory),
     )
     return asyncio.run(pool.play_group(GroupRequest("g", Task("Ending", 3), count))), pool.ledger, attempts
@@ -88,12 +89,14 @@ def play(
 )
 def test_an_action_that_ends_its_environment_is_kept_at_the_floor_in_its_first_attempt(place: str, word: str) -> None:
     kwargs = {"max_action_seconds": 0.2} if word == "declared" else {}
-    group, _, attempts = play(made_in(place, **kwargs), "good", "wait" if word == "declared" else word)
+    group, ledger, attempts = play(made_in(place, **kwargs), "good", "wait" if word == "declared" else word)
     assert [(t.outcome, t.attempt) for t in attempts] == [(Outcome.ACTION_LIMIT, 0)] * 2
     # "good" earned 0.5, so the last turn has to take 3.5 for a return of -3.
     assert [[turn.reward for turn in t.turns] for t in group.trajectories] == [[0.5, FLOOR - 0.5]] * 2
     assert {t.reward for t in group.trajectories} == {FLOOR}
     assert all(t.error and "Ending" in t.error for t in group.trajectories)
+    ends = [entry for entry in ledger.entries if isinstance(entry, Terminal)]
+    assert {end.reason for end in ends} == {t.error for t in group.trajectories}  # which limit it was
     metrics = rollout_metrics([group], seconds=1.0)
     assert (metrics["rollout/action_limit_fraction"], metrics["reward/action_limit"]) == (1.0, FLOOR - 0.5)
 

@@ -377,29 +377,18 @@ def test_the_deadline_is_watched_while_the_environment_hangs(hang: Callable[[], 
     assert "in the environment after 1 turns" in episode.error
 
 
-def test_the_deadline_is_watched_while_the_environment_is_made() -> None:
-    async def run() -> Trajectory:
-        loop, may_come = asyncio.get_running_loop(), threading.Event()
+def test_the_time_in_which_the_environment_is_made_does_not_count() -> None:
+    now = 0.0
 
-        def make_env(task: Task) -> Any:
-            loop.call_soon_threadsafe(loop.call_later, 0.2, may_come.set)  # after the deadline, in any case
-            may_come.wait()
-            return env
+    def make_env(task: Task) -> Any:
+        nonlocal now
+        now += 1000.0
+        return Echo()
 
-        return await run_episode(
-            EpisodeRequest("g0/0", TASK, sampling_seed=0),
-            make_env=make_env,
-            act=EngineActor(ScriptedEngine([])),
-            renderers=RendererCache(tiny_tokenizer()),
-            limits=EpisodeLimits(max_turns=1, max_output_tokens=8, max_model_len=512, episode_timeout_seconds=0.05),
-        )
-
-    env = Echo()
-    episode = asyncio.run(run())
-    assert episode.outcome is Outcome.EPISODE_TIMEOUT
-    assert episode.error is not None
-    assert "in the environment after 0 turns" in episode.error
-    assert env.num_closed == 1
+    episode = play(
+        None, ScriptedEngine(answers("stop")), make_env=make_env, clock=lambda: now, episode_timeout_seconds=100.0
+    )
+    assert episode.outcome is Outcome.TERMINATED
 
 
 @pytest.mark.parametrize(
@@ -581,6 +570,7 @@ def test_actions_are_played_again_with_the_tasks_seed_and_options(options: Any, 
     class Dying(Echo):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             made.append(self)
+            self.options = options
             self.dies = len(made) == 1 or (seed == 5 and options == {"hard": True})
             return super().reset(seed=seed)
 
@@ -592,7 +582,7 @@ def test_actions_are_played_again_with_the_tasks_seed_and_options(options: Any, 
     task = Task("Echo-v0", seed=5, options=options)
     episode = play(None, ScriptedEngine(answers("one", "two")), task=task, make_env=lambda task: Dying())
     assert episode.outcome is outcome
-    assert len(made) == 2
+    assert [env.options for env in made] == [options or None] * 2
 
 
 def test_a_limit_that_the_player_meets_between_actions_is_not_the_actions_doing() -> None:

@@ -509,6 +509,31 @@ def test_a_learner_that_fails_in_its_thread_ends_a_run_played_ahead(tmp_path: Pa
         train(tmp_path, make_plan(max_staleness=1))
 
 
+def test_a_cancelled_run_ends_after_the_update_that_its_thread_is_making(tmp_path: Path) -> None:
+    class Cancelled(Parts):
+        @asynccontextmanager
+        async def asleep(self) -> AsyncIterator[None]:
+            self.loop, self.run = asyncio.get_running_loop(), asyncio.current_task()
+            yield
+
+        def update(self, batch: TrainBatch) -> Any:
+            may_end = threading.Event()
+            assert self.run is not None
+            self.loop.call_soon_threadsafe(self.run.cancel)
+            self.loop.call_soon_threadsafe(self.loop.call_later, 0.05, may_end.set)
+            may_end.wait()
+            return super().update(batch)
+
+    class End(QuietProgress):
+        def finished(self) -> None:
+            parts.log.append("finished")
+
+    parts = Cancelled()
+    with pytest.raises(asyncio.CancelledError):
+        train(tmp_path, make_plan(max_staleness=1), parts=parts, progress=End(lambda text: None))
+    assert parts.log == ["evaluate", "update", "finished"]
+
+
 def test_a_bound_that_is_missed_from_the_start_is_refused() -> None:
     make_plan(max_staleness=2, weight_sync_interval=3)
     with pytest.raises(ConfigError, match=r"max_staleness: expected at least weight_sync_interval - 1 = 2, .* got 1"):

@@ -347,7 +347,7 @@ def test_mistakes_of_the_caller_are_no_failures_of_a_replica() -> None:
 
 
 def test_replica_that_fails_again_and_again_is_asked_once_a_cool_down() -> None:
-    async def main() -> list[float]:
+    async def main(**settings: Any) -> list[float]:
         loop = asyncio.get_running_loop()
         asked: list[float] = []
 
@@ -356,13 +356,15 @@ def test_replica_that_fails_again_and_again_is_asked_once_a_cool_down() -> None:
                 asked.append(loop.time())
                 raise EngineError("broken")
 
-        engine = routed(Broken(), Fragile(), failures_to_open=2, cool_down_seconds=10.0)
+        engine = routed(Broken(), Fragile(), **settings)
         for _ in range(30):  # one call a second
             await engine.generate([1], SAMPLING)
         return asked
 
     # Twice in a row; open from second 1, tried again at 11 and, 10 seconds after that failure, at 21.
-    assert run(main()) == [0.0, 1.0, 11.0, 21.0]
+    assert run(main(failures_to_open=2, cool_down_seconds=10.0)) == [0.0, 1.0, 11.0, 21.0]
+    # Three times, unless told otherwise, and then after 5 seconds: from second 2 to 7, and so on.
+    assert run(main()) == [0.0, 1.0, 2.0, 7.0, 12.0, 17.0, 22.0, 27.0]
 
 
 def test_call_out_of_time_raises_at_its_deadline_and_halves_the_limit() -> None:
@@ -415,7 +417,7 @@ def test_calls_on_a_replica_that_hangs_dead_move_when_its_health_says_so() -> No
     async def main() -> None:
         loop = asyncio.get_running_loop()
         hanging, sound = Fragile(failures=Failures(every=1, kind="hang")), Fragile()
-        engine = routed(hanging, sound, failures_to_open=2, health_interval_seconds=5.0)
+        engine = routed(hanging, sound, failures_to_open=2)
         hanging.is_dead = False
         call = asyncio.create_task(engine.generate([5], SAMPLING))
         await asyncio.sleep(1.0)
@@ -470,12 +472,12 @@ def test_calls_raise_when_no_replica_has_been_up_for_long() -> None:
         loop = asyncio.get_running_loop()
         dead = Fragile()
         dead.is_dead = True
-        engine = routed(dead, failures_to_open=1, cool_down_seconds=1000.0, max_wait_seconds=60.0)
+        engine = routed(dead, failures_to_open=1, cool_down_seconds=1000.0)
         with pytest.raises(EngineError, match="connection refused"):
             await engine.generate([1], SAMPLING)
         with pytest.raises(EngineError, match="no replica can be asked"):
             await engine.generate([1], SAMPLING)
-        assert 60.0 <= loop.time() <= 65.0  # found at the first health check after it
+        assert loop.time() == pytest.approx(60.0)  # at the health check that comes then
 
     run(main())
 

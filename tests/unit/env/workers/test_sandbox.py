@@ -103,6 +103,60 @@ def test_descriptors_beyond_the_limit_are_refused() -> None:
     assert int(run_python(code, limits=SMALL).stdout) <= 32 - 3  # three are the standard streams
 
 
+BUFFERS = """
+import asyncio, fcntl, os, socket
+from multiprocessing.connection import Listener
+
+def fill(descriptor):
+    os.set_blocking(descriptor, False)
+    written = 0
+    try:
+        while True:
+            written += os.write(descriptor, bytes(2**16))
+    except BlockingIOError:
+        return written
+
+def grown(grow, *arguments):
+    try:
+        grow(*arguments)
+    except PermissionError:
+        return
+
+total, kept = {"sockets": 0, "pipes": 0}, []
+try:
+    while True:
+        pair = socket.socketpair()
+        kept.append(pair)
+        for end in pair:
+            grown(end.setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 2**24)
+            grown(end.setsockopt, socket.SOL_SOCKET, 32, 2**24)
+            total["sockets"] += fill(end.fileno())
+except OSError:
+    for pair in kept:
+        for end in pair:
+            end.close()
+try:
+    while True:
+        reading, writing = os.pipe()
+        grown(fcntl.fcntl, writing, 1031, 2**20)
+        total["pipes"] += fill(writing)
+except OSError:
+    os.closerange(3, 64)
+print(total["sockets"], total["pipes"])
+Listener("here", family="AF_UNIX").close()  # sets another option of its socket
+print(asyncio.run(asyncio.sleep(0, "ran")))  # which makes a pair of sockets
+"""
+
+
+def test_buffers_in_the_kernel_are_bounded_and_ordinary_sockets_and_pipes_work() -> None:
+    """At most 61 descriptors; a socket takes what the system sets, and half of that at once more; a pipe 64 KiB."""
+    result = run_python(BUFFERS)
+    sockets, pipes, ran = result.stdout.split()
+    assert int(sockets) <= 61 * 1.5 * int(Path("/proc/sys/net/core/wmem_default").read_text())
+    assert int(pipes) <= 61 / 2 * 2**16
+    assert ran == "ran"
+
+
 def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left() -> None:
     bomb = "i=0; while [ $i -lt 200 ]; do sleep 60.0625 & i=$((i+1)); done; echo all $i"
     result = run_sandboxed(["sh", "-c", bomb], files={}, limits=SandboxLimits(max_seconds=5.0, max_processes=8))

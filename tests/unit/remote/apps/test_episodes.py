@@ -9,16 +9,20 @@ import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
+from ending_env import Ending
 from fake_task_app import MADE_UP, FakeTaskApp, quiz_engine, worth
 from served_gateway import SETTINGS, Served, replying, run, served
 
 from gspo_gym.engine.base import Engine
+from gspo_gym.engine.scripted import Latency
 from gspo_gym.errors import ConfigError, EnginePoisonedError
 from gspo_gym.remote.apps.client import TaskAppClient
 from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
+from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Outcome, Task, Trajectory
@@ -201,6 +205,33 @@ def test_an_app_that_never_called_the_model_has_no_reward() -> None:
     trajectory = played(FakeTaskApp(num_turns=0))
     assert trajectory.outcome is Outcome.ENGINE_ERROR
     assert "it was never called" in (trajectory.error or "")
+
+
+def test_an_episode_whose_time_its_actions_used_up_is_scored_though_the_model_was_being_asked() -> None:
+    """Four actions take 0.4 s each, more than half of 2.4 s; the fifth answer of the model would take 4 s."""
+
+    def reply(prompt: str) -> str:
+        return "slow" if prompt.count("slow") < 4 else "x" * 200
+
+    async def test() -> None:
+        app = create_task_app(partial(Ending, place="loop"), isolation="thread")
+        engine = replying(reply, latency=Latency(per_token_seconds=0.02))
+        with BackgroundServer(app) as server:
+            async with served(engine) as gateway, TaskAppClient(server.url) as client:
+                settings = AppEpisodeSettings(
+                    env_name="environment",
+                    session=SETTINGS,
+                    model="policy",
+                    max_turns=9,
+                    gateway_url=gateway.url,
+                    episode_timeout_seconds=2.4,
+                )
+                episodes = AppEpisodes(client, gateway.gateway, settings)
+                played = await episodes.play(trajectory_id="t", attempt=0, task=Task("Ending", 3), sampling_seed=1)
+        assert (played.outcome, played.error) == (Outcome.ACTION_LIMIT, None)
+        assert [turn.reward for turn in played.turns] == [0.25, 0.25, 0.25, -3.75]  # -3 is the environment's lowest
+
+    run(test)
 
 
 def test_an_app_that_did_not_wait_for_the_models_answer_has_no_reward() -> None:

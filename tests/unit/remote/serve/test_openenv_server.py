@@ -20,20 +20,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ending_env import Ending
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from gspo_gym.cli.main import main
 from gspo_gym.env.core import TextEnv, ToolEnv
+from gspo_gym.env.registry import make
+from gspo_gym.env.session import open_session
 from gspo_gym.env.tools import tool
-from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.errors import ActionLimitError, ConfigError, EnvDiedError, EnvError, UsageError
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serving import BackgroundServer, bind
+from gspo_gym.types import Message
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +172,26 @@ def test_a_step_that_misses_its_deadline_ends_the_session() -> None:
             answer = at(server.url, play)
             assert code(answer) == "SESSION_ERROR"
             assert "did not answer within 0.2 seconds" in answer["data"]["message"]
+
+
+@pytest.mark.parametrize(("word", "error"), [("refuse", ActionLimitError), ("wait", EnvDiedError)])
+def test_our_client_is_told_whether_the_action_exceeded_a_limit(word: str, error: type[EnvError]) -> None:
+    """Whose doing a step that hung is, the client finds out itself (`env/blame.py`), so that it is told apart."""
+
+    async def play(url: str) -> None:
+        session = await open_session(lambda: make("OpenEnv", url=url), env_id="Ending", step_timeout_seconds=30)
+        try:
+            await session.reset(0)
+            await session.step(Message("assistant", "good"))
+            with pytest.raises(error) as raised:
+                await session.step(Message("assistant", word))
+            assert type(raised.value) is error
+        finally:
+            await session.close()
+
+    service = create_openenv_app(partial(Ending, place="loop"), isolation="thread", step_timeout_seconds=0.3)
+    with BackgroundServer(service) as server:
+        asyncio.run(play(server.url))
 
 
 # -- capacity -------------------------------------------------------------------------------------------------------
@@ -402,6 +427,7 @@ def test_another_host_needs_a_key() -> None:
 # -- the command ----------------------------------------------------------------------------------------------------
 
 LEAVES_A_NOTE = """
+from functools import partial
 from pathlib import Path
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register

@@ -476,6 +476,21 @@ def test_an_action_that_exceeds_a_limit_is_answered_at_the_floor_and_read_as_suc
     assert (read.outcome, read.episode_return) == (Outcome.ACTION_LIMIT, -3.0)
 
 
+def test_actions_that_use_the_time_up_are_answered_at_the_floor_and_hide_no_bad_episode(stage: Make) -> None:
+    """Each action takes 0.4 s, so that three are more than half of 1.5 s; an empty one takes none."""
+    app = stage(in_turn(*[text("slow")] * 9), partial(Ending, place="loop"))
+    response = app.rollout(safety={"max_time_s": 1.5})
+    assert not response.aborted
+    assert response.metrics.details["gspo_gym"] == {"outcome": "action_limit"}
+    assert (response.metrics.mean_return, response.trajectories[0].steps[-1].done) == (-3.0, True)
+    assert app.get("/run/status/run-1").json()["status"] == "succeeded"
+
+
+def test_an_environment_that_is_as_slow_without_the_actions_aborts_the_rollout(stage: Make) -> None:
+    app = stage(in_turn(text("good")), partial(Ending, place="loop", hangs_always=True))
+    assert app.rollout(safety={"max_time_s": 0.6}).aborted
+
+
 def test_a_failure_that_does_not_come_again_is_an_error(stage: Make, tmp_path: Path) -> None:
     limits = TaskAppLimits(step_timeout_seconds=0.7)
     app = stage(in_turn(text("wait once")), partial(Ending, mark=str(tmp_path / "mark")), limits=limits)

@@ -23,6 +23,7 @@ from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.run.doctor import checks
 from gspo_gym.run.doctor import checks_attempts as attempts
 from gspo_gym.run.doctor import checks_play as play
+from gspo_gym.run.doctor.causes import consequences
 from gspo_gym.run.doctor.view import Finding, RunView
 from gspo_gym.run.recording import EVENTS, METRICS, RunRecorder
 from gspo_gym.types import Outcome
@@ -281,6 +282,20 @@ CASES: list[
         "rollout.env_name",
     ),
     (
+        attempts.actions_exceed_limits,
+        ({"rollout/action_limit_fraction": 0.09}, {}),
+        ({"rollout/action_limit_fraction": 0.11}, {}),
+        "warning",
+        "rollout.env_name",
+    ),
+    (
+        attempts.actions_exceed_limits,
+        ({"rollout/action_limit_fraction": quarters(0.9, 0.0)}, {}),
+        ({"rollout/action_limit_fraction": quarters(0.0, 0.51)}, {}),
+        "serious",
+        "rollout.env_name",
+    ),
+    (
         play.episodes_are_an_endpoints,
         ({"rollout/success_rate": 0.8}, {}),
         ({"rollout/success_rate": 0.8}, {"rollout.engine": "http", "rollout.rescore": True}),
@@ -473,6 +488,18 @@ def test_an_app_that_loses_attempts_is_found_by_its_event():
     finding = only(attempts.apps_lose_attempts(a_run({}, events=[told])))
     assert (finding.severity, finding.evidence) == ("serious", "step 7: 20 of 100 attempts (20%) were lost")
     assert "gspo-gym app check URL" in finding.suggestion
+
+
+def test_actions_that_exceed_limits_are_told_with_which_limit_and_explain_a_return_that_stays_low():
+    hanging = "EnvTimeoutError: Ending: step() did not answer within 30 seconds"
+    for reason, key in ((hanging, "limits.step_timeout_seconds"), ("ActionLimitError: a query", "rollout.env_name")):
+        metrics = {"rollout/action_limit_fraction": quarters(0.2, 0.6)}
+        run = a_run(metrics, reasons={"action_limit": reason})
+        finding = only(attempts.actions_exceed_limits(run))
+        assert (finding.key, reason in finding.evidence) == (key, True)
+        assert "does so more and more" in finding.problem
+        assert "is 60% in steps 31 to 40 and was 20% in steps 1 to 10" in finding.evidence
+        assert {"groups_are_constant", "reward_does_not_rise"} <= consequences([finding])
 
 
 def test_a_run_that_failed_is_told_with_its_error():
