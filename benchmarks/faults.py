@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faulty import Faulty, answer_of, opening_of
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.env.workers.limits import WorkerLimits

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.learning.settings import (
     AdvantageSettings,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from gspo_gym.config.run_config import load_config as load_config
     from gspo_gym.engine.local.engine import LocalEngine as LocalEngine
     from gspo_gym.engine.scripted import ScriptedEngine as ScriptedEngine
-    from gspo_gym.env.achievements import Achievements as Achievements
     from gspo_gym.env.checks.checker import check_env as check_env
     from gspo_gym.env.core import TextEnv as TextEnv
     from gspo_gym.env.core import ToolEnv as ToolEnv
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from gspo_gym.env.plain import as_gymnasium as as_gymnasium
     from gspo_gym.env.registry import make as make
     from gspo_gym.env.registry import register as register
+    from gspo_gym.env.rewards import Achievements as Achievements
     from gspo_gym.env.rewards import Reward as Reward
     from gspo_gym.env.rewards import RewardTerms as RewardTerms
     from gspo_gym.env.tasks import TaskSource as TaskSource

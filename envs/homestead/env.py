@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.achievements import Achievements
 from gspo_gym.env.core import Info, PolicyFactory, TextEnv
-from gspo_gym.env.rewards import Reward
+from gspo_gym.env.rewards import Achievements, Reward
 from gspo_gym.errors import ConfigError
 
 from .policies import planner, random_actions

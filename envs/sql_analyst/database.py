@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspo_gym.env.workers.action_limits import killed_after
+from gspo_gym.env.workers.limits import killed_after
 
 Value = str | int | float | bytes | None
 Row = tuple[Value, ...]

@@ -1,7 +1,11 @@
-"""API keys: named by the environment variable that holds them, so that none is in a file, an argument or a log."""
+"""API keys: named by the environment variable that holds them, so that none is in a file, an argument or a log.
+
+Who can reach an address: this machine alone, or others, too. Asked before anything listens there.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from typing import overload
 
@@ -34,3 +38,17 @@ def read_key(variable: str | None, where: str) -> str | None:
     if not key:
         raise ConfigError(f"{where}: expected a key in the variable {variable}, it is not set")
     return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("localhost.evil.org")
+    (True, True, False, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -7,10 +7,17 @@ afresh and a new segment begins. How that is decided: seams.py. Used by the roll
 Two facts about exactness. The appended ids are what the tokenizer makes of the whole text, because they begin behind a
 special token, across which nothing merges. The sampled ids need not be what it makes of their own text: a model may
 spell a word in other pieces, and a message in other white space, than the template would. They stand as sampled.
+
+Whether texts can fit a model's context at all, said without encoding them.
+
+The one rule by which a system prompt of the trainer's meets what an environment says first.
+
+RendererCache: one renderer per set of tools. For whoever plays many conversations: rollouts, the gateway, audits.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -256,3 +263,65 @@ def _conversation(letters: str) -> tuple[Message, ...]:
 
 _USER_TURNS = tuple(map(_conversation, ("uauau", "suau", "uruau", "uctau", "udtru")))
 _TOOL_TURNS = tuple(map(_conversation, ("uct", "uctct", "udtdt", "suct")))
+
+
+def cannot_fit(messages: Sequence[Message], tokenizer: Any, max_model_len: int) -> bool:
+    """Whether the text is too long to fit whatever its tokens are, so that encoding it would only cost time.
+
+    A text of n characters has at least n / (characters of the longest token) tokens; the factor 4 allows for
+    normalisers that merge characters. Encoding ten megabytes would hold up every other episode for seconds. Any:
+    transformers is untyped.
+    """
+    num_characters = sum(len(message.content) for message in messages)
+    if num_characters <= 64 * max_model_len:  # nothing to gain, and asking for the vocabulary is not free
+        return False
+    longest = max(map(len, tokenizer.get_vocab()))
+    return num_characters > 4 * longest * max_model_len
+
+
+def with_system_prompt(messages: tuple[Message, ...], prompt: str | None) -> tuple[Message, ...]:
+    """The first messages with the prompt before them; templates take one system message, so two become one.
+
+    >>> with_system_prompt((Message("system", "Be fair."), Message("user", "Go.")), "Be brief.")[0].content.split()
+    ['Be', 'brief.', 'Be', 'fair.']
+    """
+    if prompt is None:
+        return messages
+    if messages and messages[0].role == "system":
+        return (Message("system", f"{prompt}\n\n{messages[0].content}"), *messages[1:])
+    return (Message("system", prompt), *messages)
+
+
+class RendererCache:
+    """One renderer per set of tools: probing a chat template is slow, and episodes of one environment share it.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template (Any: transformers is untyped).
+        template_kwargs: passed to the chat template, for example {"enable_thinking": False}.
+        system_prompt: what every conversation begins with, before the environment speaks; None: nothing.
+    """
+
+    _MAX_KEPT = 64  # environments whose tools differ from task to task must not grow this without end
+
+    def __init__(
+        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, system_prompt: str | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self._template_kwargs = dict(template_kwargs or {})
+        self._renderers: dict[str, Renderer] = {}
+
+    def for_tools(self, tool_schemas: Sequence[Mapping[str, Any]]) -> Renderer:
+        """The renderer of conversations in which these tools are offered.
+
+        Raises:
+            TemplateError: the chat template cannot be rendered exactly.
+        """
+        key = json.dumps(list(tool_schemas))  # unsorted: the order of keys reaches the prompt
+        if key not in self._renderers:
+            if len(self._renderers) >= self._MAX_KEPT:
+                del self._renderers[next(iter(self._renderers))]
+            self._renderers[key] = Renderer(
+                self.tokenizer, tool_schemas=tool_schemas, template_kwargs=self._template_kwargs
+            )
+        return self._renderers[key]

@@ -15,7 +15,7 @@ from gspo_gym.cli.command_line import env_config_of
 from gspo_gym.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from gspo_gym.remote.apps.auth import AppKeys
+    from gspo_gym.remote.apps.client import AppKeys
     from gspo_gym.remote.apps.probe import ProbeReport
 
 _STEP_REWARDS = {"enabled": True, "mode": "decision_stepwise"}
@@ -106,7 +106,7 @@ async def _environment_of(url: str, keys: AppKeys, seed: int) -> str:
 
 def _keys(variable: str | None) -> AppKeys:
     from gspo_gym.base.keys import read_key
-    from gspo_gym.remote.apps.auth import AppKeys
+    from gspo_gym.remote.apps.client import AppKeys
 
     if variable is not None:
         return AppKeys([read_key(variable, "--api-key-env")])

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import write_output
-from gspo_gym.config.foreign import agilerl, roll, roll_arguments, stateset, trl, trl_arguments
+from gspo_gym.config.foreign import agilerl, roll, stateset, trl
+from gspo_gym.config.foreign import roll as roll_arguments
+from gspo_gym.config.foreign import trl as trl_arguments
 from gspo_gym.config.foreign.draft import Draft, Translation, label_of
 from gspo_gym.errors import ConfigError
 
@@ -87,7 +89,7 @@ def add_arguments(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """0: all was translated; 1: keys were left out, or the result is not valid yet. Either way the TOML is written."""
-    from gspo_gym.base.tables import read_file
+    from gspo_gym.base.files import read_file
     from gspo_gym.config.run_config import RunConfig  # here: --help need not wait for pydantic
 
     wanted = Wanted(arguments.env, arguments.model, arguments.label, arguments.iterations, arguments.max_turns)

@@ -61,8 +61,7 @@ def collect(arguments: argparse.Namespace) -> int:
     from gspo_gym.base.files import PartFile
     from gspo_gym.base.settings import parse_seeds
     from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
-    from gspo_gym.rollout.episode_files import require_writable, save_episodes
-    from gspo_gym.rollout.recording_episodes import trajectory_from_json, trajectory_to_json
+    from gspo_gym.rollout.episode_files import require_writable, save_episodes, trajectory_from_json, trajectory_to_json
     from gspo_gym.run.report.progress import counting
 
     require_writable(arguments.out)

@@ -29,12 +29,12 @@ from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
+from gspo_gym.run.collect import warm_up
 from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start, leaving_at_sigterm
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.trainer import TrainState
-from gspo_gym.run.warmup import warm_up
 
 _FREE_ON_RESUME = frozenset(
     {

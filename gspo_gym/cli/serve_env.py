@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.base.addresses import is_loopback
-from gspo_gym.base.keys import read_key
+from gspo_gym.base.keys import is_loopback, read_key
 from gspo_gym.cli.command_line import add_environment, env_config_of
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.rollout.watchdog import seconds_until_frozen, watching

@@ -100,7 +100,7 @@ def _judge(arguments: argparse.Namespace) -> Judge:
     if (arguments.model is None) == (arguments.python is None):
         raise ConfigError("judge serve: expected --model or --python, one of them")
     if arguments.python is not None:
-        from gspo_gym.judge.python_judge import PythonJudge
+        from gspo_gym.judge.panel import PythonJudge
 
         return PythonJudge(
             arguments.python, max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds

@@ -1,19 +1,20 @@
 """Say who plays the episodes: [gateway], [rollout.policy_config] and [[rollout.mixture]], and the sources that follow.
 
 A source is an environment in this process, or a task app that runs elsewhere and calls the model through the gateway.
+
+The section of a configuration file about how new weights reach the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from gspo_gym.base.settings import Settings
-from gspo_gym.config.toml_text import as_toml_holds_it
-from gspo_gym.config.words import checked_url
+from gspo_gym.config.words import as_toml_holds_it, checked_url
 from gspo_gym.errors import ConfigError
 
 TASK_URL_VARIABLE = "TASK_APP_URL"  # over services.task_url of a file, under --task-url
@@ -174,3 +175,25 @@ def with_task_url(overrides: Sequence[str], given: str | None, environment: Mapp
     before = [f"services.task_url={url}"] if url else []
     after = [f"services.task_url={given}"] if given is not None else []
     return [*before, *overrides, *after]
+
+
+class WeightSyncSection(Settings):
+    """[training.weight_sync]: how new weights reach the engine. The local engine has the learner's own: no choice."""
+
+    enable: bool = Field(default=True, description="whether the engine gets new weights at all: it must")
+    targets: tuple[Literal["policy"], ...] = Field(default=("policy",), description="whose weights are sent")
+    mode: Literal["direct", "full"] = Field(
+        default="direct", description="an adapter alone where the engine takes adapters, or always all weights, merged"
+    )
+    direct: bool = Field(
+        default=True, description="through memory (the learner's own, or /dev/shm), not through the run's folder"
+    )
+    verify_every_k: int = Field(
+        default=0, ge=0, description="updates between checks of files and checksums, besides the canary's; 0: none"
+    )
+    transfer: Literal["files", "ipc", "nccl", "shared_memory"] = Field(
+        default="files",
+        description="how all weights reach vLLM in this process: as files that it reads, or handed over in memory: by "
+        "CUDA IPC on the learner's own GPU, by NCCL to GPUs of [topology], or through this machine's memory; ipc and "
+        "nccl were never run on a GPU, hence the default",
+    )

@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.toml_text import inline
-from gspo_gym.config.words import bounds_of, section_model, sections_of
+from gspo_gym.config.words import bounds_of, inline, section_model, sections_of
 
 # Written out, key by key; the others are named in a line each.
 _WHOLE = ("run", "algorithm", "model", "rollout", "training", "loss", "advantages", "rewards", "evaluation", "warmup")

@@ -14,8 +14,7 @@ from pydantic.fields import FieldInfo
 
 from gspo_gym.config.nested import nested_names
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.toml_text import inline
-from gspo_gym.config.words import bounds_of, describe, entry_model, section_model, sections_of
+from gspo_gym.config.words import bounds_of, describe, entry_model, inline, section_model, sections_of
 
 _INTRODUCTION = """\
 # Configuration

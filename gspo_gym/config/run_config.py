@@ -16,16 +16,14 @@ from typing import Any, Self
 import tomli_w
 from pydantic import BaseModel, ValidationError, model_validator
 
+from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings, parse_seeds
-from gspo_gym.base.tables import read_file
 from gspo_gym.config.apps import GatewaySection, TaskSource, task_sources
-from gspo_gym.config.defaults import with_derived_defaults
-from gspo_gym.config.files import apply_override
 from gspo_gym.config.judge import JudgeSection
-from gspo_gym.config.nested import Flat, flatten
+from gspo_gym.config.nested import Flat, apply_override, flatten
 from gspo_gym.config.plan import RunPlan
-from gspo_gym.config.problems import find_nul, find_problems, find_secrets
-from gspo_gym.config.rules.rule import OTHER_KEYS
+from gspo_gym.config.problems import find_nul, find_problems, find_secrets, with_derived_defaults
+from gspo_gym.config.rules.objective import OTHER_KEYS
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
 from gspo_gym.config.sections import (
     AlgorithmSection,

@@ -15,9 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from gspo_gym.base.settings import Settings, parse_seeds
-from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection
-from gspo_gym.config.toml_text import as_toml_holds_it
-from gspo_gym.config.weights import WeightSyncSection
+from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection, WeightSyncSection
+from gspo_gym.config.words import as_toml_holds_it
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.learning.settings import (
     LoraSettings,

@@ -22,7 +22,7 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gated import GatedEngine
+from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.seeding import generator
 from gspo_gym.types import Completion, FinishReason

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
-from gspo_gym.judge.audit.statistics import agreement
+from gspo_gym.judge.audit.report import agreement
 from gspo_gym.judge.base import Judge, JudgeCost, JudgeDownError, JudgeError, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
 from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
-from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.types import Trajectory
 
 Key = tuple[str, int]  # trajectory id and attempt

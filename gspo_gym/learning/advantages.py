@@ -2,10 +2,15 @@
 
 An advantage says how much better an episode (or what follows a turn) was than what it is compared with. Notation: G
 episodes of a group, R_i the return of episode i, G_ik its return-to-go from turn k, 0 after its last turn.
+
+Mean and standard deviation of every return of a run so far, in four numbers.
+
+A value: `updated` gives the next one and leaves this one as it is, so that a step which fails has changed nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +18,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_gym.learning.credit import Returns
-from gspo_gym.learning.running import RunningReturns
 from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.types import Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class RunningReturns:
+    """What is known of the values seen so far; plain numbers, so that a checkpoint holds them exactly.
+
+    Attributes:
+        count: values seen. mean: of them.
+        squared_deviations: sum of (value - mean)^2.
+        magnitude: the largest `Returns.reward_magnitude` of an episode, the scale at which rounding happens.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squared_deviations: float = 0.0
+    magnitude: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """With Bessel's correction; 0 before the second value."""
+        return math.sqrt(self.squared_deviations / (self.count - 1)) if self.count > 1 else 0.0
+
+    def updated(self, values: NDArray[np.float64], *, magnitude: float) -> RunningReturns:
+        """With these values, too.
+
+        Welford's update for many values at once (Chan, Golub, LeVeque 1983, eq. 1.5): sums of squares are never
+        subtracted from each other, so that returns around a million keep a deviation of one.
+        """
+        if not len(values):
+            return self
+        count = self.count + len(values)
+        mean = float(values.mean())
+        shift = mean - self.mean
+        return RunningReturns(
+            count=count,
+            mean=self.mean + shift * len(values) / count,
+            squared_deviations=self.squared_deviations
+            + float(((values - mean) ** 2).sum())
+            + shift**2 * self.count * len(values) / count,
+            magnitude=max(self.magnitude, magnitude),
+        )
+
 
 _CONSTANT_TOLERANCE = 1e-6
 _SUM_TOLERANCE = 2.0**-44  # of the sizes summed: 256 roundings of float64

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.learning.advantages import batch_advantages
+from gspo_gym.learning.advantages import RunningReturns, batch_advantages
 from gspo_gym.learning.credit import is_overlong, played, returns_of
-from gspo_gym.learning.running import RunningReturns
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.types import Float32Array, Segment, Trajectory, TrajectoryGroup
 

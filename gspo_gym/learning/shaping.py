@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gspo_gym.errors import CheckpointError, RecordError
 from gspo_gym.learning.batching import ScoredBatch, TrainBatch
-from gspo_gym.learning.pooling import pool_tokens
+from gspo_gym.learning.correction import pool_tokens
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 
 _EPS = 1e-8

@@ -29,8 +29,7 @@ from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.losses import Denominators, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
-from gspo_gym.learning.routers import RouterLoad, find_routers
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.scoring import Scorer, Truncation
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -41,7 +40,7 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.learning.shaping import AdvantageShaper
-from gspo_gym.learning.truncation import Truncation
+from gspo_gym.learning.supervised import RouterLoad, find_routers
 
 
 @dataclass(frozen=True, slots=True)

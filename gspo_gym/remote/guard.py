@@ -4,6 +4,11 @@ A request passes if its Host and Origin are ours, it has a key where one is aske
 body is short, shallow, holds nothing that JSON has not, and arrives in time. Only then is the application called, with
 the whole body. Keys are compared as digests, all of them, in constant time; none appears in an answer or a log. No
 protocol is known here.
+
+What a server of ours answers when it does not do what was asked: one exception, one shape on the wire.
+
+The shape is FastAPI's with a code inside, {"detail": {"error": {"code", "message"}}}, as task apps have it. Called by
+the routes of `task_app_server.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +18,15 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
 from gspo_gym.base.strict_json import refuse_strange_json
-from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.env.workers.channel import refusal_in
+from gspo_gym.errors import ConfigError, GymError, RecordError
 
 # What ASGI passes: Any, as the protocol has it.
 Scope = MutableMapping[str, Any]
@@ -276,3 +285,27 @@ async def _refuse(scope: Scope, send: Send, refused: _RefusedError) -> None:
     wire = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": refused.status, "headers": wire})
     await send({"type": "http.response.body", "body": content})
+
+
+class RefusalError(GymError, RuntimeError):
+    """A request is not done, and why; 503 also says when to come again."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def failure_status(error: BaseException, given: Collection[str]) -> int:
+    """Return 422 if an environment failed because it refuses values that the client has `given`, else 500.
+
+    It refuses them by a ValueError, TypeError or LookupError of its own, as constructors and `reset` do.
+    """
+    return 422 if given and refusal_in(error) is not None else 500
+
+
+async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
+    """The answer to a request that was refused: FastAPI's handler for `RefusalError`."""
+    assert isinstance(refusal, RefusalError)
+    error = {"code": refusal.code, "message": str(refusal)}
+    headers = {"retry-after": str(_RETRY_AFTER_SECONDS)} if refusal.status == 503 else None
+    return JSONResponse({"detail": {"error": error}}, refusal.status, headers)

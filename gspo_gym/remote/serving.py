@@ -15,7 +15,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gspo_gym.base.addresses import is_loopback
+from gspo_gym.base.keys import is_loopback
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.remote.guard import MAX_BODY_BYTES as MAX_BODY_BYTES
 from gspo_gym.remote.guard import App

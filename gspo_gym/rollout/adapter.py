@@ -15,16 +15,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gspo_gym.chat.fitting import cannot_fit
 from gspo_gym.chat.parsing import ParseFailure
-from gspo_gym.chat.renderer import Renderer
-from gspo_gym.chat.system_prompt import with_system_prompt
+from gspo_gym.chat.renderer import Renderer, cannot_fit, with_system_prompt
 from gspo_gym.env.blame import Action, answer_to, floor_of
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ConfigError, ContextOverflowError, UsageError
-from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode
-from gspo_gym.rollout.segments import SampledTokens
+from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode, SampledTokens
 from gspo_gym.types import FinishReason, Int32Array, Message, Outcome, ParseStatus, StepResult
 
 _Answer = TypeVar("_Answer")

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.blame import Retrial, are_the_actions_slow, is_the_actions_doing
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError

@@ -11,8 +11,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.rollout.evaluation import Evaluation
-from gspo_gym.rollout.evaluation_rows import EvaluationRow
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.statistics import Interval, as_list, as_text, bootstrap_mean_interval, mcnemar_exact_p
 
 

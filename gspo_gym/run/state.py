@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_gym.learning.running import RunningReturns
+from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
 
 

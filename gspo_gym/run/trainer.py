@@ -19,16 +19,15 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch, build_batch
+from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.credit import played, returns_of
-from gspo_gym.learning.mismatch import MismatchAlarm
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.weight_sync import require_committed, versions_of
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
-from gspo_gym.rollout.mixture import Mixture
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule, staleness_metrics
-from gspo_gym.rollout.summary import rollout_metrics, source_metrics
+from gspo_gym.rollout.summary import Mixture, rollout_metrics, source_metrics
 from gspo_gym.run.collect import Collected, ConstantGroups, batch_metrics, collect_groups
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress

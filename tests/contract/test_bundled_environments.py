@@ -9,8 +9,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from gspo_gym.env.checks.checker import CheckReport, check_env
-from gspo_gym.env.checks.report import CHECKS
+from gspo_gym.env.checks.checker import CHECKS, CheckReport, check_env
 from gspo_gym.env.checks.subject import Problem
 from gspo_gym.env.registry import list_environments, make
 

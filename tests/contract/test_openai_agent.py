@@ -20,9 +20,9 @@ import served_gateway as gw
 from gspo_gym.engine.scripted import Failures
 from gspo_gym.remote.apps.client import TaskAppClient
 from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
+from gspo_gym.remote.gateway.app import rollout_url
 from gspo_gym.remote.gateway.capture import Capture
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway.urls import rollout_url
 from gspo_gym.types import Outcome, Task, ToolCall, Trajectory
 
 Played = tuple[dict[str, Any], Capture]

@@ -15,8 +15,8 @@ import openai
 import served_gateway as gw
 
 from gspo_gym.engine.scripted import Latency, ScriptedEngine
+from gspo_gym.remote.gateway.app import openai_base_url
 from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway.urls import openai_base_url
 
 NUM_ROLLOUTS = 1000
 TIMEOUT_PROB = 0.3

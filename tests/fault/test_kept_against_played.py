@@ -27,12 +27,12 @@ from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.remote.apps.client import TaskAppClient
 from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.apps.metrics import take_returns
-from gspo_gym.remote.apps.selection import SelectionAlarm
+from gspo_gym.remote.apps.probe import SelectionAlarm
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.selection import AttemptWatch
+from gspo_gym.rollout.statistics import AttemptWatch
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
 Json = dict[str, Any]

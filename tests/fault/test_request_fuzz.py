@@ -41,9 +41,8 @@ from gspo_gym.judge.service.server import create_judge_app
 from gspo_gym.policy.reference.server import ReferenceModel, make_server
 from gspo_gym.policy.reference.wire import TOKEN_HEADER, ScoringSettings
 from gspo_gym.policy.tiny import tiny_tokenizer
-from gspo_gym.remote.gateway.app import create_gateway_app
+from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
 from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.urls import rollout_url
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.served_env import ServedEnv, served_app
 from gspo_gym.remote.serve.task_app_server import create_task_app
@@ -305,13 +304,12 @@ SLOW = ("example of a task app",)  # plays an episode with sub-agents for each r
 
 # Files in which an application is made, or which read HTTP themselves -> the servers here that are made of it.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "gspo_gym/remote/serve/services.py": ("OpenEnv", "both protocols on one port"),
     "gspo_gym/remote/serve/served_env.py": ("both protocols on one port",),
     "gspo_gym/remote/serve/task_app_server.py": (
         "task app, text",
         "task app, tools",
     ),
-    "gspo_gym/remote/serve/openenv_server.py": ("OpenEnv",),
+    "gspo_gym/remote/serve/openenv_server.py": ("OpenEnv", "both protocols on one port"),
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
     "gspo_gym/remote/gateway/app.py": ("gateway",),
     "gspo_gym/judge/service/server.py": ("judge",),

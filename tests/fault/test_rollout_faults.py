@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.errors import EngineError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest

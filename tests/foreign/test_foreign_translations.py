@@ -16,7 +16,7 @@ import pytest
 
 from gspo_gym.cli.config_from import Wanted, translate
 from gspo_gym.config.foreign import agilerl, stateset
-from gspo_gym.config.foreign.trl_arguments import DEFAULTS, WITHOUT_COUNTERPART
+from gspo_gym.config.foreign.trl import DEFAULTS, WITHOUT_COUNTERPART
 from gspo_gym.config.run_config import RunConfig
 
 WANTED = Wanted(env="GuessNumber", model="tiny:qwen3-64", iterations=10, max_turns=4)
@@ -144,7 +144,7 @@ def test_an_adapter_without_a_word_is_agilerls_own_and_with_one_it_is_pefts() ->
 def test_what_peft_adapts_of_most_models_is_what_the_translation_writes() -> None:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MODULES
 
-    from gspo_gym.config.foreign.common import PEFT_MODULES
+    from gspo_gym.config.foreign.draft import PEFT_MODULES
 
     for model in ("qwen2", "qwen3", "llama", "mistral", "gemma2"):
         assert tuple(MODULES[model]) == PEFT_MODULES, model

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
@@ -33,11 +33,11 @@ from gspo_gym.learning.batching import build_batch
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.actors import ActRequest, EngineActor
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.recording_episodes import read_episodes
 from gspo_gym.rollout.schedule import oldest_version
 from gspo_gym.rollout.summary import rollout_metrics
 from gspo_gym.run.recording import RunRecorder, read_metrics

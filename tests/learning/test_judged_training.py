@@ -16,9 +16,9 @@ import pytest
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.judge.model.characters import says_nothing, visible
+from gspo_gym.judge.model.suspicion import says_nothing, visible
 from gspo_gym.judge.records import latest_judgements, read_judgements
-from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.recording import read_events, read_metrics
 from gspo_gym.types import Trajectory
 

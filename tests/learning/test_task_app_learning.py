@@ -16,7 +16,7 @@ from small_quickstart import QUICKSTART, SMALLER
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.recording import read_metrics
 
 

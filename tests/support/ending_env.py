@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.workers.action_limits import killed_after
+from gspo_gym.env.workers.limits import killed_after
 from gspo_gym.errors import ActionLimitError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gspo_gym.engine.base import Capabilities, EngineHealth, SamplingParams, WeightUpdate
-from gspo_gym.engine.gated import GatedEngine
+from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.errors import EngineError
 from gspo_gym.types import Completion, FinishReason
 

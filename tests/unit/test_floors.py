@@ -76,7 +76,7 @@ UNSAFE_CALLS = {
     "np.random.choice": "global random state",
     "np.random.shuffle": "global random state",
 }
-MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_NESTING = 400, 60, 300, 4  # all: fewer than
+MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_NESTING = 600, 60, 300, 4  # all: fewer than
 
 
 @dataclass(frozen=True)
@@ -303,8 +303,8 @@ def test_nothing_is_pickled_and_nobody_touches_global_random_state(
     house: dict[str, Module], envs: dict[str, Module]
 ) -> None:
     allowed = [
-        "gspo_gym.env.checks.global_state: imports random",  # reads it, to see that an environment leaves it alone
-        "gspo_gym.env.suites.own_generators: imports random",  # gives a foreign suite generators of its own
+        "gspo_gym.env.checks.play: imports random",  # reads it, to see that an environment leaves it alone
+        "gspo_gym.env.suites.reasoning_gym: imports random",  # gives a foreign suite generators of its own
         "gspo_gym.env.workers.worker: imports random.seed",  # in worker processes, which play one episode at a time
     ]
     assert [problem for module in (house | envs).values() for problem in unsafe_code(module)] == allowed
@@ -440,8 +440,8 @@ def test_what_is_too_long_or_too_deep_is_found_at_the_limit_and_not_below(tmp_pa
     bad = tree(
         tmp_path,
         {
-            "file_399.py": "x = 1\n" * 399,
-            "file_400.py": "x = 1\n" * 400,
+            "file_599.py": "x = 1\n" * 599,
+            "file_600.py": "x = 1\n" * 600,
             "function_59.py": f"def f():\n{block(58)}",
             "function_60.py": f"async def f():\n{block(59)}",
             "class_300.py": f"class C:\n{block(299)}",
@@ -451,7 +451,7 @@ def test_what_is_too_long_or_too_deep_is_found_at_the_limit_and_not_below(tmp_pa
     )
     assert [problem for module in bad.values() for problem in size_violations(module)] == [
         "gspo_gym.class_300.C: 300 lines, fewer than 300 allowed",
-        "gspo_gym.file_400: 400 lines, fewer than 400 allowed",
+        "gspo_gym.file_600: 600 lines, fewer than 600 allowed",
         "gspo_gym.function_60.f: 60 lines, fewer than 60 allowed",
         "gspo_gym.nested_4.f: nested 4 deep, less than 4 allowed",
     ]

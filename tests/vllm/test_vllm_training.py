@@ -12,7 +12,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.engine.vllm.server import VllmServer
-from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.episode_files import read_episodes
 
 TRAINING = {"iterations_per_epoch": 2, "group_size": 8, "batch_size": 16, "learning_rate": 1e-2}
 

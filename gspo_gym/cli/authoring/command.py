@@ -43,8 +43,7 @@ def write_new(arguments: argparse.Namespace) -> int:
 
 def print_card(arguments: argparse.Namespace) -> int:
     """Print the card, or write it to a file; 1 if an episode could not be played."""
-    from gspo_gym.cli.authoring.card import make_card
-    from gspo_gym.cli.authoring.card_text import card_as_markdown
+    from gspo_gym.cli.authoring.card import card_as_markdown, make_card
 
     card = make_card(
         arguments.name,

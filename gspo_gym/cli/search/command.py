@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     import optuna
     from rich.console import Console
 
-    from gspo_gym.cli.search.settings import SearchSettings
-    from gspo_gym.cli.search.study import SearchStudy
+    from gspo_gym.cli.search.study import SearchSettings, SearchStudy
     from gspo_gym.cli.search.trial import TrialResult
 
 
@@ -45,7 +44,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the `search` command; 1 if no trial came to its end."""
     from rich.console import Console
 
-    from gspo_gym.cli.search.settings import load_search
+    from gspo_gym.cli.search.study import load_search
 
     settings = load_search(arguments.search)
     console = Console()
@@ -124,7 +123,7 @@ class _Search:
             self.write_leaderboard()
 
     async def _play(self, trial: optuna.Trial) -> None:
-        from gspo_gym.cli.search.settings import as_override
+        from gspo_gym.cli.search.study import as_override
         from gspo_gym.cli.search.trial import run_trial
         from gspo_gym.config.run_config import load_config
 
@@ -234,7 +233,7 @@ class _Search:
         }
 
     def _best_config(self, row: dict[str, Any]) -> str:
-        from gspo_gym.cli.search.settings import as_override
+        from gspo_gym.cli.search.study import as_override
         from gspo_gym.config.run_config import load_config
 
         search = self._settings.search
@@ -247,7 +246,7 @@ class _Search:
 def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
     """Make or check the search's folder; returns its copy of the base."""
     from gspo_gym.base.files import make_folder, replace_file, writing
-    from gspo_gym.cli.search.settings import load_search, require_same_search
+    from gspo_gym.cli.search.study import load_search, require_same_search
 
     folder = settings.search_folder
     base = folder / f"base{Path(settings.search.base).suffix}"

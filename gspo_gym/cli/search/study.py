@@ -2,6 +2,29 @@
 
 Optuna keeps them in a journal of JSON lines, so that a search can go on after whatever ended it. Called by `search.py`,
 which runs the trials; the only module that imports optuna.
+
+SEARCH.toml: which runs a search tries, who chooses them, and what counts as good. Read strictly; imports no torch.
+
+The base is an ordinary configuration file. [parameters] names keys of it and the values that may be tried:
+
+    [parameters]
+    training.learning_rate = { low = 1e-4, high = 1e-2, log = true }
+    training.group_size = { choices = [4, 8, 16] }
+
+What AgileRL 2.7 calls population training is the sampler "evolution", with these differences:
+
+| AgileRL 2.7 | here |
+|---|---|
+| hp_config, RLParameter(min, max): lr, beta, clip_coef, ... | [parameters] low, high or choices, of any key |
+| RLParameter(grow_factor, shrink_factor) | none: a mutated value is drawn anew from its range |
+| population size | sampler.population_size |
+| TournamentSelection(tournament_size, elitism) | tournaments of 2 among the best so far; elitism always |
+| Mutations(rl_hp, no_mutation) | sampler.mutation_prob, for each parameter; and crossover, which it lacks |
+| Mutations(architecture, parameters, activation) | none (its language-model agents have none either) |
+| evo_steps: selection every so many steps | selection between whole runs |
+| a child goes on with its parent's weights | no: every trial starts from the base, so that its run can be repeated |
+
+Called by `search.py`; what a value means is the configuration's affair, which checks every one of them.
 """
 
 from __future__ import annotations
@@ -9,11 +32,21 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_gym.cli.search.settings import ParameterRange, PrunerSection, SamplerSection, SearchSettings
-from gspo_gym.errors import MissingExtraError
+import tomli_w
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from gspo_gym.base.settings import Settings
+from gspo_gym.config.problems import find_problems
+from gspo_gym.config.run_config import load_config
+from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.seeding import child_seed
 
 if TYPE_CHECKING:
@@ -176,3 +209,328 @@ def _pruner(settings: PrunerSection) -> optuna.pruners.BasePruner:
     else:
         made = pruners.NopPruner()
     return made
+
+
+_SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_GIVEN_BY_THE_SEARCH = ("run.folder", "model.label")
+_FREE_ON_RESUME = ("num_trials", "max_parallel", "trial_timeout_seconds")
+
+# What others call these things, by the last part of the name.
+FOREIGN = MappingProxyType(
+    {
+        "pop_size": "AgileRL's name for sampler.population_size",
+        "tournament_size": "AgileRL's; Optuna's genetic sampler has tournaments of 2, always; remove it",
+        "elitism": "AgileRL's; here the best population_size trials so far are the parents, always; remove it",
+        "hp_config": "AgileRL's name for [parameters]",
+        "mutation": "AgileRL's; here sampler.mutation_prob, the chance that a parameter is drawn anew from its range",
+        "rand_seed": "AgileRL's name for search.seed",
+        "n_trials": "Optuna's name for search.num_trials",
+        "n_jobs": "Optuna's name for search.max_parallel",
+        "direction": "every metric here is to be as large as possible; remove it",
+    }
+)
+
+Metric = Literal["final_success_rate", "best_success_rate", "final_mean_return", "best_mean_return"]
+
+
+class SearchSection(Settings):
+    """[search]: how many runs of what, and which number says how good one is."""
+
+    base: str = Field(min_length=1, description="the configuration file that every trial starts from")
+    overrides: tuple[str, ...] = Field(default=(), description='over the base in every trial: "section.key=value"')
+    label: str = Field(description="the search's folder is FOLDER/LABEL: letters, digits, '.', '_' and '-', at most 64")
+    folder: str = Field(default="runs", min_length=1, description="see label")
+    seed: int = Field(default=0, ge=0, description="of the choice of values; a run's own seed is run.seed")
+    num_trials: int = Field(gt=0, description="runs in all, pruned and failed ones included")
+    max_parallel: int = Field(default=1, gt=0, description="runs at a time, each in a process of its own")
+    metric: Metric = Field(
+        default="final_success_rate",
+        description="over the evaluation seeds, in the last evaluation or in the best one; larger is better",
+    )
+    trial_timeout_seconds: float | None = Field(
+        default=None, gt=0, description="a run that takes longer is stopped and has failed; absent: none is"
+    )
+
+    @field_validator("label")
+    @classmethod
+    def _is_safe_file_name(cls, label: str) -> str:
+        if not _SAFE_LABEL.fullmatch(label):
+            raise ValueError(f"expected 1 to 64 letters, digits, '.', '_' or '-' (it names a folder), got {label!r}")
+        return label
+
+
+class SamplerSection(Settings):
+    """[sampler]: who chooses the values of the next trial; Optuna's samplers."""
+
+    type: Literal["evolution", "tpe", "random", "grid"] = Field(
+        default="evolution",
+        description=(
+            "evolution: NSGA-II with one objective (doi 10.1109/4235.996017): tournaments of 2 choose parents among "
+            "the best so far, which are crossed and mutated; tpe: tree-structured Parzen estimator (NeurIPS 2011); "
+            "random; grid: every combination once"
+        ),
+    )
+    population_size: int | None = Field(
+        default=None, ge=2, description="evolution: trials of a generation, at random in the first; 8 by default"
+    )
+    crossover_prob: float | None = Field(
+        default=None, ge=0, le=1, description="evolution: a child has two parents and not one; 0.9 by default"
+    )
+    mutation_prob: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="evolution: a parameter is drawn anew from its range; 1 / number of parameters by default",
+    )
+    num_startup_trials: int | None = Field(
+        default=None, ge=0, description="tpe: trials at random before it estimates; 10 by default"
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong(self) -> SamplerSection:
+        owners = dict.fromkeys(("population_size", "crossover_prob", "mutation_prob"), "evolution")
+        _require_owner(self, {**owners, "num_startup_trials": "tpe"}, self.type)
+        return self
+
+
+class PrunerSection(Settings):
+    """[pruner]: which runs are stopped early, judged by the search's metric at their evaluations."""
+
+    type: Literal["none", "median", "successive_halving"] = Field(
+        default="none",
+        description=(
+            "median: a run whose best evaluation is worse than the median of the others' at the same iteration (a run "
+            "that was stopped is no parent in an evolution); "
+            "successive_halving: all but the best 1 / reduction_factor at each rung (arXiv 1810.05934)"
+        ),
+    )
+    num_startup_trials: int | None = Field(
+        default=None, ge=1, description="median: complete trials before any is stopped; 4 by default"
+    )
+    num_warmup_iterations: int | None = Field(
+        default=None, ge=0, description="median: iterations that every run may take; 0 by default"
+    )
+    min_iterations: int | None = Field(
+        default=None, ge=1, description="successive_halving: iterations to the first rung; 1 by default"
+    )
+    reduction_factor: int | None = Field(
+        default=None, ge=2, description="successive_halving: see type, and from rung to rung; 3 by default"
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong(self) -> PrunerSection:
+        median = dict.fromkeys(("num_startup_trials", "num_warmup_iterations"), "median")
+        halving = dict.fromkeys(("min_iterations", "reduction_factor"), "successive_halving")
+        _require_owner(self, {**median, **halving}, self.type)
+        return self
+
+
+class ParameterRange(Settings):
+    """The values that may be tried: `choices`, or all from `low` to `high`, both included.
+
+    Two integers are a range of integers, anything else one of numbers (so write 1.0 and not 1 for a number).
+    """
+
+    low: int | float | None = Field(default=None, description="smallest value")
+    high: int | float | None = Field(default=None, description="largest value")
+    log: bool = Field(default=False, description="every factor is as likely as any other, as for learning rates")
+    step: int | float | None = Field(default=None, gt=0, description="low, low + step, low + 2 step, ...")
+    choices: tuple[Any, ...] | None = Field(default=None, description="values of any type")  # any key may be varied
+
+    @model_validator(mode="after")
+    def _is_one_of_two_kinds(self) -> ParameterRange:
+        if self.choices is not None:
+            if self.log or any(value is not None for value in (self.low, self.high, self.step)):
+                raise ValueError("expected choices alone, or low and high")
+            if len(self.choices) < 2 or len(set(map(json.dumps, self.choices))) < len(self.choices):
+                raise ValueError(f"expected at least two different choices, got {list(self.choices)}")
+            return self
+        if self.low is None or self.high is None or not self.low < self.high:
+            raise ValueError(f"expected choices, or low < high, got low {self.low} and high {self.high}")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError(f"log = true: expected low > 0 and no step, got low {self.low} and step {self.step}")
+        if self.is_integer and isinstance(self.step, float):
+            raise ValueError(f"expected an integer step between integers, got {self.step}")
+        return self
+
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def all_values(self) -> tuple[Any, ...] | None:
+        """Every value, for a grid; None: there are endlessly many."""
+        if self.choices is not None:
+            return self.choices
+        assert self.low is not None and self.high is not None  # noqa: PT018 - checked above
+        if self.step is None and not self.is_integer:
+            return None
+        step = self.step or 1
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1  # 1e-9: 0.3 / 0.1 is a little less than 3
+        return tuple(min(self.low + index * step, self.high) for index in range(count))  # 0.1 + 2 * 0.1 > 0.3
+
+    def extremes(self) -> tuple[Any, ...]:
+        """Values that show whether the configuration takes them: all choices, or both ends."""
+        return (self.low, self.high) if self.choices is None else self.choices
+
+
+class SearchSettings(Settings):
+    """A whole search; `load_search` reads one."""
+
+    search: SearchSection
+    sampler: SamplerSection = Field(default_factory=SamplerSection)
+    pruner: PrunerSection = Field(default_factory=PrunerSection)
+    parameters: dict[str, ParameterRange] = Field(default={}, description="configuration keys to vary")
+
+    @property
+    def search_folder(self) -> Path:
+        """Where the search writes."""
+        return Path(self.search.folder) / self.search.label
+
+    def to_toml(self) -> str:
+        """The resolved settings; reading them gives equal ones."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def load_search(path: str | Path) -> SearchSettings:
+    """Read SEARCH.toml, and try every choice and both ends of every range on the base, one at a time.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+    ranges, problems = _ranges(values.pop("parameters", {}))
+    settings = None
+    try:
+        settings = SearchSettings.model_validate({"search": {}, **_as_tuples(values), "parameters": ranges})
+    except ValidationError as error:
+        problems += [f"{key}: {text}" for key, text in _texts(error, values)]
+    if settings is not None:
+        problems += [] if problems else _contradictions(settings)
+    if settings is None or problems:
+        raise ConfigError(
+            f"{path}: {problems[0]}" if len(problems) == 1 else f"{path}: {len(problems)} problems:" + _listed(problems)
+        )
+    return settings
+
+
+def require_same_search(began: SearchSettings, now: SearchSettings) -> None:
+    """Refuse to go on under other settings than the search began with, but for how many and how long.
+
+    Raises:
+        ConfigError: names the keys that differ.
+    """
+    before, after = (dict(_flat(settings.model_dump())) for settings in (began, now))
+    free = [f"search.{key}" for key in _FREE_ON_RESUME]
+    differing = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    if refused := [key for key in differing if key not in free]:
+        changes = "; ".join(f"{key}: {before.get(key)!r} became {after.get(key)!r}" for key in refused)
+        raise ConfigError(f"a resumed search must go on as it began, but {changes}. Start another search instead")
+
+
+def as_override(key: str, value: Any) -> str:
+    """`section.key=value` as a configuration reads it (Any: a configuration's value).
+
+    >>> as_override("training.learning_rate", 1e-05), as_override("model.dtype", "float32")
+    ('training.learning_rate=1e-05', 'model.dtype="float32"')
+    """
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _contradictions(settings: SearchSettings) -> list[str]:
+    """Problems of settings that are well-formed: with each other, and with the base."""
+    search, problems = settings.search, []
+    if not settings.parameters:
+        return ["parameters: expected at least one key to vary, got none"]
+    for key, values in settings.parameters.items():
+        if key in _GIVEN_BY_THE_SEARCH or key.startswith("evaluation."):
+            problems.append(f"parameters.{key}: cannot be varied: trials would overwrite or not compare to each other")
+        if settings.sampler.type == "grid" and values.all_values() is None:
+            problems.append(f'parameters.{key}: a grid needs choices, integers or a step (sampler.type = "grid")')
+    if not problems and settings.sampler.type == "grid":
+        size = math.prod(len(values.all_values() or ()) for values in settings.parameters.values())
+        if search.num_trials > size:
+            problems.append(f"search.num_trials: expected at most {size}, the whole grid, got {search.num_trials}")
+    return problems or _base_problems(settings)
+
+
+def _base_problems(settings: SearchSettings) -> list[str]:
+    search = settings.search
+    try:
+        load_config(search.base, search.overrides)
+    except ConfigError as error:
+        return [f"search.base: {error}"]
+    problems = []
+    for key, values in settings.parameters.items():
+        for value in values.extremes():
+            try:
+                load_config(search.base, [*search.overrides, as_override(key, value)])
+            except ConfigError as error:
+                problems.append(f"parameters.{key} = {value!r}, with all else as in the base: {error}")
+    return problems
+
+
+def _require_owner(section: Settings, owners: Mapping[str, str], chosen: str) -> None:
+    for key, owner in owners.items():
+        if getattr(section, key) is not None and owner != chosen:
+            raise ValueError(f"{key} belongs to type {owner!r} and has no effect with {chosen!r}; remove it")
+
+
+def _ranges(values: Any) -> tuple[dict[str, ParameterRange], list[str]]:
+    """The ranges by dotted key, however they are nested, and what is wrong (Any: read from a file)."""
+    ranges, problems = {}, []
+    for key, table in _leaves(values):
+        if not isinstance(table, dict) or not set(table) & set(ParameterRange.model_fields):
+            problems.append(f"parameters.{key}: expected low and high, or choices, got {table!r}")
+            continue
+        try:
+            ranges[key] = ParameterRange.model_validate(_as_tuples(table))
+        except ValidationError as error:
+            problems += [f"parameters.{'.'.join(filter(None, (key, at)))}: {text}" for at, text in _texts(error, table)]
+    return ranges, problems
+
+
+def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A table that holds no tables is a range, any other one a section."""
+    if not isinstance(values, dict) or (prefix and not any(isinstance(value, dict) for value in values.values())):
+        yield prefix, values
+        return
+    for name, value in values.items():
+        yield from _leaves(value, f"{prefix}.{name}" if prefix else name)
+
+
+def _texts(error: ValidationError, values: Any) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it); the key is empty where it is the whole (Any: read from a file)."""
+    model = SearchSettings if error.title == SearchSettings.__name__ else ParameterRange
+    for problem in find_problems(error, model, values if isinstance(values, Mapping) else {}):
+        name = problem.key.rpartition(".")[2]
+        is_unknown = problem.text.startswith("unknown")
+        text = f"unknown key: {FOREIGN[name]}" if is_unknown and name in FOREIGN else problem.text
+        yield problem.key, text if model is SearchSettings else text.replace("unknown section", "unknown key")
+    for detail in error.errors(include_url=False):
+        if not detail["loc"]:
+            yield "", str(detail["ctx"]["error"]) if "ctx" in detail else f"expected a table, got {values!r}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _as_tuples(value: Any) -> Any:
+    """Tables with tuples for lists: a strict tuple field takes no list, and TOML has nothing else."""
+    if isinstance(value, dict):
+        return {key: _as_tuples(entry) for key, entry in value.items()}
+    return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value
+
+
+def _listed(problems: Sequence[str]) -> str:
+    return "".join(f"\n  {problem}" for problem in problems)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.cli.search.settings import Metric
+from gspo_gym.cli.search.study import Metric
 from gspo_gym.errors import ConfigError
 from gspo_gym.run.recording import read_events
 from gspo_gym.types import Outcome

@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from gspo_gym.base.addresses import is_loopback
+from gspo_gym.base.keys import is_loopback
 from gspo_gym.config.apps import GatewaySection, TaskSource
-from gspo_gym.config.rules.apps import APP_KEYS_SAID_FOR_EACH_ROLLOUT
+from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
 from gspo_gym.base.keys import read_key
 from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
-from gspo_gym.remote.apps.selection import Selection, SelectionAlarm
+from gspo_gym.remote.apps.probe import Selection, SelectionAlarm
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.seeding import child_seed
@@ -322,7 +322,7 @@ class AppPlayers:
 
     async def _check(self, source: TaskSource) -> str:
         """One line about an app that can be used."""
-        from gspo_gym.remote.apps.errors import AppAnswerError, AppError, AppRefusedError, AppUnauthorisedError
+        from gspo_gym.remote.apps.contracts import AppAnswerError, AppError, AppRefusedError, AppUnauthorisedError
 
         url = source.task_url or ""
         self._require_a_way_back(source)
@@ -340,7 +340,7 @@ class AppPlayers:
         return f"task app {url}: plays {source.env_name!r} as {info.task_id or 'a task without a name'}"
 
     def _new_client(self, source: TaskSource) -> TaskAppClient:
-        from gspo_gym.remote.apps.auth import AppKeys
+        from gspo_gym.remote.apps.client import AppKeys
         from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
 
         limits = self._config.limits

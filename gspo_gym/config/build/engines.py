@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gspo_gym.config.devices import place
+from gspo_gym.config.services import place
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import VllmSection
 from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate, require_sleeping

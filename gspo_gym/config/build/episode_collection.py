@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy

@@ -21,7 +21,7 @@ from gspo_gym.judge.base import Judge, JudgeError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, env_rewards
 from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
-from gspo_gym.judge.drift import DriftAlarm
+from gspo_gym.judge.gold import DriftAlarm
 from gspo_gym.judge.audit.labels import labelled_episodes, read_labels
 from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
@@ -30,7 +30,7 @@ from gspo_gym.judge.gold import AgainstGoldJudge, AgainstLabels, Compare, GoldWa
 from gspo_gym.run.judging import Judging, OnEventOfStep
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.learning.step_rewards import step_rewards
-from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Task
@@ -254,7 +254,7 @@ class _Parts:
     ) -> Judge:
         """A model or a function."""
         if who.python is not None:
-            from gspo_gym.judge.python_judge import PythonJudge
+            from gspo_gym.judge.panel import PythonJudge
 
             return PythonJudge(
                 who.python,

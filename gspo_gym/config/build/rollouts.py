@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from gspo_gym.config.build.apps import AppPlayers, environment_ids
 from gspo_gym.config.build.engines import build_endpoint, build_engine
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import refuse_to_run
@@ -30,13 +30,13 @@ from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import PlayEpisode, episode_player
 from gspo_gym.rollout.ledger import Disposition, Ledger
 from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.rollout.mixture import play_by_environment
+from gspo_gym.rollout.summary import play_by_environment
 from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.rollout.scoring import Scoring
 from gspo_gym.seeding import child_seed
 from gspo_gym.run.trainer import Evaluate
 from gspo_gym.types import Trajectory
-from gspo_gym.run.warmup import WarmupPlan
+from gspo_gym.run.collect import WarmupPlan
 from gspo_gym.rollout.watchdog import MARKER, read_frozen
 
 

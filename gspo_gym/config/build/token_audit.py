@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from gspo_gym.chat.drift import check_context, check_drift
 from gspo_gym.chat.renderer import Renderer
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import spoken_by, tool_calling_policy

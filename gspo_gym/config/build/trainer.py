@@ -32,25 +32,25 @@ from gspo_gym.config.build.rollouts import environment_notes as environment_note
 from gspo_gym.config.build.rollouts import local_play as local_play
 from gspo_gym.config.build.weights import build_alarm
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.config.devices import place, require_gpus
+from gspo_gym.config.services import place, require_gpus
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import refuse_to_train
 from gspo_gym.errors import ConfigError
 from gspo_gym.run.judging import Judging
 from gspo_gym.learning.reference import ReferencePolicy
-from gspo_gym.learning.truncation import Truncation
+from gspo_gym.learning.scoring import Truncation
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.options import check_options, prepare_for_training
 from gspo_gym.policy.quantization import is_quantized
 from gspo_gym.run.recording import RunRecorder, read_run_id
-from gspo_gym.run.resume import LEDGER_FILE
+from gspo_gym.run.recording import LEDGER_FILE
 from gspo_gym.run.sinks import Sink, open_sinks
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.rollout.ledger import Ledger
-from gspo_gym.rollout.selection import AttemptWatch
+from gspo_gym.rollout.statistics import AttemptWatch
 from gspo_gym.seeding import child_seed
 from gspo_gym.run.trainer import Trainer, TrainPlan, TrainState
 from gspo_gym.types import TrajectoryGroup

@@ -13,11 +13,11 @@ from torch import nn
 
 from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.weights import WeightSyncSection
+from gspo_gym.config.apps import WeightSyncSection
 from gspo_gym.engine.base import Engine, UpdateKind
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
-from gspo_gym.learning.mismatch import MismatchAlarm
+from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.scoring import Scorer
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.lora import is_adapter

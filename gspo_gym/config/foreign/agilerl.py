@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.foreign.common import (
+from gspo_gym.config.foreign.draft import (
     PEFT_MODULES,
+    Draft,
     take_clip,
     take_policy_config,
     take_sampling,
     take_single_step_note,
 )
-from gspo_gym.config.foreign.draft import Draft
 from gspo_gym.errors import ConfigError
 
 DEFAULTS = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gspo_gym.config.foreign.common import (
+from gspo_gym.config.foreign.draft import (
+    Draft,
     take_clip,
     take_policy_config,
     take_reporting,
@@ -10,7 +11,6 @@ from gspo_gym.config.foreign.common import (
     take_single_step_note,
     take_trainer_arguments,
 )
-from gspo_gym.config.foreign.draft import Draft
 
 DEFAULTS = {
     "num_generations": 4,

@@ -1,14 +1,22 @@
 """TRL's GRPOConfig with the ModelConfig and ScriptArguments of its scripts, and Unsloth's, which is the same class.
 
 Read in TRL 1.16.0 and Unsloth 2026.10; their defaults are in `trl_arguments.py`.
+
+What TRL 1.16.0 takes (GRPOConfig, ModelConfig, ScriptArguments) and does where a file is silent.
+
+Read from the package's dataclasses, and from those of transformers 5.19 that they extend; tests/foreign compares them
+with the installed packages. Unsloth's configuration is the same class.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from gspo_gym.config.foreign.common import (
+from gspo_gym.config.foreign.draft import (
     PEFT_MODULES,
+    Draft,
     take_aggregation,
     take_clip,
     take_policy_config,
@@ -17,8 +25,6 @@ from gspo_gym.config.foreign.common import (
     take_single_step_note,
     take_trainer_arguments,
 )
-from gspo_gym.config.foreign.draft import Draft
-from gspo_gym.config.foreign.trl_arguments import WITHOUT_COUNTERPART
 
 _VARIETIES = {"token": "grpo", "sequence": "gspo", "sequence_token": "gspo_token"}
 _AGGREGATIONS = {
@@ -231,3 +237,166 @@ def _take_correction(draft: Draft, *, acts: bool) -> None:
             "vllm_importance_sampling_mode: a sequence's weight is the exp of a sum there and the geometric mean "
             "here (the product leaves out nearly every long episode)"
         )
+
+
+# Of keys that decide something here.
+DEFAULTS: Mapping[str, Any] = {
+    "importance_sampling_level": "token",
+    "loss_type": "dapo",
+    "epsilon": 0.2,
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+    "ref_model_sync_steps": 512,
+    "ref_model_mixup_alpha": 0.6,
+    "entropy_coef": 0.0,
+    "num_generations": 8,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "scale_rewards": "group",
+    "max_completion_length": 512,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "repetition_penalty": 1.0,
+    "learning_rate": 1e-6,
+    "max_grad_norm": 1.0,
+    "weight_decay": 0.0,
+    "optim": "adamw_torch_fused",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "seed": 42,
+    "logging_steps": 10,
+    "save_steps": 500,
+    "gradient_checkpointing": True,
+    "log_completions": False,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_tensor_parallel_size": 1,
+    "vllm_server_host": "0.0.0.0",
+    "vllm_server_port": 8000,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    # ModelConfig
+    "dtype": "float32",
+    "use_peft": False,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+}
+_TRAINER = "belongs to transformers' Trainer"
+_LOSS = "belongs to a loss_type that is not here"
+_ENTROPY = "belongs to use_adaptive_entropy, which is not here: loss.entropy_coef is constant"
+_DATA = "an environment takes the data set's place; the bundled one Dataset reads a file or a hub data set"
+# Arguments of transformers' Trainer that are None, false (or 0), and true if nobody sets them.
+_ABSENT = (
+    "optim_args", "optim_target_modules", "gradient_checkpointing_kwargs", "torch_compile_backend",
+    "torch_compile_mode", "liger_kernel_config", "neftune_noise_alpha", "torch_empty_cache_steps", "disable_tqdm",
+    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_accumulation_steps",
+    "save_total_limit", "hub_token", "hub_private_repo", "hub_model_id", "hub_revision", "metric_for_best_model",
+    "greater_is_better", "data_seed", "accelerator_config", "parallelism_config", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "label_names", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "fsdp", "fsdp_config", "deepspeed",
+    "resume_from_checkpoint",
+)  # fmt: skip
+_OFF = (
+    "label_smoothing_factor", "bf16_full_eval", "fp16_full_eval", "use_cache", "auto_find_batch_size",
+    "logging_first_step", "eval_delay", "prediction_loss_only", "eval_on_start", "eval_use_gather_object",
+    "batch_eval_metrics", "save_only_model", "save_on_each_node", "enable_jit_checkpoint", "push_to_hub",
+    "hub_always_push", "load_best_model_at_end", "ignore_data_skip", "restore_callback_states_from_checkpoint",
+    "full_determinism", "use_cpu", "dataloader_drop_last", "dataloader_num_workers",
+    "dataloader_persistent_workers", "remove_unused_columns", "do_train", "do_eval", "do_predict",
+)  # fmt: skip
+_ON = (
+    "average_tokens_across_devices", "log_on_each_node", "logging_nan_inf_filter", "eval_do_concat_batches",
+    "dataloader_pin_memory", "dataloader_in_order", "skip_memory_metrics",
+)  # fmt: skip
+# Of keys without a counterpart: what they are if nobody sets them, and why there is none.
+WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
+    "top_entropy_quantile": (1.0, "has no counterpart: all sampled tokens are learned from"),
+    "reward_weights": (None, "has no counterpart: an environment adds its own reward terms up"),
+    "multi_objective_aggregation": ("sum_then_normalize", "has no counterpart: an environment's terms are summed"),
+    "shuffle_dataset": (True, "has no counterpart: tasks are drawn by seed"),
+    "cast_lm_head_to_fp32": (False, "logprobs are always computed in float32"),
+    "fp16": (False, "16-bit floats with a loss scale are not supported; use bfloat16"),
+    "tf32": (None, "has no counterpart: set it in torch"),
+    "disable_dropout": (False, "only an adapter's dropout acts here, with the same masks in both passes"),
+    "router_aux_loss_coef": (None, "has no counterpart: there is no auxiliary loss of routers"),
+    "use_adaptive_entropy": (False, _ENTROPY),
+    "entropy_coef_min": (0.0, _ENTROPY),
+    "entropy_coef_max": (1.0, _ENTROPY),
+    "entropy_coef_delta": (0.005, _ENTROPY),
+    "entropy_target": (0.2, _ENTROPY),
+    "sapo_temperature_neg": (1.05, _LOSS),
+    "sapo_temperature_pos": (1.0, _LOSS),
+    "vespo_k_pos": (2.0, _LOSS),
+    "vespo_lambda_pos": (3.0, _LOSS),
+    "vespo_k_neg": (3.0, _LOSS),
+    "vespo_lambda_neg": (2.0, _LOSS),
+    "generation_kwargs": (None, "has no counterpart: set the keys of [rollout]"),
+    "num_generations_eval": (None, "an evaluation plays each of evaluation.seeds once"),
+    "cache_implementation": (None, "belongs to transformers' generate"),
+    "use_transformers_paged": (False, "belongs to transformers' generate"),
+    "use_transformers_continuous_batching": (False, "always so here"),
+    "transformers_continuous_batching_config": (None, "belongs to transformers' generate"),
+    "pad_to_multiple_of": ("auto", "rows are padded to the longest of their micro-batch"),
+    "ds3_gather_for_generation": (True, "belongs to DeepSpeed"),
+    "model_init_kwargs": (None, "belongs to transformers' from_pretrained; model.dtype and model.quantization choose"),
+    "trust_remote_code": (False, "code of a model's folder is never run here"),
+    "vllm_model_impl": ("vllm", "vLLM's own models are used"),
+    "vllm_structured_outputs_regex": (None, "would sample from another distribution than the one that is scored"),
+    "vllm_server_timeout": (240.0, "belongs to TRL's server"),
+    "vllm_group_port": (51216, "belongs to TRL's server"),
+    "log_multimodal": (True, "policies read text"),
+    "num_completions_to_print": (None, "episodes are in the run's folder"),
+    "log_unique_prompts": (False, "episodes are in the run's folder"),
+    "log_completions_hub_repo": (None, "episodes are in the run's folder"),
+    "lr_scheduler_kwargs": (None, "write optimizer.min_lr_fraction"),
+    # ModelConfig and ScriptArguments
+    "model_revision": ("main", "the hub's main revision is loaded: give a folder"),
+    "attn_implementation": (None, "transformers chooses"),
+    "lora_target_parameters": (None, "training.lora.target_modules names modules"),
+    "lora_modules_to_save": (None, "an adapter is all that is trained"),
+    "lora_task_type": ("CAUSAL_LM", "policies are causal language models"),
+    "use_rslora": (False, "has no counterpart: an adapter's output is scaled by alpha / r"),
+    "use_dora": (False, "has no counterpart"),
+    "use_bnb_nested_quant": (False, "4-bit weights always have nested quantization here"),
+    "bnb_4bit_quant_type": ("nf4", "4-bit weights are NF4 here"),
+    "bnb_4bit_quant_storage": (None, "bitsandbytes chooses"),
+    "dataset_name": (None, _DATA),
+    "dataset_config": (None, _DATA),
+    "dataset_train_split": ("train", _DATA),
+    "dataset_test_split": ("test", _DATA),
+    "dataset_streaming": (False, _DATA),
+    "datasets": (None, _DATA),
+    "streaming": (False, _DATA),
+    "test_split_size": (None, _DATA),
+    "reward_funcs": (None, "the environment rewards"),
+    "reward_model_name_or_path": (None, "the environment rewards, or a [judge]"),
+    "ignore_bias_buffers": (False, _TRAINER),
+    # transformers.TrainingArguments
+    **dict.fromkeys(_ABSENT, (None, _TRAINER)),
+    **dict.fromkeys(_OFF, (False, _TRAINER)),
+    **dict.fromkeys(_ON, (True, _TRAINER)),
+    "logging_strategy": ("steps", _TRAINER),
+    "save_strategy": ("steps", _TRAINER),
+    "eval_strategy": ("no", "evaluations are always made, every evaluation.every_n_iters"),
+    "per_device_eval_batch_size": (8, "rollout.max_concurrent_rollouts bounds what is played at once"),
+    "include_num_input_tokens_seen": ("no", _TRAINER),
+    "include_for_metrics": ([], _TRAINER),
+    "log_level": ("passive", _TRAINER),
+    "log_level_replica": ("warning", _TRAINER),
+    "project": ("huggingface", "belongs to Trackio; write tracking.wandb_project"),
+    "hub_strategy": ("every_save", _TRAINER),
+    "train_sampling_strategy": ("random", _TRAINER),
+    "length_column_name": ("length", _TRAINER),
+    "ddp_timeout": (1800, _TRAINER),
+    "debug": ("", _TRAINER),
+    "local_rank": (-1, _TRAINER),
+}  # fmt: skip

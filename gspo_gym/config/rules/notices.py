@@ -12,9 +12,9 @@ from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.config.apps import PolicyConfigSection
-from gspo_gym.config.defaults import KL_TERMS, POLICY_CONFIG
-from gspo_gym.config.rules.apps import APP_KEYS_SAID_FOR_EACH_ROLLOUT
-from gspo_gym.config.rules.rule import OTHER_KEYS, Rule, no_effect
+from gspo_gym.config.problems import KL_TERMS, POLICY_CONFIG
+from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
+from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, no_effect
 from gspo_gym.config.sections import ReferenceSection
 from gspo_gym.config.words import show
 from gspo_gym.judge.blend import RewardBlend

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.rules.apps import has_app
-from gspo_gym.config.rules.rule import Rule, no_effect
-from gspo_gym.config.weights import WeightSyncSection
+from gspo_gym.config.apps import WeightSyncSection
+from gspo_gym.config.rules.judge import has_app
+from gspo_gym.config.rules.objective import Rule, no_effect
 from gspo_gym.config.words import show
 from gspo_gym.learning.settings import CorrectionSettings
 

@@ -11,16 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.defaults import POLICY_CONFIG
 from gspo_gym.config.plan import PLAN_KEYS, RunPlan
-from gspo_gym.config.rules.apps import APP_RULES
-from gspo_gym.config.rules.judge import JUDGE_RULES
+from gspo_gym.config.problems import POLICY_CONFIG
+from gspo_gym.config.rules.judge import APP_RULES, JUDGE_RULES
 from gspo_gym.config.rules.notices import NOTICE_RULES
-from gspo_gym.config.rules.objective import OBJECTIVE_RULES
+from gspo_gym.config.rules.objective import OBJECTIVE_RULES, Rule, find_problem, no_effect
 from gspo_gym.config.rules.rescore import RESCORE_RULES
-from gspo_gym.config.rules.rule import Rule, find_problem, no_effect
-from gspo_gym.config.rules.services import SERVICE_RULES
-from gspo_gym.config.rules.transfer import TRANSFER_RULES
+from gspo_gym.config.rules.services import SERVICE_RULES, TRANSFER_RULES
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.learning.settings import OptimizerSettings

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.endpoint.client import OpenAIClient
 from gspo_gym.engine.endpoint.wire import (
     AnswerError,
     EchoedIds,
+    OpenAIClient,
     WireAnswer,
     completions_request,
     read_completions_answer,

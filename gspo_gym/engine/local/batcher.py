@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gspo_gym.engine.local.attention import SlotStep
-from gspo_gym.engine.local.batch import Batch, Finished, NextLogits, Request
-from gspo_gym.engine.local.caching import Caching
-from gspo_gym.engine.local.kv_cache import SlotCache
-from gspo_gym.engine.local.kv_store import SingleRows
+from gspo_gym.engine.local.batch import Batch, Caching, Finished, NextLogits, Request
+from gspo_gym.engine.local.kv_store import SingleRows, SlotCache
 from gspo_gym.engine.local.packed_model import PackedModel
+from gspo_gym.engine.local.plain_model import SlotStep
 from gspo_gym.engine.local.rows import Int64Array
 from gspo_gym.engine.local.spans import SegmentSpan, group_spans
 from gspo_gym.types import Int32Array

@@ -28,10 +28,9 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gated import GatedEngine
-from gspo_gym.engine.local.batch import Batch, Counters, Request
+from gspo_gym.engine.gate import GatedEngine
+from gspo_gym.engine.local.batch import Batch, Caching, Counters, Request
 from gspo_gym.engine.local.batcher import Batcher
-from gspo_gym.engine.local.caching import Caching
 from gspo_gym.engine.local.general import GeneralBatch
 from gspo_gym.engine.local.packed_model import PackedModel
 from gspo_gym.engine.local.plain_model import PlainModel

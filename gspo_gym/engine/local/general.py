@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gspo_gym.engine.local.batch import Batch, NextLogits, Request
-from gspo_gym.engine.local.caching import Caching
+from gspo_gym.engine.local.batch import Batch, Caching, NextLogits, Request
 from gspo_gym.engine.local.plain_model import KeptState, PlainModel
 from gspo_gym.engine.local.rows import Int64Array
 from gspo_gym.types import Int32Array

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo_gym.engine.local.attention import SLOT_ATTENTION, SlotStep
-from gspo_gym.engine.local.kv_cache import SlotCache
-from gspo_gym.engine.local.kv_store import SingleRows
+from gspo_gym.engine.local.kv_store import SingleRows, SlotCache
+from gspo_gym.engine.local.plain_model import SLOT_ATTENTION, SlotStep
 from gspo_gym.engine.local.shared_model import SharedModel, inner_model, keeps_logits
 from gspo_gym.engine.local.spans import SegmentSpan, group_spans
 from gspo_gym.errors import ConfigError, EngineError

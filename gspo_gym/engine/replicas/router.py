@@ -22,8 +22,7 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
 )
 from gspo_gym.engine.gate import Gate
-from gspo_gym.engine.replicas.replica import Replica, common_capabilities
-from gspo_gym.engine.replicas.replica_set import EngineAction, ReplicaSet, RouterSettings
+from gspo_gym.engine.replicas.replica_set import EngineAction, Replica, ReplicaSet, RouterSettings, common_capabilities
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
 from gspo_gym.types import Completion
 

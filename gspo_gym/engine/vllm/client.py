@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_gym.base.addresses import is_loopback
 from gspo_gym.base.endpoint import retry_after_seconds
-from gspo_gym.engine.endpoint.client import RefusedError
-from gspo_gym.engine.endpoint.wire import EngineAttemptError, shorten
+from gspo_gym.base.keys import is_loopback
+from gspo_gym.engine.endpoint.wire import EngineAttemptError, RefusedError, shorten
 from gspo_gym.errors import ConfigError, MissingExtraError
 
 _UNIX = "unix:"

@@ -27,12 +27,11 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gated import GatedEngine
-from gspo_gym.engine.vllm.adapters import Adapters
-from gspo_gym.engine.vllm.commands import as_engine_error, commanding
-from gspo_gym.engine.vllm.folders import weights_folder
+from gspo_gym.engine.gate import GatedEngine
+from gspo_gym.engine.vllm.adapters import Adapters, weights_folder
 from gspo_gym.engine.vllm.ranks import SessionRanks, environment
 from gspo_gym.engine.vllm.requests import completion_of, finish_reason_of, sampling_fields, versions_of
+from gspo_gym.engine.vllm.server import as_engine_error, commanding
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.engine.vllm.transfer import WeightTransfer
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD

@@ -12,9 +12,8 @@ from typing import Any
 
 from gspo_gym.base.retries import Retries
 from gspo_gym.engine.base import SamplingParams, UpdateKind
-from gspo_gym.engine.endpoint.client import RefusedError
-from gspo_gym.engine.endpoint.probe import find_logprob_facts
-from gspo_gym.engine.endpoint.wire import shorten
+from gspo_gym.engine.endpoint.http import find_logprob_facts
+from gspo_gym.engine.endpoint.wire import RefusedError, shorten
 from gspo_gym.engine.vllm.client import VllmClient
 from gspo_gym.engine.vllm.control import ServerInfo, VllmControl
 from gspo_gym.engine.vllm.routes import CompletionsRoute, GenerateRoute, Route

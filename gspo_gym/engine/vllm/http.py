@@ -27,10 +27,10 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
     refuse_schema,
 )
-from gspo_gym.engine.gated import GatedEngine
+from gspo_gym.engine.gate import GatedEngine
+from gspo_gym.engine.vllm.adapters import weights_folder
 from gspo_gym.engine.vllm.client import VllmClient, address_of
 from gspo_gym.engine.vllm.control import VllmControl
-from gspo_gym.engine.vllm.folders import weights_folder
 from gspo_gym.engine.vllm.handshake import Handshake, shake_hands
 from gspo_gym.engine.vllm.requests import sampling_fields
 from gspo_gym.engine.vllm.routes import Route

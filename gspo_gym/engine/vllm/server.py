@@ -4,10 +4,15 @@ It is vLLM's own OpenAI server with what training needs switched on: exact logpr
 route that takes and gives token ids, and the control routes by which weights change. These let whoever reaches them run
 code, whatever key there is, so it listens on loopback or a Unix socket and nowhere else. Called by `gspo-gym serve`, by
 tests, and by whoever builds a run. Read with vLLM 0.32.
+
+What can go wrong with vLLM's own calls, as errors of ours: its many exceptions, and a process that dies unanswered.
+
+Does not import vLLM. Read with vLLM 0.32.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import os
@@ -18,16 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_gym.base.addresses import is_loopback
-from gspo_gym.base.keys import read_key
+from gspo_gym.base.keys import is_loopback, read_key
 from gspo_gym.engine.vllm.client import Address, address_of
 from gspo_gym.engine.vllm.settings import VllmSettings
-from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
+from gspo_gym.errors import ConfigError, EngineError, GymError, MissingExtraError
 
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 5.0
@@ -275,3 +281,49 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@contextlib.contextmanager
+def as_engine_error(doing: str) -> Iterator[None]:
+    """vLLM's exceptions, of many classes over its versions, become EngineError; ours pass."""
+    try:
+        yield
+    except GymError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{doing}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def commanding(llm: Any, doing: str) -> AsyncIterator[None]:
+    """Around commands to the processes of an `AsyncLLM` (Any: untyped), which must not die before they answer.
+
+    Requests for tokens fail when a process dies, but vLLM waits for the answer to a command for ever: seen with an
+    engine that was killed while it slept. The task that reads all answers has ended then, and so does the block.
+
+    Raises:
+        EngineError: a process died, the engine was closed, or vLLM raised anything.
+    """
+    with as_engine_error(doing):
+        try:
+            async with asyncio.timeout(None) as watchdog, _told(llm.output_handler, partial(_expire, watchdog)):
+                yield
+        except TimeoutError as error:
+            if not watchdog.expired():
+                raise
+            raise EngineError(f"{doing}: EngineDeadError: vLLM ended before it had answered") from error
+
+
+@contextlib.asynccontextmanager
+async def _told(task: asyncio.Task[None], callback: Callable[[object], None]) -> AsyncIterator[None]:
+    """Within, the task's end is told; also if it has ended before."""
+    task.add_done_callback(callback)
+    try:
+        yield
+    finally:
+        task.remove_done_callback(callback)
+
+
+def _expire(watchdog: asyncio.Timeout, _: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the block has just ended
+        watchdog.reschedule(asyncio.get_running_loop().time())

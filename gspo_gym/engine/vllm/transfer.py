@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.engine.base import TensorMeta, TensorSource
-from gspo_gym.engine.vllm.folders import require_tensors
+from gspo_gym.engine.vllm.adapters import require_tensors
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import EngineError
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.engine.endpoint.wire import AnswerError, WireAnswer
+from gspo_gym.engine.vllm.adapters import adapter_folder
 from gspo_gym.engine.vllm.control import VllmControl
-from gspo_gym.engine.vllm.folders import adapter_folder
 from gspo_gym.errors import EngineError
 
 

@@ -18,10 +18,9 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 from gspo_gym.env.checks.probes import rubric_of
 from gspo_gym.env.checks.subject import PROBE, Findings, Subject
-from gspo_gym.env.core import Isolation
+from gspo_gym.env.core import CALL_FAILED, Isolation
 from gspo_gym.env.playing import Playthrough, play_in, replaying
 from gspo_gym.env.session import EnvSession, declared_reward_range, open_session
-from gspo_gym.env.tool_calls import CALL_FAILED
 from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.errors import ContractError, GymError
 

@@ -2,16 +2,26 @@
 
 Alone, every player plays every seed. What follows replays what was said then, beside other episodes. An environment
 that touches what the whole process shares, or says that it needs one, is played in worker processes throughout.
+
+What all episodes of a process share: its random generators, working directory and environment variables.
+
+An environment that changes these disturbs its neighbours and is disturbed by them; it needs a process of its own
+(`TextEnv.isolation`). Read here and never written. Called by the checks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from gspo_gym.env.checks.global_state import watching
+import numpy as np
+
 from gspo_gym.env.checks.subject import Findings, Subject
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import PlayerError, Playthrough, Watch, play_in, replaying
@@ -161,3 +171,37 @@ async def resets(subject: Subject, findings: Findings) -> None:
                 findings.fail(f"seed {run.seed}: a fresh instance and one that was reset differ: {difference}")
     finally:
         await session.close()
+
+
+GENERATOR = "the generator of "
+
+
+def global_state() -> Mapping[str, Any]:
+    """What is shared, by name, as it is now; only to be compared (hence Any)."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        f"{GENERATOR}random": random.getstate(),
+        f"{GENERATOR}numpy.random": (kind, np.asarray(keys).tobytes(), *rest),
+        "the working directory": _working_directory(),
+        "the environment variables": dict(os.environ),
+    }
+    torch: Any = sys.modules.get("torch")  # never loaded for this: who has not loaded it cannot have changed it
+    if hasattr(torch, "get_rng_state"):
+        state[f"{GENERATOR}torch"] = torch.get_rng_state().numpy().tobytes()
+    return state
+
+
+@contextmanager
+def watching(changed: list[str]) -> Iterator[None]:
+    """Afterwards, `changed` has got the names of what was changed meanwhile."""
+    before = global_state()
+    yield
+    after = global_state()
+    changed += [name for name, value in after.items() if name in before and value != before[name]]
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # somebody removed it
+        return None

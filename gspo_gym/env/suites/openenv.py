@@ -19,9 +19,12 @@ from gspo_gym.base.keys import read_key
 from gspo_gym.env.blame import failure_of
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.splits import next_seed
-from gspo_gym.env.suites.openenv_reading import (
+from gspo_gym.env.suites.openenv_socket import (
     EXTENSION,
+    FactsCache,
+    Socket,
     extension_of,
+    http_url_of,
     is_done,
     observation_of,
     reward_of,
@@ -29,7 +32,6 @@ from gspo_gym.env.suites.openenv_reading import (
     text_field_of,
     tool_result_of,
 )
-from gspo_gym.env.suites.openenv_socket import FactsCache, Socket, http_url_of
 from gspo_gym.errors import ContractError, EnvError
 from gspo_gym.seeding import generator
 from gspo_gym.types import Message, ToolCall

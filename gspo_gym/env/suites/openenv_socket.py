@@ -2,6 +2,10 @@
 
 A socket that is lost is lost: nothing here connects again. Proxies of the environment are not used. Called by
 `openenv.py`.
+
+What an OpenEnv server says, as our environments say it: tools, observations, results, rewards. No I/O.
+
+Called by `openenv.py`; `remote/openenv_wire.py` writes what `EXTENSION` marks.
 """
 
 from __future__ import annotations
@@ -9,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.env.suites.openenv_reading import ServerFacts, tool_schemas_of
-from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError
+from gspo_gym.env.rewards import Reward
+from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError, nearest_name
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -229,3 +235,196 @@ def _json(response: Any, where: str) -> dict[str, Any]:  # Any: httpx is importe
     if not isinstance(answer, dict):
         raise ContractError(f"{where}: expected a JSON object, got {response.text[:_SHOWN]!r}")
     return answer
+
+
+# The key of an observation's metadata under which our own server says what OpenEnv has no word for.
+EXTENSION = "gspo_gym"
+_BESIDE = ("metadata", "reward", "done")  # fields that every OpenEnv observation may have beside its own
+
+JsonObject = Mapping[str, Any]  # Any: JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of its environment before anything is played.
+
+    Attributes:
+        action_schema, observation_schema: JSON schemas.
+        tool_schemas: OpenAI function schemas; () where actions are not tool calls.
+    """
+
+    action_schema: JsonObject
+    observation_schema: JsonObject
+    tool_schemas: tuple[JsonObject, ...] = ()
+
+    @property
+    def takes_whole_turns(self) -> bool:
+        """Whether one step takes a message with all its tool calls, as our own server does."""
+        return {"message", "tool_calls"} <= _properties(self.action_schema).keys()
+
+    @property
+    def may_take_tool_calls(self) -> bool:
+        """Whether the action is OpenEnv's tool call, or its bare base class, as which a server accepts calls, too."""
+        names = _properties(self.action_schema).keys()
+        return {"tool_name", "arguments"} <= names or names <= {"metadata", "type"}
+
+
+def text_field_of(schema: JsonObject, *, named: str | None, fixed: JsonObject, where: str) -> str:
+    """The field of an action that takes what the model says.
+
+    Args:
+        schema: of the action.
+        named: the user's choice; None: the only required field if it is a string, or the only string where none is.
+        fixed: fields with a value of the user's.
+        where: the server, for errors.
+
+    Raises:
+        ConfigError: the choice is not clear, or leaves a required field without a value.
+    """
+    fields = {name: field for name, field in _properties(schema).items() if name != "metadata"}
+    for name in (*fixed, *([named] if named is not None else [])):
+        if name not in fields:
+            raise ConfigError(f"{where}: its action has no field {name!r}; {nearest_name(name, fields)}")
+    required: list[str] = [name for name in schema.get("required", ()) if name not in fixed]
+    if named is not None:
+        missing = [name for name in required if name != named]
+        if missing:
+            raise ConfigError(f"{where}: its action also needs {missing}; give them in action_fields")
+        return named
+    candidates = required or [name for name, field in fields.items() if name not in fixed and _is_text(field)]
+    if len(candidates) != 1 or not _is_text(fields[candidates[0]]):
+        raise ConfigError(
+            f"{where}: expected an action with one required text field, got {dict(fields)!r:.{_SHOWN}} of which "
+            f"{required} are required; choose with text_field, and give the others in action_fields"
+        )
+    return candidates[0]
+
+
+def takes_text(schema: JsonObject, field: str) -> bool:
+    """Whether a field of the action takes text as it is; any other is read as JSON ("3" is 3)."""
+    return _is_text(_properties(schema)[field])
+
+
+def tool_schemas_of(answer: Any, *, where: str) -> tuple[JsonObject, ...]:
+    """OpenAI function schemas from the answer to JSON-RPC's tools/list (Any: JSON); () if the server has none.
+
+    Raises:
+        ContractError: it is no such answer.
+    """
+    if isinstance(answer, Mapping) and isinstance(answer.get("error"), Mapping):
+        return ()  # "Environment does not support MCP"
+    result = answer.get("result") if isinstance(answer, Mapping) else None
+    tools = result.get("tools") if isinstance(result, Mapping) else None
+    if not isinstance(tools, Sequence) or not all(
+        isinstance(t, Mapping) and isinstance(t.get("name"), str) for t in tools
+    ):
+        raise ContractError(f"{where}: expected a list of tools with names, got {answer!r:.{_SHOWN}}")
+    schemas = []
+    for tool in tools:
+        parameters = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
+        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+        schemas.append({"type": "function", "function": function})
+    return tuple(schemas)
+
+
+def observation_of(data: JsonObject, *, fields: Sequence[str], where: str) -> Any:
+    """What the model is shown: text, or messages where the server is ours.
+
+    The fields that are named, each on its own lines; without any, the observation's only field if that is text, else
+    all of them as JSON.
+
+    Raises:
+        ContractError: there is no observation, or no such field.
+    """
+    observation = data.get("observation")
+    if not isinstance(observation, Mapping):
+        raise ContractError(f"{where}: expected an observation, got {data!r:.{_SHOWN}}")
+    if extension_of(data) is not None and not fields:
+        return observation.get("messages") or ""
+    shown = {name: value for name, value in observation.items() if name not in _BESIDE}
+    if fields:
+        for name in fields:
+            if name not in observation:
+                raise ContractError(f"{where}: no field {name!r} in the observation; {nearest_name(name, shown)}")
+        return "\n".join(_as_text(observation[name]) for name in fields)
+    if len(shown) == 1 and isinstance(only := next(iter(shown.values())), str):
+        return only
+    return _as_text(shown)
+
+
+def tool_result_of(data: JsonObject, *, where: str) -> str:
+    """What a tool answered, as text; an error starts with "error: ".
+
+    Raises:
+        ContractError: it is no such answer, or has parts that are not text.
+    """
+    observation = data.get("observation")
+    if not isinstance(observation, Mapping):
+        raise ContractError(f"{where}: expected an observation, got {data!r:.{_SHOWN}}")
+    error = observation.get("error")
+    if error:
+        return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
+    result = observation.get("result")
+    if not isinstance(result, Mapping) or not isinstance(result.get("content"), list):
+        return _as_text(result) if "result" in observation else _as_text(observation)
+    parts = [part for part in result["content"] if isinstance(part, Mapping)]
+    strange = [part.get("type") for part in parts if part.get("type") != "text"]
+    if strange:
+        raise ContractError(
+            f"{where}: expected a tool's result as text, got parts of type {strange}; images are not read"
+        )
+    text = "\n".join(str(part.get("text", "")) for part in parts)
+    return f"error: {text}" if result.get("is_error") and not text.startswith("error: ") else text
+
+
+def reward_of(data: JsonObject, *, where: str) -> float | None:
+    """The reward; null is None, "not scored here".
+
+    Raises:
+        ContractError: it is no finite number.
+    """
+    reward = data.get("reward")
+    if reward is None:
+        return None
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ContractError(f"{where}: expected a finite number or null as the reward, got {reward!r:.{_SHOWN}}")
+    details = extension_of(data) or {}
+    terms = details.get("reward_terms") or {}
+    rich = Reward(terms, events=details.get("events") or (), success=details.get("success"))
+    # Terms that add up to something else would change the reward: OpenEnv's own number counts.
+    return rich if float(rich) == float(reward) else float(reward)
+
+
+def extension_of(data: JsonObject) -> JsonObject | None:
+    """What our own server says beside OpenEnv's words; None from any other."""
+    metadata = data.get("metadata")
+    details = metadata.get(EXTENSION) if isinstance(metadata, Mapping) else None
+    return details if isinstance(details, Mapping) else None
+
+
+def is_done(data: JsonObject, *, where: str) -> bool:
+    """Whether the episode is over.
+
+    Raises:
+        ContractError: the server does not say.
+    """
+    done = data.get("done", False)
+    if not isinstance(done, bool):
+        raise ContractError(f"{where}: expected done as true or false, got {done!r:.{_SHOWN}}")
+    return done
+
+
+def _properties(schema: JsonObject) -> JsonObject:
+    properties = schema.get("properties", {})
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _is_text(field: Any) -> bool:
+    if not isinstance(field, Mapping):
+        return False
+    options = [field, *field.get("anyOf", ())]
+    return any(isinstance(option, Mapping) and option.get("type") == "string" for option in options)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)

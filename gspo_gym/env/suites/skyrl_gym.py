@@ -3,6 +3,8 @@
 A row is one task in SkyRL's form: its column "prompt" holds the opening messages, every other column goes to the
 environment as its `extras`. In a config: `rollout.env_name = "SkyRLGym"` with
 `rollout.env_config = { game = "gsm8k", rows = "train.parquet" }`.
+
+Hand-written players of the environments of skyrl-gym whose rows have the answer, for `skyrl_gym.py`.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.answers import described
-from gspo_gym.env.core import Info, TextEnv
-from gspo_gym.env.data.questions import ConversationTemplate, Questions, Reading, load_questions
-from gspo_gym.env.data.rows import RowSource, named_object
+from gspo_gym.env.core import Info, ScriptedPolicy, TextEnv
+from gspo_gym.env.data.rows import ConversationTemplate, Questions, Reading, RowSource, load_questions, named_object
 from gspo_gym.env.data.splits import checked_fraction, next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.skyrl_gym_players import right_answer, wrong_answer
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
+from gspo_gym.types import Message
 
 StepTuple = tuple[Any, Reward, bool, bool, Info]  # Any: messages, or nothing at the end
 
@@ -176,3 +178,23 @@ def _package() -> Any:
     except ImportError as error:
         raise MissingExtraError("SkyRLGym needs skyrl-gym: pip install 'gspo-gym[envs-skyrl-gym]'") from error
     return package
+
+
+_FORMS = {"aime": "Answer: {}"}  # how an answer is written, by id; else as in GSM8K
+_GSM8K = "#### {}"
+
+
+def right_answer(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
+    """The row's answer; `env` is a `SkyRLGymEnv` (Any: `PolicyFactory` fixes the type)."""
+    row = env.row
+    answer = row["reward_model" if env.game == "aime" else "reward_spec"]["ground_truth"]
+    return lambda _messages: _FORMS.get(env.game, _GSM8K).format(answer)
+
+
+def wrong_answer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """A random number of three digits in the right form."""
+
+    def play(_messages: Sequence[Message]) -> str:
+        return _FORMS.get(env.game, _GSM8K).format(rng.integers(100, 1000))
+
+    return play

@@ -17,8 +17,7 @@ from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import Info, PolicyFactory, TextEnv
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.textarena_match import Match, Said, as_text, fewest_players
-from gspo_gym.env.suites.textarena_players import RandomMover, scripted_player
+from gspo_gym.env.suites.textarena_match import Match, RandomMover, Said, as_text, fewest_players, scripted_player
 from gspo_gym.errors import ConfigError, ContractError, EnvError, nearest_name
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Message

@@ -18,8 +18,7 @@ from gymnasium.error import ResetNeeded
 from gspo_gym.env.core import Info, TextEnv
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.verifiers_bridge import Bridge, Request, as_message
-from gspo_gym.env.suites.verifiers_loading import Loaded, load
+from gspo_gym.env.suites.verifiers_bridge import Bridge, Loaded, Request, as_message, load
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError
 from gspo_gym.types import Message
 

@@ -2,6 +2,12 @@
 
 What both ends of a worker process's connection use: the parent in its event loop (or, to make an environment, in a
 thread), the worker in its own. No pickle: whatever comes out of a worker is data.
+
+Messages, actions and answers as JSON values, for an environment that runs in another process.
+
+Decoding is strict: what was not written by these functions is a ContractError that says where. A record goes through
+unchanged, its floats to the last bit; only `info`, which is for people, is made fit for JSON. Pure functions. Called by
+`process_env.py` and `process_worker.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +15,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_gym.errors import ContractError
+import numpy as np
+
+from gspo_gym.env.answers import described
+from gspo_gym.errors import ContractError, GymError, RecordError
+from gspo_gym.types import Message, StepResult, ToolCall
 
 MAX_REQUEST_BYTES = 64 * 2**20  # a conversation, for a player that runs in the worker
 MAX_ANSWER_BYTES = 4 * 2**20  # an observation; a context of a million tokens is about as long
@@ -152,3 +163,241 @@ class _Incoming:
             return json.loads(self._data)
         except (ValueError, RecursionError) as error:
             raise ContractError(f"a worker process sent no JSON: {error}") from error
+
+
+Json = Any  # a JSON value: dict with text keys, list, str, int, float, bool or None
+
+REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError)
+_MAX_CAUSE_CHARS = 2_000
+_MAX_DEPTH = 20  # of nested values in info; deeper ones are shown as text
+_TEXT = (str,)
+_TEXT_OR_NOTHING = (str, type(None))
+_NUMBER_OR_NOTHING = (int, float, type(None))
+
+
+def message_to_json(message: Message) -> dict[str, Json]:
+    """A message in the OpenAI shape, tool arguments as a mapping; absent fields are left out.
+
+    Raises:
+        ContractError: a tool argument is no JSON value.
+    """
+    wire = message.to_dict()
+    for call in message.tool_calls:
+        require_json(dict(call.arguments), where=f"arguments of tool call {call.name!r}")
+    return wire
+
+
+def message_from_json(value: Json, *, where: str) -> Message:
+    """What `message_to_json` made a value of.
+
+    Raises:
+        ContractError: it is not such a value. Starts with `where`.
+
+    >>> message_from_json({"role": "user", "content": "Hi."}, where="here").content
+    'Hi.'
+    """
+    optional = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+    fields = _object(value, ("role", "content"), optional, where)
+    calls = _list(fields.get("tool_calls", []), f"{where}: tool_calls")
+    try:
+        return Message(
+            _typed(fields, "role", _TEXT, where),
+            _typed(fields, "content", _TEXT, where),
+            tuple(_call_from_json(call, f"{where}: tool call {index}") for index, call in enumerate(calls)),
+            tool_call_id=_typed(fields, "tool_call_id", _TEXT_OR_NOTHING, where),
+            name=_typed(fields, "name", _TEXT_OR_NOTHING, where),
+            reasoning_content=_typed(fields, "reasoning_content", _TEXT_OR_NOTHING, where),
+        )
+    except RecordError as error:
+        raise ContractError(f"{where}: {error}") from error
+
+
+def messages_to_json(messages: Sequence[Message]) -> list[Json]:
+    """Each as `message_to_json` makes it."""
+    return [message_to_json(message) for message in messages]
+
+
+def messages_from_json(value: Json, *, where: str) -> tuple[Message, ...]:
+    """What `messages_to_json` made a value of.
+
+    Raises:
+        ContractError: it is not such a value. Starts with `where`.
+    """
+    items = _list(value, where)
+    return tuple(message_from_json(item, where=f"{where}: message {index}") for index, item in enumerate(items))
+
+
+def step_result_to_json(result: StepResult) -> dict[str, Json]:
+    """An answer with all its fields; `info` becomes JSON as `json_safe` says."""
+    return {
+        "messages": messages_to_json(result.messages),
+        "reward": result.reward,
+        "reward_terms": dict(result.reward_terms),
+        "terminated": result.terminated,
+        "truncated": result.truncated,
+        "success": result.success,
+        "events": list(result.events),
+        "info": json_safe(dict(result.info)),
+    }
+
+
+def step_result_from_json(value: Json, *, where: str) -> StepResult:
+    """What `step_result_to_json` made a value of.
+
+    Raises:
+        ContractError: it is not such a value. Starts with `where`.
+    """
+    names = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events", "info")
+    fields = _object(value, names, (), where)
+    terms = _mapping(fields["reward_terms"], f"{where}: reward_terms")
+    events = _list(fields["events"], f"{where}: events")
+    reward = _typed(fields, "reward", _NUMBER_OR_NOTHING, where)
+    try:
+        return StepResult(
+            messages_from_json(fields["messages"], where=where),
+            reward=None if reward is None else float(reward),
+            reward_terms={name: float(_typed(terms, name, (int, float), where)) for name in terms},
+            terminated=_typed(fields, "terminated", (bool,), where),
+            truncated=_typed(fields, "truncated", (bool,), where),
+            success=_typed(fields, "success", (bool, type(None)), where),
+            events=tuple(_typed({"event": event}, "event", _TEXT, where) for event in events),
+            info=_mapping(fields["info"], f"{where}: info"),
+        )
+    except RecordError as error:
+        raise ContractError(f"{where}: {error}") from error
+
+
+def tool_schemas_to_json(schemas: Sequence[Mapping[str, Any]], *, where: str) -> list[Json]:
+    """OpenAI function schemas as they are.
+
+    Raises:
+        ContractError: one is no JSON object. Starts with `where`.
+    """
+    return [
+        require_json(dict(schema), where=f"{where}: schema of tool {index}") for index, schema in enumerate(schemas)
+    ]
+
+
+def tool_schemas_from_json(value: Json, *, where: str) -> tuple[Mapping[str, Any], ...]:
+    """What `tool_schemas_to_json` made a value of.
+
+    Raises:
+        ContractError: it is not such a value. Starts with `where`.
+    """
+    return tuple(_mapping(schema, f"{where}: schema of tool {i}") for i, schema in enumerate(_list(value, where)))
+
+
+def require_json(value: Any, *, where: str) -> Json:
+    """The same value, if JSON can hold it as it is; a tuple counts as a list.
+
+    Raises:
+        ContractError: it cannot. Starts with `where`.
+
+    >>> require_json({"rows": (1, 2.5, None)}, where="here")
+    {'rows': [1, 2.5, None]}
+    """
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise ContractError(f"{where}: expected text as the keys, got {described(wrong[0])}")
+        return {key: require_json(item, where=f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [require_json(item, where=f"{where}[{index}]") for index, item in enumerate(value)]
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise ContractError(f"{where}: expected text, a number, a bool, None, a list or a mapping, got {described(value)}")
+
+
+def json_safe(value: Any, depth: int = 0) -> Json:
+    """A value as near to it as JSON can hold: numpy numbers and arrays as numbers and lists, anything odd as text.
+
+    >>> json_safe({"x": np.float64(0.5), 1: {"a"}, "nan": float("nan")})
+    {'x': 0.5, '1': "{'a'}", 'nan': 'nan'}
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str):
+        return str(value)
+    if depth < _MAX_DEPTH and isinstance(value, Mapping):
+        return {str(key): json_safe(item, depth + 1) for key, item in value.items()}
+    if depth < _MAX_DEPTH and isinstance(value, list | tuple):
+        return [json_safe(item, depth + 1) for item in value]
+    return described(value) if depth >= _MAX_DEPTH else repr(value)
+
+
+def _call_from_json(value: Json, where: str) -> ToolCall:
+    fields = _object(value, ("id", "type", "function"), (), where)
+    function = _object(fields["function"], ("name", "arguments"), (), where)
+    arguments = _mapping(function["arguments"], f"{where}: arguments")
+    return ToolCall(_typed(fields, "id", _TEXT, where), _typed(function, "name", _TEXT, where), arguments)
+
+
+def _object(value: Json, required: Sequence[str], optional: Sequence[str], where: str) -> Mapping[str, Json]:
+    fields = _mapping(value, where)
+    missing = [name for name in required if name not in fields]
+    unknown = [name for name in fields if name not in (*required, *optional)]
+    if missing or unknown:
+        raise ContractError(f"{where}: expected the keys {list(required)}, missing {missing}, unknown {unknown}")
+    return fields
+
+
+def _mapping(value: Json, where: str) -> dict[str, Json]:
+    if not isinstance(value, dict):
+        raise ContractError(f"{where}: expected an object, got {described(value)}")
+    return value
+
+
+def _list(value: Json, where: str) -> list[Json]:
+    if not isinstance(value, list):
+        raise ContractError(f"{where}: expected a list, got {described(value)}")
+    return value
+
+
+def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where: str) -> Any:
+    """A field of one of the types; True is no number here (Any: the caller knows which)."""
+    value = fields.get(name)
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        expected = " or ".join("null" if each is type(None) else each.__name__ for each in types)
+        raise ContractError(f"{where}: expected {name} as {expected}, got {described(value)}")
+    return value
+
+
+def refusal_in(error: BaseException | None) -> BaseException | None:
+    """Return the ValueError, TypeError or LookupError by which an environment refused a value: the error or its cause.
+
+    Our own ContractError is none: there the environment is at fault. A chain of causes may be a circle.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, REFUSALS) and not isinstance(error, ContractError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__
+    return None
+
+
+def cause_to_json(error: BaseException) -> dict[str, Json] | None:
+    """Return the refusal that an error comes from, as the standard class that it is one of; None if there is none."""
+    refusal = refusal_in(error.__cause__ if isinstance(error, GymError) else error)
+    if refusal is None:
+        return None
+    kind = next(kind for kind in REFUSALS if isinstance(refusal, kind))
+    return {"kind": kind.__name__, "text": str(refusal)[:_MAX_CAUSE_CHARS]}
+
+
+def cause_from_json(value: Json) -> Exception | None:
+    """Return the exception that `cause_to_json` made a value of.
+
+    >>> cause_from_json({"kind": "TypeError", "text": "no such level"})
+    TypeError('no such level')
+    """
+    if value is None:
+        return None
+    kinds = {kind.__name__: kind for kind in REFUSALS}
+    return kinds[value["kind"]](value["text"])

@@ -25,15 +25,12 @@ import numpy as np
 from gspo_gym import errors
 from gspo_gym.env.core import Isolation
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.workers.action_limits import LIMIT_SIGNAL
-from gspo_gym.env.workers.channel import MAX_REQUEST_BYTES, ChannelClosedError, frame_of
-from gspo_gym.env.workers.limits import WorkerLimits
-from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading
-from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
-from gspo_gym.env.workers.target import ProcessTarget, target_of
-from gspo_gym.env.workers.wire import (
+from gspo_gym.env.workers.channel import (
+    MAX_REQUEST_BYTES,
+    ChannelClosedError,
     Json,
     cause_from_json,
+    frame_of,
     message_from_json,
     message_to_json,
     messages_to_json,
@@ -41,6 +38,10 @@ from gspo_gym.env.workers.wire import (
     step_result_from_json,
     tool_schemas_from_json,
 )
+from gspo_gym.env.workers.limits import LIMIT_SIGNAL, WorkerLimits
+from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading
+from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
+from gspo_gym.env.workers.target import ProcessTarget, target_of
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
 

@@ -20,7 +20,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from gspo_gym.env.registry import make_from, resolve
-from gspo_gym.env.workers.wire import require_json
+from gspo_gym.env.workers.channel import require_json
 from gspo_gym.errors import ConfigError, ContractError
 
 _MAIN = "__main__"

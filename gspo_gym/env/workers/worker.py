@@ -24,21 +24,25 @@ from typing import Any
 import numpy as np
 
 from gspo_gym.env.answers import place_of
-from gspo_gym.env.checks.global_state import GENERATOR, global_state
+from gspo_gym.env.checks.play import GENERATOR, global_state
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.env.playing import spoken_by
 from gspo_gym.env.session import EnvSession, open_session
-from gspo_gym.env.workers.action_limits import this_is_a_worker
-from gspo_gym.env.workers.channel import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, Channel, ChannelClosedError, frame_of
-from gspo_gym.env.workers.target import ProcessTarget
-from gspo_gym.env.workers.wire import (
+from gspo_gym.env.workers.channel import (
+    MAX_ANSWER_BYTES,
+    MAX_REQUEST_BYTES,
+    Channel,
+    ChannelClosedError,
     cause_to_json,
+    frame_of,
     message_from_json,
     message_to_json,
     messages_from_json,
     step_result_to_json,
     tool_schemas_to_json,
 )
+from gspo_gym.env.workers.limits import this_is_a_worker
+from gspo_gym.env.workers.target import ProcessTarget
 from gspo_gym.errors import ContractError, GymError, UnknownNameError, UsageError, nearest_name
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message

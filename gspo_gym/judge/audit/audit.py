@@ -16,9 +16,11 @@ import numpy as np
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.audit.labels import Label, Marks, check_labels, total_of
-from gspo_gym.judge.audit.report import AttackReport, AuditReport, Part
-from gspo_gym.judge.audit.statistics import (
+from gspo_gym.judge.audit.report import (
     Agreement,
+    AttackReport,
+    AuditReport,
+    Part,
     PositionBias,
     agreement,
     balanced_orders,

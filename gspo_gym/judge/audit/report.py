@@ -1,13 +1,237 @@
-"""What an audit found, as a record, as JSON and as lines for people."""
+"""What an audit found, as a record, as JSON and as lines for people.
+
+The arithmetic of an audit: how well a judge agrees with labels, and what moves its scores that should not.
+
+Pure functions of numbers; who asks whom is in `audit.py`. Unless a docstring says otherwise, the formulas are the
+textbook's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from gspo_gym.judge.audit.statistics import Agreement, Calibration, PositionBias, Slope
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeCost
+from gspo_gym.seeding import generator
+
+_EQUAL = 1e-9  # scores that differ by less are the same score
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A judge against labels.
+
+    Attributes:
+        num: pairs.
+        judge_mean, gold_mean: of the scores.
+        equal_fraction: share of pairs that are the same score.
+        mean_absolute_error: of the scores.
+        kappa: agreement beyond chance, 1 at best; see `kappa`. None where both gave every episode one score.
+        correlation: Pearson's; None where either gave every episode one score.
+    """
+
+    num: int
+    judge_mean: float
+    gold_mean: float
+    equal_fraction: float
+    mean_absolute_error: float
+    kappa: float | None
+    correlation: float | None
+
+
+def agreement(judge: Sequence[float], gold: Sequence[float]) -> Agreement:
+    """See `Agreement`.
+
+    Raises:
+        ConfigError: no pairs, or not as many of one as of the other.
+    """
+    j, g = _pairs(judge, gold)
+    varies = bool(np.ptp(j) > 0 and np.ptp(g) > 0)
+    return Agreement(
+        num=len(j),
+        judge_mean=float(j.mean()),
+        gold_mean=float(g.mean()),
+        equal_fraction=float((np.abs(j - g) < _EQUAL).mean()),
+        mean_absolute_error=float(np.abs(j - g).mean()),
+        kappa=kappa(judge, gold),
+        correlation=float(np.corrcoef(j, g)[0, 1]) if varies else None,
+    )
+
+
+def kappa(judge: Sequence[float], gold: Sequence[float]) -> float | None:
+    """1 - (mean squared difference of the pairs) / (the same of independent pairs with these margins).
+
+    For scores of 0 and 1 this is Cohen's kappa, for grades his kappa with quadratic weights, and for numbers Lin's
+    concordance correlation: 2 cov / (var + var + (difference of the means)^2), all with 1/n. 0 is chance, 1 perfect.
+    None where both gave every episode the same score, which says nothing.
+
+    >>> kappa([1, 1, 0, 0], [1, 0, 0, 0])  # agreement 3/4, by chance 1/2 * 1/4 + 1/2 * 3/4 = 1/2
+    0.5
+    """
+    j, g = _pairs(judge, gold)
+    by_chance = j.var() + g.var() + (j.mean() - g.mean()) ** 2
+    return float(1 - ((j - g) ** 2).mean() / by_chance) if by_chance > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin:
+    """Episodes whose judged score lies in [low, high), of the last bin in [low, high]."""
+
+    low: float
+    high: float
+    num: int
+    judge_mean: float
+    gold_mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Whether a score of 0.8 means 0.8.
+
+    Attributes:
+        bins: those that hold episodes.
+        expected_error: mean over episodes of |judge_mean - gold_mean| of their bin (ECE).
+        brier: mean squared difference.
+    """
+
+    bins: tuple[CalibrationBin, ...]
+    expected_error: float
+    brier: float
+
+
+def calibration(judge: Sequence[float], gold: Sequence[float], *, num_bins: int = 10) -> Calibration | None:
+    """Calibration over bins of equal width; None where a score is outside [0, 1].
+
+    Raises:
+        ConfigError: as `agreement`.
+    """
+    j, g = _pairs(judge, gold)
+    if min(j.min(), g.min()) < 0 or max(j.max(), g.max()) > 1 + _EQUAL:
+        return None
+    places = np.minimum((j * num_bins).astype(int), num_bins - 1)
+    bins = tuple(
+        CalibrationBin(
+            low=place / num_bins,
+            high=(place + 1) / num_bins,
+            num=int((places == place).sum()),
+            judge_mean=float(j[places == place].mean()),
+            gold_mean=float(g[places == place].mean()),
+        )
+        for place in np.unique(places)
+    )
+    error = math.fsum(each.num * abs(each.judge_mean - each.gold_mean) for each in bins) / len(j)
+    return Calibration(bins, error, float(((j - g) ** 2).mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """A coefficient of a linear regression with its standard error, over `num` episodes."""
+
+    value: float
+    standard_error: float
+    num: int
+
+
+def length_bias(judge: Sequence[float], gold: Sequence[float], num_chars: Sequence[int]) -> Slope | None:
+    """By how much a judge's score rises with every 1,000 characters that the policy wrote, gold held fixed.
+
+    The coefficient of the length in an ordinary least-squares fit of the judge's score to the length, gold and 1. None
+    for fewer than 5 episodes, or where lengths are all the same or follow from gold.
+    """
+    j, g = _pairs(judge, gold)
+    lengths = np.asarray(num_chars, dtype=np.float64) / 1000
+    if len(lengths) != len(j):
+        raise ConfigError(f"length bias: expected a length for each of {len(j)} episodes, got {len(lengths)}")
+    columns = [np.ones_like(j), lengths] + ([g] if np.ptp(g) > 0 else [])
+    design = np.stack(columns, axis=1)
+    if len(j) < 5 or np.linalg.matrix_rank(design) < design.shape[1]:
+        return None
+    fit, *_ = np.linalg.lstsq(design, j, rcond=None)
+    residual = j - design @ fit
+    variance = float(residual @ residual) / (len(j) - design.shape[1])
+    covariance = variance * np.linalg.inv(design.T @ design)
+    return Slope(float(fit[1]), math.sqrt(max(float(covariance[1, 1]), 0.0)), len(j))
+
+
+def balanced_orders(ids: Sequence[str], seed: int) -> tuple[tuple[str, ...], ...]:
+    """As many orders as there are ids, in which each stands once at each place: the rotations of a drawn order."""
+    drawn = [ids[int(index)] for index in generator(seed, "orders").permutation(len(ids))]
+    return tuple(tuple(drawn[shift:] + drawn[:shift]) for shift in range(len(drawn)))
+
+
+@dataclass(frozen=True, slots=True)
+class PositionBias:
+    """What the place of a criterion among the others does to its score, in [0, 1] normalised scores.
+
+    Attributes:
+        effects: by place, the mean score there minus the mean over all places.
+        spread: the highest effect minus the lowest.
+        fixed_order_bias: what one order for all episodes does to the criterion that it does most to: the mean over
+            episodes of its score there minus its mean over all orders.
+        permuted_bias: the same where orders alternate between episodes; what is left of it.
+        num_episodes: judged in every order.
+    """
+
+    effects: tuple[float, ...]
+    spread: float
+    fixed_order_bias: float
+    permuted_bias: float
+    num_episodes: int
+
+
+def position_bias(scores: NDArray[np.float64], places: NDArray[np.int64]) -> PositionBias:
+    """From the scores of the same episodes in balanced orders.
+
+    Args:
+        scores: [E, K, K] normalised: by episode, order, criterion.
+        places: [K, K]: by order and criterion, where it stands; each criterion once at each place.
+
+    Since every criterion stands everywhere, the mean at a place holds all episodes and criteria alike, and differences
+    of such means are due to the place alone (and chance).
+    """
+    num_episodes, num_orders, num_criteria = scores.shape
+    if places.shape != (num_orders, num_criteria) or num_orders != num_criteria:
+        raise ConfigError(f"position bias: expected as many orders as criteria, got scores of shape {scores.shape}")
+    effects = np.array([scores[:, places == place].mean() for place in range(num_criteria)]) - scores.mean()
+    moved = scores - scores.mean(axis=1, keepdims=True)  # [E, K, K]: what each order does to each score
+    fixed = np.abs(moved.mean(axis=0)).max()
+    alternating = moved[np.arange(num_episodes), np.arange(num_episodes) % num_orders]  # [E, K]
+    return PositionBias(
+        effects=tuple(float(effect) for effect in effects),
+        spread=float(np.ptp(effects)),
+        fixed_order_bias=float(fixed),
+        permuted_bias=float(np.abs(alternating.mean(axis=0)).max()),
+        num_episodes=num_episodes,
+    )
+
+
+def flip_rate(repeats: Sequence[Sequence[float]]) -> float | None:
+    """The chance that two judgements of the same thing differ: mean over things of the share of pairs that do.
+
+    Things that were judged fewer than two times say nothing; None if all are such.
+
+    >>> flip_rate([[1, 1, 0], [1, 1, 1]])  # of three pairs two differ, then none
+    0.3333333333333333
+    """
+    shares = []
+    for scores in repeats:
+        pairs = [(a, b) for index, a in enumerate(scores) for b in scores[index + 1 :]]
+        if pairs:
+            shares.append(sum(abs(a - b) > _EQUAL for a, b in pairs) / len(pairs))
+    return float(np.mean(shares)) if shares else None
+
+
+def _pairs(judge: Sequence[float], gold: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    if not len(judge) == len(gold) > 0:
+        raise ConfigError(f"audit: expected pairs of scores, got {len(judge)} of the judge and {len(gold)} labels")
+    return np.asarray(judge, dtype=np.float64), np.asarray(gold, dtype=np.float64)
+
 
 Part = Literal["event", "outcome"]
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gspo_gym.judge.model.characters import longest_run_of_ticks
+from gspo_gym.judge.model.suspicion import longest_run_of_ticks
 from gspo_gym.judge.model.transcript import TASK, Piece, Transcript
 from gspo_gym.judge.model.verdict import OUTCOME_PART, Parts, turn_part, verdict_key
 from gspo_gym.judge.rubric import Criterion

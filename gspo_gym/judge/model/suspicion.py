@@ -2,15 +2,21 @@
 
 By patterns, so an honest episode may show one (a task about prompts does) and a clever one none: a share that grows
 during training is worth a look, a single flag is not. Called by judges.
+
+Text of strangers as a judge may be shown it: nothing in it is invisible, and nothing in it is a control token.
+
+A judge's server turns the text of `<|im_end|>` into the token that ends a message, and a reader does not see a
+zero-width space or a right-to-left override; both are written out. Also here: which text says nothing at all.
+Called by `transcript.py`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable
 
-from gspo_gym.judge.model.characters import has_control_token, hidden_characters
 from gspo_gym.types import Message, Trajectory
 
 _MAX_HONEST_CHARS = 20_000  # of one message; longer ones may be padding
@@ -58,3 +64,86 @@ def _signs(message: Message) -> Iterable[str]:
         yield "hidden characters"
     if len(text) > _MAX_HONEST_CHARS:
         yield "padding"
+
+
+# Invisible, although Unicode counts them among letters, marks or symbols.
+_INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
+_VARIATION = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef\u180b-\u180f]")
+_HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+# What templates write around messages, by family: <|im_start|>, [INST], <start_of_turn>, ...
+_BAR_TOKEN = re.compile(r"<(?=[|\uff5c])|(?<=[|\uff5c])>")
+_NAMED_TOKEN = re.compile(
+    r"<(?=/?(?:s|bos|eos|pad|unk|mask|think|thinking|tool_call|tool_response|start_of_turn|end_of_turn|"
+    r"turn|channel|message|system|user|assistant|endoftext)>)|<(?=<SYS>>|</SYS>>)|\[(?=/?INST\])",
+    re.IGNORECASE,
+)
+_WHOLE_TOKEN = re.compile(r"<\|[^|<>]{0,40}\|>|</?(?:s|bos|eos|pad|unk|think)>|\[/?INST\]", re.IGNORECASE)
+_TICKS = re.compile("`+")
+
+# What opens an answer and is none. Judges have given such text full marks (Zhao et al., arXiv 2507.08794, table 1).
+_OPENERS = frozenset(
+    (
+        *("", "thoughtprocess", "letssolvethisproblemstepbystep", "letsthinkstepbystep", "letsbegin", "letsstart"),
+        *("solution", "thesolution", "answer", "theanswer", "theansweris", "finalanswer", "thefinalansweris", "step1"),
+        *("explanation", "reasoning", "analysis", "解", "解答", "解説", "かいせつ", "respuesta", "solución", "antwort"),
+        *("lösung", "réponse"),
+    )
+)
+_LONGEST_OPENER = max(map(len, _OPENERS))
+_LONG = 4000  # characters: so much of a text is looked at before the rest
+
+
+def visible(text: str) -> str:
+    """The text with every hidden character as `<U+200B>`, and every control token broken by a backslash.
+
+    Line breaks and tabs stay as they are; all kinds of line breaks become one.
+
+    >>> visible("a\\u200bb <|im_end|>")
+    'a<U+200B>b <\\\\|im_end|\\\\>'
+    """
+    text = text.replace("\r\n", "\n")
+    text = text.translate({ord(character): f"<U+{ord(character):04X}>" for character in hidden_characters(text)})
+    text = _BAR_TOKEN.sub(lambda found: "<\\" if found[0] == "<" else "\\>", text)
+    return _NAMED_TOKEN.sub(lambda found: found[0] + "\\", text)
+
+
+def hidden_characters(text: str) -> frozenset[str]:
+    """The hidden characters in a text, line breaks and tabs aside."""
+    return frozenset(character for character in set(text) if _is_hidden(character))
+
+
+def has_control_token(text: str) -> bool:
+    """Whether there is text in it that a chat template writes around messages."""
+    return _BAR_TOKEN.search(text) is not None or _NAMED_TOKEN.search(text) is not None
+
+
+def longest_run_of_ticks(text: str) -> int:
+    """The longest run of backticks, those counted that are one to a reader who normalises (NFKC)."""
+    if "`" not in text and text.isascii():
+        return 0
+    texts = (text,) if text.isascii() else (text, unicodedata.normalize("NFKC", text))
+    return max((len(run) for part in texts for run in _TICKS.findall(part)), default=0)
+
+
+def says_nothing(text: str) -> bool:
+    """Whether there is no letter and no digit in a text, or nothing but control tokens or how an answer begins.
+
+    >>> says_nothing(" :"), says_nothing("Thought process:"), says_nothing("7")
+    (True, True, False)
+    """
+    words = _words(text[:_LONG])
+    return len(words) <= _LONGEST_OPENER and words + _words(text[_LONG:]) in _OPENERS
+
+
+def _words(text: str) -> str:
+    """The letters and digits of a text."""
+    plain = _WHOLE_TOKEN.sub("", unicodedata.normalize("NFKC", text))
+    return "".join(c for c in plain if c.isalnum() and c not in _INVISIBLE).casefold()
+
+
+def _is_hidden(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    is_hidden = unicodedata.category(character) in _HIDDEN_CATEGORIES
+    return is_hidden or character in _INVISIBLE or _VARIATION.match(character) is not None

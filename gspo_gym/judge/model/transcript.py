@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gspo_gym.judge.base import JudgeError
-from gspo_gym.judge.model.characters import says_nothing, visible
+from gspo_gym.judge.model.suspicion import says_nothing, visible
 from gspo_gym.types import Message, Trajectory
 
 Writer = Literal["system", "user", "assistant", "tool call", "tool"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.truncation import Truncation
+from gspo_gym.learning.scoring import Truncation
 
 TOKEN_HEADER = "X-Reference-Token"  # of who may change the weights
 TOKEN_VARIABLE = "GSPO_GYM_REFERENCE_TOKEN"  # where a run's server finds its token

@@ -19,10 +19,9 @@ from gspo_gym.chat.renderer import Renderer
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.errors import EngineError
 from gspo_gym.policy.tiny import tiny_tokenizer
-from gspo_gym.remote.apps.auth import AppKeys
-from gspo_gym.remote.apps.client import TaskAppClient
+from gspo_gym.remote.apps.client import AppKeys, TaskAppClient
+from gspo_gym.remote.apps.contracts import AppError
 from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
-from gspo_gym.remote.apps.errors import AppError
 from gspo_gym.remote.apps.probe import ProbeReport, is_result, report_of
 from gspo_gym.remote.apps.rewards import AppRollout
 from gspo_gym.remote.gateway.app import create_gateway_app

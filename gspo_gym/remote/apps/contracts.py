@@ -5,6 +5,18 @@ metrics), whose requests are sent and served here; answers of later releases (ge
 `metrics` or `reward_info`) are read, too. Fields that nobody here knows are ignored on both sides. What a reward
 depends on is read strictly: a number is a finite number, neither text nor a truth value. No I/O. Called by `client.py`
 and by the server of our own environments.
+
+How a task app fails, as exceptions::
+
+    ServiceError
+    └── AppError                  RuntimeError  the app failed, or cannot be reached
+        ├── AppAttemptError       (AttemptError) another attempt may succeed: no connection, 429, 5xx
+        ├── AppTimeoutError       TimeoutError  no complete answer before the deadline
+        ├── AppUnauthorisedError                the app takes no call of ours; says what to set
+        ├── AppRefusedError                     the app understood the request and will not do it (4xx, redirects)
+        └── AppAnswerError                      the answer is too long, no JSON, or not of the contract
+
+No key, nor the beginning of one, is in any of their texts.
 """
 
 from __future__ import annotations
@@ -13,6 +25,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gspo_gym.base.retries import AttemptError
+from gspo_gym.errors import ServiceError
 
 EXTENSION = "gspo_gym"  # key of what only servers of this library say: in a step's info, and in metrics.details
 
@@ -258,3 +273,27 @@ def read_response(value: Mapping[str, Any]) -> RolloutResponse | OutcomeResponse
     if isinstance(metrics, Mapping) and "outcome_reward" in metrics:
         return OutcomeResponse.model_validate({**value, "reward_info": metrics})
     return RolloutResponse.model_validate(value)
+
+
+class AppError(ServiceError):
+    """A task app failed."""
+
+
+class AppAttemptError(AttemptError, AppError):
+    """One request failed in a way that another one may not. Whether the app has begun something is not known."""
+
+
+class AppTimeoutError(AppError, TimeoutError):
+    """A task app did not answer completely before the deadline."""
+
+
+class AppUnauthorisedError(AppError):
+    """A task app takes no call of ours: the key is missing or wrong, here or there."""
+
+
+class AppRefusedError(AppError):
+    """A task app understood the request and will not do it; asking again changes nothing."""
+
+
+class AppAnswerError(AppError):
+    """An answer that cannot be believed."""

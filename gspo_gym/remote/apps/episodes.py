@@ -22,6 +22,9 @@ from gspo_gym.base.retries import Retries, RetrySettings, Sleep
 from gspo_gym.errors import ConfigError, EnginePoisonedError
 from gspo_gym.remote.apps.client import TaskAppClient
 from gspo_gym.remote.apps.contracts import (
+    AppAttemptError,
+    AppError,
+    AppTimeoutError,
     PolicyInjection,
     RolloutEnv,
     RolloutPolicy,
@@ -29,14 +32,13 @@ from gspo_gym.remote.apps.contracts import (
     RolloutRequest,
     RolloutSafety,
 )
-from gspo_gym.remote.apps.errors import AppAttemptError, AppError, AppTimeoutError
 from gspo_gym.remote.apps.rewards import AppRollout, join_rewards
 from gspo_gym.remote.apps.urls import operator_url
+from gspo_gym.remote.gateway.app import rollout_url
 from gspo_gym.remote.gateway.capture import Capture, FailedCall
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
 from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
-from gspo_gym.remote.gateway.urls import rollout_url
 from gspo_gym.types import Message, Outcome, Task, Timing, Trajectory, Turn
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from gspo_gym.remote.apps.selection import PlayedReturns
+from gspo_gym.remote.apps.probe import PlayedReturns
 from gspo_gym.remote.gateway.capture import Untrained
 from gspo_gym.types import TrajectoryGroup
 

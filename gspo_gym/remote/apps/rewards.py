@@ -20,6 +20,7 @@ from gspo_gym.base.messages import messages_from_wire
 from gspo_gym.errors import RecordError
 from gspo_gym.remote.apps.contracts import (
     EXTENSION,
+    AppAnswerError,
     EpisodeDetails,
     OutcomeResponse,
     RolloutRequest,
@@ -27,7 +28,6 @@ from gspo_gym.remote.apps.contracts import (
     RolloutStep,
     StepDetails,
 )
-from gspo_gym.remote.apps.errors import AppAnswerError
 from gspo_gym.types import Message, Outcome, Turn
 
 _TOLERANCE = 1e-6  # of the largest sum of absolute rewards: below it, two sums of the same rewards do not differ

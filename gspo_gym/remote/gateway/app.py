@@ -3,22 +3,46 @@
 No framework, because the URLs follow no table (`gateway_app_urls.py`), a lost answer has to be noticed, and every
 episode waits for this code at every turn. Served behind `guard.Guard`, in the engine's event loop (`loop_server.py`).
 Headers by which an agent would authenticate elsewhere are not looked at, so they are neither logged nor repeated.
+
+What went wrong -> the status, code and envelope by which OpenAI's clients know it.
+
+`x-should-retry: false` goes with what asking again does not change, because those clients try again at some of these
+statuses. Called by `gateway_app.py`.
+
+The URL of a rollout: what is handed out, and what is understood of what programs make of it.
+
+Client code appends to URLs, and some of it to the query. So the id stands in the path and again in the query, and every
+way of putting `/v1` and `/chat/completions` behind it is answered; an id that was itself changed is known to nobody,
+which is loud. Pure functions. Called by `gateway_app.py`, and by whoever hands a rollout's URL to a task app.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import parse_qsl
 from weakref import WeakKeyDictionary
 
 from starlette.requests import ClientDisconnect, Request
 
-from gspo_gym.errors import GymError, UnknownNameError
-from gspo_gym.remote.gateway.app_errors import failure_reply
+from gspo_gym.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineError,
+    EnginePoisonedError,
+    EngineTimeoutError,
+    GymError,
+    RecordError,
+    TemplateError,
+    UnknownNameError,
+)
+from gspo_gym.remote.gateway.capture import ForcedCallError, SessionClosedError, SessionLimitError
 from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.openai_wire import (
     RequestError,
@@ -35,17 +59,19 @@ from gspo_gym.remote.gateway.openai_wire_answers import (
     chat_chunks,
     chat_completion,
     chat_logprobs,
+    error_object,
     event_stream,
     json_bytes,
     models,
+    read_responses_request,
+    response_events,
+    response_object,
     text_chunks,
     text_completion,
     text_logprobs,
 )
-from gspo_gym.remote.gateway.openai_wire_responses import read_responses_request, response_events, response_object
-from gspo_gym.remote.gateway.replay import Asked, Exchange, Replays, Reply, digest_of
+from gspo_gym.remote.gateway.replay import Asked, Exchange, KeyReuseError, Replays, Reply, digest_of
 from gspo_gym.remote.gateway.session import GatewaySession
-from gspo_gym.remote.gateway.urls import Target, read_target
 from gspo_gym.remote.guard import Guard, Receive, Scope, Send
 from gspo_gym.types import Message
 
@@ -259,3 +285,125 @@ async def _live(receive: Receive, send: Send) -> None:
         await send({"type": f"{event}.complete"})
         if event == "lifespan.shutdown":
             return
+
+
+_LOG = logging.getLogger(__name__)
+_BAD_REQUEST, _SERVER = "invalid_request_error", "server_error"
+_FINAL = (("x-should-retry", "false"),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    error: type[Exception]
+    status: int
+    code: str
+    kind: str = _BAD_REQUEST
+    param: str | None = None
+    may_retry: bool = False
+
+
+# The first that fits counts, so a class stands before its bases.
+_KINDS = (
+    _Kind(KeyReuseError, 400, "idempotency_key_reused"),
+    _Kind(ContextOverflowError, 400, "context_length_exceeded", param="messages"),
+    _Kind(TemplateError, 400, "conversation_not_renderable", param="messages"),
+    _Kind(ConfigError, 400, "unsupported_value"),
+    _Kind(RecordError, 400, "invalid_value"),
+    _Kind(UnknownNameError, 404, "not_found"),
+    _Kind(SessionClosedError, 409, "session_closed"),
+    _Kind(SessionLimitError, 429, "session_limit_exceeded", "rate_limit_error"),
+    _Kind(ForcedCallError, 422, "invalid_tool_call", _SERVER),
+    _Kind(EnginePoisonedError, 503, "engine_poisoned", _SERVER),
+    _Kind(EngineTimeoutError, 503, "engine_timeout", _SERVER, may_retry=True),
+    _Kind(EngineError, 503, "engine_error", _SERVER, may_retry=True),
+)
+
+
+def failure_reply(error: Exception, *, status: int = 400) -> Reply:
+    """The answer to a request that failed; `status` is a RequestError's.
+
+    What nobody foresaw is logged with its traceback, and its text goes to nobody. An answer that was sampled and cannot
+    be used (a forced call) is the same to a retry; everything else is worked on anew.
+    """
+    if isinstance(error, RequestError):
+        wire = error_object(str(error), kind=_BAD_REQUEST, code=error.code, param=error.param)
+        return _reply(status, wire, may_retry=False)
+    known = next((kind for kind in _KINDS if isinstance(error, kind.error)), None)
+    if known is None:
+        _LOG.error("the gateway failed to answer a request", exc_info=error)
+        return _reply(500, error_object("the gateway failed", kind=_SERVER, code="internal_error"), may_retry=True)
+    wire = error_object(str(error), kind=known.kind, code=known.code, param=known.param)
+    index = error.call.index if isinstance(error, ForcedCallError) else None
+    return _reply(known.status, wire, may_retry=known.may_retry, call_index=index)
+
+
+def _reply(status: int, wire: object, *, may_retry: bool, call_index: int | None = None) -> Reply:
+    headers = () if may_retry else _FINAL
+    return Reply(status, JSON_TYPE, json_bytes(wire), headers, call_index, is_final=call_index is not None)
+
+
+Api = Literal["chat", "completions", "responses", "models", "unknown"]
+
+_IN_PATH = re.compile(r"/t/([^/]*)(/.*|$)")
+# The names under which programs pass the id on in a query, in the order in which they look for it.
+_IN_QUERY = ("cid", "trace_correlation_id", "trace")
+_ENDS_ID = re.compile(r"[/?&]")
+# A base URL, with or without its version and the path of the chat API; programs may append both once more.
+_CHAT = re.compile(r"(/v1)*(/chat/completions)*(/v1/chat/completions)?/?")
+_OTHERS: tuple[tuple[Api, re.Pattern[str]], ...] = tuple(
+    (api, re.compile(rf"(/v1)*/{api}/?")) for api in ("completions", "responses", "models")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request is for. `session_id` is None if its URL names none; `api` is "unknown" if it has no such route."""
+
+    session_id: str | None
+    api: Api
+
+
+def rollout_url(base_url: str, session_id: str) -> str:
+    """What a task app gets as its inference URL: it survives all the known ways of changing it.
+
+    >>> rollout_url("http://127.0.0.1:8003", "Xy_1")
+    'http://127.0.0.1:8003/t/Xy_1/v1/chat/completions?cid=Xy_1'
+    """
+    return f"{openai_base_url(base_url, session_id)}/chat/completions?cid={session_id}"
+
+
+def openai_base_url(base_url: str, session_id: str) -> str:
+    """The same session as `base_url` of an OpenAI client.
+
+    >>> openai_base_url("http://127.0.0.1:8003/", "Xy_1")
+    'http://127.0.0.1:8003/t/Xy_1/v1'
+    """
+    return f"{base_url.rstrip('/')}/t/{session_id}/v1"
+
+
+def read_target(path: str, query: str) -> Target:
+    """The session and the API of a request; the id in the path goes before one in the query.
+
+    >>> read_target("/t/Xy_1/v1/v1/chat/completions", "")
+    Target(session_id='Xy_1', api='chat')
+    >>> read_target("/v1", "cid=Xy_1/v1/chat/completions")
+    Target(session_id='Xy_1', api='chat')
+    """
+    found = _IN_PATH.fullmatch(path)
+    if found:
+        return Target(found[1], _api_of(found[2]))
+    return Target(_id_in_query(query), _api_of(path))
+
+
+def _id_in_query(query: str) -> str | None:
+    values = dict(reversed(parse_qsl(query)))  # reversed: the first of each name counts
+    for name in _IN_QUERY:
+        if name in values:
+            return _ENDS_ID.split(values[name], maxsplit=1)[0]
+    return None
+
+
+def _api_of(tail: str) -> Api:
+    if _CHAT.fullmatch(tail):
+        return "chat"
+    return next((api for api, pattern in _OTHERS if pattern.fullmatch(tail)), "unknown")

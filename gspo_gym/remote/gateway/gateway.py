@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import UnknownNameError
 from gspo_gym.remote.gateway.capture import SessionClosedError, SessionLimitError

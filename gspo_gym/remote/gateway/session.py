@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.chat.renderer import Renderer
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.remote.gateway.capture import (
+    Answer,
     Capture,
     CapturedCall,
     ChatCall,
@@ -34,11 +34,12 @@ from gspo_gym.remote.gateway.capture import (
     SessionLimitError,
     Untrained,
     failure_kind,
+    read_chat,
+    read_text,
+    require_possible,
 )
-from gspo_gym.remote.gateway.capture_answers import Answer, read_chat, read_text, require_possible
 from gspo_gym.remote.gateway.capture_matching import Conversations
-from gspo_gym.remote.gateway.capture_prompts import Prompt, chat_prompt, raw_prompt
-from gspo_gym.remote.gateway.forced_calls import call_problem, forced_tool
+from gspo_gym.remote.gateway.capture_prompts import Prompt, call_problem, chat_prompt, forced_tool, raw_prompt
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, Sampling
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from gspo_gym.chat.system_prompt import with_system_prompt
+from gspo_gym.chat.renderer import with_system_prompt
 from gspo_gym.env.blame import (
     LIMIT_TERM,
     Action,

@@ -17,7 +17,7 @@ from gymnasium.envs.registration import load_env_creator
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.errors import ConfigError
-from gspo_gym.remote.refusals import RefusalError
+from gspo_gym.remote.guard import RefusalError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 
 ANY_OPTION = "*"

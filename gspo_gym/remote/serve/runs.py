@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gspo_gym.remote.refusals import RefusalError
+from gspo_gym.remote.guard import RefusalError
 
 Status = Literal["waiting", "running", "succeeded", "failed", "aborted"]
 _MAX_REMEMBERED = 10_000  # ended runs

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import gymnasium
 
-from gspo_gym.base.addresses import is_loopback
+from gspo_gym.base.keys import is_loopback
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import Rubrics
@@ -19,8 +19,7 @@ from gspo_gym.judge.rubric_files import bundled_rubric_ids, load_rubrics
 from gspo_gym.remote.apps.urls import UrlPolicy
 from gspo_gym.remote.guard import Guard
 from gspo_gym.remote.serve.env_source import EnvSource
-from gspo_gym.remote.serve.openenv_server import OpenEnvService
-from gspo_gym.remote.serve.services import Service, joined_app
+from gspo_gym.remote.serve.openenv_server import OpenEnvService, Service, joined_app
 from gspo_gym.remote.serve.task_app_rollout import InferenceSettings
 from gspo_gym.remote.serve.task_app_server import LOOPBACK_HOSTS, TaskApp, TaskAppLimits
 

@@ -20,13 +20,12 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.remote.apps.contracts import RolloutRequest
 from gspo_gym.remote.apps.urls import UrlPolicy
-from gspo_gym.remote.guard import Guard
-from gspo_gym.remote.refusals import RefusalError, answer_refusal
+from gspo_gym.remote.guard import Guard, RefusalError, answer_refusal
 from gspo_gym.remote.serve import task_app_documents as documents
 from gspo_gym.remote.serve.env_source import EnvSource
 from gspo_gym.remote.serve.inference import require_openai
+from gspo_gym.remote.serve.openenv_server import joined_app
 from gspo_gym.remote.serve.runs import Runs
-from gspo_gym.remote.serve.services import joined_app
 from gspo_gym.remote.serve.task_app_documents import AppFacts
 from gspo_gym.remote.serve.task_app_rollout import InferenceSettings, Rollouts
 

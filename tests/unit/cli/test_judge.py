@@ -17,7 +17,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.judge.records import read_judgements
 from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.rollout.recording_episodes import write_episodes
+from gspo_gym.rollout.episode_files import write_episodes
 
 ROOT = Path(__file__).parents[3]
 

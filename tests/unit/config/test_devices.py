@@ -10,8 +10,8 @@ import torch
 
 from gspo_gym.config.build import reference as build_reference
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.devices import Placement, names_of, place, require_gpus
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import Placement, names_of, place, require_gpus
 from gspo_gym.errors import ConfigError
 
 Make = Callable[[dict[str, Any]], RunConfig]

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 import yaml
 
-from gspo_gym.base.tables import read_file
+from gspo_gym.base.files import read_file
 from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 
 from gspo_gym.config.reference import entries_of, leaf_keys, reference, resolved
 from gspo_gym.config.run_config import RunConfig, load_config
-from gspo_gym.config.toml_text import inline
+from gspo_gym.config.words import inline
 
 README = Path(__file__).parents[3] / "configs" / "README.md"
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.env.achievements import Achievements
-from gspo_gym.env.rewards import Reward
+from gspo_gym.env.rewards import Achievements, Reward
 from gspo_gym.errors import ContractError
 
 

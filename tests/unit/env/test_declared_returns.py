@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.env.session import EnvSession
 from gspo_gym.env.vector import TextVectorEnv

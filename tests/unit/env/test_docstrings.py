@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_gym.env.docstrings import Docstring, parse_docstring
+from gspo_gym.env.tools import Docstring, parse_docstring
 
 
 @pytest.mark.parametrize("text", [None, "", "   \n  "])

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict
 import pytest
 from pydantic import BaseModel, Field
 
-from gspo_gym.env.core import ToolEnv
-from gspo_gym.env.tool_calls import count_calls
+from gspo_gym.env.core import ToolEnv, count_calls
 from gspo_gym.env.tools import Tool, ToolError, require_distinct_names, text_of, tool, tools_of
 from gspo_gym.errors import ContractError
 from gspo_gym.types import Message, ToolCall

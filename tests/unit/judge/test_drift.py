@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.judge.drift import DriftAlarm, DriftCheck, compare_with_gold
+from gspo_gym.judge.gold import DriftAlarm, DriftCheck, compare_with_gold
 
 
 def check(judge: float, gold: float, error: float = 0.01) -> DriftCheck:

@@ -14,8 +14,17 @@ from gspo_gym.errors import StorageError
 from gspo_gym.judge.audit.labels import Label
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.judge.drift import DriftAlarm, DriftCheck, JudgeDriftError, compare_with_gold
-from gspo_gym.judge.gold import AgainstGoldJudge, AgainstLabels, GoldWatch, Judged, scores_to_compare
+from gspo_gym.judge.gold import (
+    AgainstGoldJudge,
+    AgainstLabels,
+    DriftAlarm,
+    DriftCheck,
+    GoldWatch,
+    Judged,
+    JudgeDriftError,
+    compare_with_gold,
+    scores_to_compare,
+)
 from gspo_gym.judge.records import JudgedEpisode
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.types import Task

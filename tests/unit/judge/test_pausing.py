@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from scripted_judge import ScriptedJudge, episode, judgement
 
+from gspo_gym.judge.asking import PausingJudge
 from gspo_gym.judge.base import JudgeBudgetError, JudgeDownError, JudgeError, Judgement, JudgeRequest, Rubrics
-from gspo_gym.judge.pausing import PausingJudge
 
 REQUEST = JudgeRequest(episode([1.0]), Rubrics())
 

@@ -27,7 +27,7 @@ from gspo_gym.judge.rescoring import (
     stored_judgements,
 )
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.rollout.recording_episodes import write_episodes
+from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.types import Trajectory
 
 EVENT = Rubric((Criterion("progress.x", "x?", scale="binary"),))

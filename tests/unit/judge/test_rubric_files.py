@@ -18,12 +18,12 @@ from gspo_gym.judge.rubric_files import (
     find_rubrics,
     load_aggregate,
     load_rubrics,
+    merge_rubrics,
     parse_rubrics,
     parse_task_rubrics,
     read_rubrics,
     read_task_app_rubric,
 )
-from gspo_gym.judge.rubric_merge import merge_rubrics
 
 ROOT = Path(__file__).parents[3]
 

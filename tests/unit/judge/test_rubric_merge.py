@@ -9,7 +9,7 @@ import pytest
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.rubric_merge import CriterionPatch, RubricPatch, RubricsPatch, merge_rubric, merge_rubrics
+from gspo_gym.judge.rubric_files import CriterionPatch, RubricPatch, RubricsPatch, merge_rubric, merge_rubrics
 
 BASE = Rubric(
     (

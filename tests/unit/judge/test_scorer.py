@@ -16,6 +16,7 @@ from published_table import check_promises
 from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.errors import UnscoredError
+from gspo_gym.judge.asking import PausingJudge
 from gspo_gym.judge.base import (
     JudgeBudgetError,
     JudgeDeniedError,
@@ -26,8 +27,7 @@ from gspo_gym.judge.base import (
     Rubrics,
 )
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.judge.drift import JudgeDriftError
-from gspo_gym.judge.pausing import PausingJudge
+from gspo_gym.judge.gold import JudgeDriftError
 from gspo_gym.judge.records import JudgedEpisode
 from gspo_gym.judge.scorer import METRICS, EpisodeScorer
 from gspo_gym.rollout.episode import EpisodeRequest

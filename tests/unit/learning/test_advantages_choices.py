@@ -11,9 +11,8 @@ import math
 import numpy as np
 import pytest
 
-from gspo_gym.learning.advantages import batch_advantages, is_constant
+from gspo_gym.learning.advantages import RunningReturns, batch_advantages, is_constant
 from gspo_gym.learning.credit import Returns
-from gspo_gym.learning.running import RunningReturns
 from gspo_gym.learning.settings import AdvantageSettings
 
 ROUNDING = 1e-6  # float32 results of order 1

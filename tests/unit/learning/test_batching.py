@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
+from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import (
     BatchCounts,
     ScoredBatch,
@@ -17,7 +18,6 @@ from gspo_gym.learning.batching import (
     split_microbatches,
     split_minibatches,
 )
-from gspo_gym.learning.running import RunningReturns
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome

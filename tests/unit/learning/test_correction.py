@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from gspo_gym.learning.batching import ScoredBatch
-from gspo_gym.learning.correction import correct
-from gspo_gym.learning.pooling import pool_tokens
+from gspo_gym.learning.correction import correct, pool_tokens
 from gspo_gym.learning.settings import CorrectionSettings
 
 LN2 = math.log(2)

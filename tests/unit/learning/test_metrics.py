@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from gspo_gym.learning.health import loss_metrics
 from gspo_gym.learning.losses import LossStats
-from gspo_gym.learning.metrics import loss_metrics
 
 # Sums over a micro-batch's tokens, each a number of its own.
 SUMS = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gspo_gym.errors import EngineMismatchError
-from gspo_gym.learning.mismatch import MismatchAlarm, has_16_bits
+from gspo_gym.learning.correction import MismatchAlarm, has_16_bits
 
 
 def metrics(gap: float, kl: float = 0.0) -> dict[str, float]:

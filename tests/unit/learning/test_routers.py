@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from gspo_gym.learning.routers import RouterLoad, Routers, find_routers
 from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.supervised import RouterLoad, Routers, find_routers
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 

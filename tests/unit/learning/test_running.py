@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_gym.learning.running import RunningReturns
+from gspo_gym.learning.advantages import RunningReturns
 
 values_of_a_run = st.lists(st.lists(st.floats(-100, 100), max_size=5), max_size=6)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.schedule import learning_rate, warmup_steps
+from gspo_gym.learning.optimizer import learning_rate, warmup_steps
 from gspo_gym.learning.settings import OptimizerSettings
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gspo_gym.learning.dropout import seeded_random
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.scoring import Scorer, seeded_random
 
 peft = pytest.importorskip("peft")
 ROUNDING = 2e-5  # of float32 logprobs of order 10, where kernels with and without gradient may differ

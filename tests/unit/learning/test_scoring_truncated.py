@@ -7,8 +7,7 @@ import torch
 
 from gspo_gym.engine.local.sampling import RowSampling, sampling_logprobs
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Scorer
-from gspo_gym.learning.truncation import Truncation
+from gspo_gym.learning.scoring import Scorer, Truncation
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
 

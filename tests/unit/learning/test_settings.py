@@ -10,15 +10,17 @@ from pydantic import ValidationError
 
 from gspo_gym.base.settings import Settings
 from gspo_gym.learning.settings import (
+    AdvantageSettings,
     CorrectionSettings,
     LoraSettings,
     LossSettings,
     OptimizerSettings,
     ReferenceSettings,
+    RewardSettings,
+    StepRewardSettings,
     SupervisedSettings,
     UpdateSettings,
 )
-from gspo_gym.learning.settings_rewards import AdvantageSettings, RewardSettings, StepRewardSettings
 
 KL_TERM = {"kl_estimator": "k1", "kl_clamp": 1.0, "kl_importance_weighted": True}
 DECISIONS = {"mode": "decision_stepwise"}

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gspo_gym.env.achievements import Achievements
+from gspo_gym.env.rewards import Achievements
 from gspo_gym.errors import UnscoredError
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.learning.step_rewards import step_rewards

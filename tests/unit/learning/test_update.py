@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 
 from gspo_gym.errors import CheckpointError, ConfigError, NonFiniteError
 from gspo_gym.learning.batching import build_batch
-from gspo_gym.learning.metrics import METRICS
+from gspo_gym.learning.health import METRICS
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.scoring import Truncation
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -19,7 +20,6 @@ from gspo_gym.learning.settings import (
     RewardSettings,
     UpdateSettings,
 )
-from gspo_gym.learning.truncation import Truncation
 from gspo_gym.learning.update import Learner
 
 LR = 1e-3

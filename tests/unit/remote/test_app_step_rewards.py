@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gspo_gym.remote.serve.step_rewards import AppStepRewards, DecisionRewards, step_rewards_of
+from gspo_gym.remote.serve.rollout_answer import AppStepRewards, DecisionRewards, step_rewards_of
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 

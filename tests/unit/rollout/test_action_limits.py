@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from ending_env import Ending
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.blame import floor_of
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
@@ -29,10 +29,10 @@ from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest, ScriptedActor
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.episode_files import trajectory_from_json, trajectory_to_json
 from gspo_gym.rollout.ledger import Ledger, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.recording_episodes import trajectory_from_json, trajectory_to_json
 from gspo_gym.rollout.summary import rollout_metrics
 from gspo_gym.types import Completion, Outcome, Task, Trajectory, TrajectoryGroup
 

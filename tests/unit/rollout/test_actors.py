@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.env.core import TextEnv

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.env.rewards import Reward

@@ -10,7 +10,7 @@ import pytest
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
-from gspo_gym.rollout.mixture import Mixture, play_by_environment
+from gspo_gym.rollout.summary import Mixture, play_by_environment
 from gspo_gym.types import Outcome, Task, Trajectory
 
 

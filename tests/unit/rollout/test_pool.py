@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError
 from gspo_gym.policy.load import tiny_tokenizer

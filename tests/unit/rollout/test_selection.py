@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.selection import AttemptCounts, AttemptWatch
+from gspo_gym.rollout.statistics import AttemptCounts, AttemptWatch
 from gspo_gym.seeding import generator
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
 

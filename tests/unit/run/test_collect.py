@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from gspo_gym.errors import EnginePoisonedError, RolloutError
+from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import BatchCounts, BuiltBatch
-from gspo_gym.learning.running import RunningReturns
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.rollout.schedule import OnDemand
 from gspo_gym.run.collect import Collected, ConstantGroups, batch_metrics, collect_groups

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
-from gspo_gym.rollout.recording_episodes import (
+from gspo_gym.rollout.episode_files import (
     read_episodes,
     trajectory_from_json,
     trajectory_to_json,
     write_episodes,
 )
+from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
 from gspo_gym.run.recording import (
     EVENTS,
     METRICS,
@@ -428,5 +428,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_record_of_episodes_is_read_without_torch() -> None:
-    program = "import sys, gspo_gym.rollout.recording_episodes; assert 'torch' not in sys.modules"
+    program = "import sys, gspo_gym.rollout.episode_files; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

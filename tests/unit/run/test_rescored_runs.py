@@ -28,7 +28,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import CorrectionSettings, LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.update import Learner
-from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.recording import read_events, read_metrics, read_summary
 from gspo_gym.types import Trajectory
 

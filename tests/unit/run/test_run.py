@@ -28,8 +28,8 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, StorageError, UnknownNameError
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
-from gspo_gym.rollout.recording_episodes import read_episodes
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.types import Outcome
 

@@ -4,7 +4,7 @@ import json
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.rollout.recording_episodes import read_episodes
+from gspo_gym.rollout.episode_files import read_episodes
 
 
 def test_a_run_records_who_played_and_what_it_was_told(tmp_path):

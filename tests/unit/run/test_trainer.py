@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError
 from gspo_gym.judge.base import JudgeError
@@ -32,10 +32,10 @@ from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRe
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
-from gspo_gym.rollout.recording_episodes import read_episodes
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.trainer import Trainer, TrainPlan, TrainState

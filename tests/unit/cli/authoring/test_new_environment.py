@@ -14,8 +14,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from gspo_gym.cli.authoring.card import make_card
-from gspo_gym.cli.authoring.card_text import card_as_markdown
+from gspo_gym.cli.authoring.card import card_as_markdown, make_card
 from gspo_gym.cli.authoring.new import KINDS, NewEnvironment, new_environment
 from gspo_gym.cli.main import main
 from gspo_gym.config.run_config import load_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli.search.settings import FOREIGN, ParameterRange, load_search
+from gspo_gym.cli.search.study import FOREIGN, ParameterRange, load_search
 from gspo_gym.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]

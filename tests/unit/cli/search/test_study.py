@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli.search.settings import ParameterRange, PrunerSection, SamplerSection, SearchSection, SearchSettings
-from gspo_gym.cli.search.study import SearchStudy
+from gspo_gym.cli.search.study import (
+    ParameterRange,
+    PrunerSection,
+    SamplerSection,
+    SearchSection,
+    SearchSettings,
+    SearchStudy,
+)
 
 XY = {"x": ParameterRange(low=0.0, high=1.0), "y": ParameterRange(low=0.0, high=1.0)}
 

@@ -19,11 +19,11 @@ from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameError, UnscoredError
 from gspo_gym.judge.base import JudgeRequest, Rubrics
-from gspo_gym.judge.drift import DriftCheck
+from gspo_gym.judge.gold import DriftCheck
 from gspo_gym.judge.rubric_files import parse_rubrics
 from gspo_gym.judge.service.server import create_judge_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.rollout.recording_episodes import write_episodes
+from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.types import Task, Turn

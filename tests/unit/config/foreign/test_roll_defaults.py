@@ -6,7 +6,7 @@ ROLL is no package, so that no test can ask it: the table is the reading of alib
 import pytest
 
 from gspo_gym.cli.config_from import Wanted, translate
-from gspo_gym.config.foreign.roll_arguments import DEFAULTS
+from gspo_gym.config.foreign.roll import DEFAULTS
 from gspo_gym.errors import ConfigError
 
 BASE = "roll/configs/base_config.py@0a6a47e5afdc97749b353425b54f45296d9df3ff"

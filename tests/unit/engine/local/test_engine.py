@@ -80,7 +80,7 @@ def test_logprobs_agree_with_a_plain_forward_over_turns_with_kept_caches_and_cop
 def test_the_layout_for_accelerators_gives_the_same_logprobs(
     model: Any, plain_logprobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_gym.engine.local.kv_cache.make_store", PlainStore)
+    monkeypatch.setattr("gspo_gym.engine.local.kv_store.make_store", PlainStore)
 
     async def use(engine: LocalEngine) -> list[Any]:
         return await asyncio.gather(*(_play(engine, index) for index in range(16)))

@@ -15,7 +15,7 @@ import transformers
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local import plain_model
-from gspo_gym.engine.local.caching import Caching
+from gspo_gym.engine.local.batch import Caching
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.plain_model import PlainModel
 from gspo_gym.errors import ConfigError, EngineError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gspo_gym.engine.local.kv_cache import SlotCache
+from gspo_gym.engine.local.kv_store import SlotCache
 
 
 def _cache(*sequences: list[int]) -> SlotCache:

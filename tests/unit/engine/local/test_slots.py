@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo_gym.engine.local.slots import SlotTable
+from gspo_gym.engine.local.batch import SlotTable
 
 
 def test_the_lowest_free_slot_is_handed_out_first() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_gym.engine.replicas.breaker import InFlightLimit
+from gspo_gym.engine.replicas.replica_set import InFlightLimit
 from gspo_gym.errors import ConfigError
 
 

@@ -22,12 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from gspo_gym.base.circuit import CircuitBreaker
+from gspo_gym.base.retries import CircuitBreaker
 from gspo_gym.engine.base import Capabilities, Engine, EngineHealth, SamplingParams, WeightUpdate
 from gspo_gym.engine.gate import probing
-from gspo_gym.engine.replicas.breaker import InFlightLimit
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
-from gspo_gym.engine.replicas.replica_set import RouterSettings
+from gspo_gym.engine.replicas.replica_set import InFlightLimit, RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import (

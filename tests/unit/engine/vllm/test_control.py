@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 from fake_vllm import FakeVllm, Stage, served
 
-from gspo_gym.engine.endpoint.client import RefusedError
+from gspo_gym.engine.endpoint.wire import RefusedError
 from gspo_gym.engine.vllm.control import VllmControl
 from gspo_gym.errors import ConfigError, EngineError
 

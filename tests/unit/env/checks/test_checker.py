@@ -19,8 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from gspo_gym.env.checks.checker import CheckReport, check_env
-from gspo_gym.env.checks.report import CHECKS
+from gspo_gym.env.checks.checker import CHECKS, CheckReport, check_env
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import ToolError, tool

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from gspo_gym.env.checks.checker import CheckReport, check_env
-from gspo_gym.env.checks.copying import places
+from gspo_gym.env.checks.score import places
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import tool

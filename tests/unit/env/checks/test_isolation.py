@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gspo_gym.env.checks.checker import CheckReport, check_env
-from gspo_gym.env.checks.global_state import watching
+from gspo_gym.env.checks.play import watching
 from gspo_gym.env.registry import make
 
 # A module of its own, because a worker process has to import it.

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.env.data import questions as dataset_questions
-from gspo_gym.env.data.questions import ConversationTemplate, Questions, Reading, load_questions
+from gspo_gym.env.data import rows as dataset_questions
+from gspo_gym.env.data.rows import ConversationTemplate, Questions, Reading, load_questions
 from gspo_gym.errors import ConfigError
 
 PLAIN = ({"role": "user", "content": "{question}"},)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.env.data.rewards import GRADERS, RowReward, reference_text
+from gspo_gym.env.data.dataset import GRADERS, RowReward, reference_text
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, ContractError, UnknownNameError
 
@@ -102,11 +102,11 @@ def test_a_function_that_cannot_be_called_by_keyword_is_refused(function: Any) -
 
 def test_names_are_graders_or_in_modules() -> None:
     assert RowReward.of("exact").required == {"answer"}
-    assert RowReward.of("gspo_gym.env.data.rewards:number").name == "gspo_gym.env.data.rewards:number"
+    assert RowReward.of("gspo_gym.env.data.dataset:number").name == "gspo_gym.env.data.dataset:number"
     with pytest.raises(UnknownNameError, match="did you mean 'number'"):
         RowReward.of("numbr")
     with pytest.raises(UnknownNameError, match="has no 'nmber'; did you mean 'number'"):
-        RowReward.of("gspo_gym.env.data.rewards:nmber")
+        RowReward.of("gspo_gym.env.data.dataset:nmber")
     with pytest.raises(ConfigError, match=r"expected a function, got 3\.14"):
         RowReward.of("math:pi")
 

@@ -10,8 +10,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.discrete import DiscreteEnv, in_numbers
-from gspo_gym.env.suites.discrete_actions import Actions
+from gspo_gym.env.suites.discrete import Actions, DiscreteEnv, in_numbers
 from gspo_gym.errors import ConfigError, UnknownNameError
 
 

@@ -13,8 +13,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.suites.gem import GemEnv
-from gspo_gym.env.suites.gem_players import _tower_moves
+from gspo_gym.env.suites.gem import GemEnv, _tower_moves
 from gspo_gym.errors import ContractError, EnvError, MissingExtraError, UnknownNameError
 
 pytestmark = pytest.mark.usefixtures("fake_suites")

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from gspo_gym.env.suites import own_generators
-from gspo_gym.env.suites.own_generators import OwnGenerators
+from gspo_gym.env.suites import reasoning_gym as own_generators
+from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import EnvError
 
 

@@ -31,7 +31,8 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.data.splits import content_hash, is_held_out_content
 from gspo_gym.env.plain import as_gymnasium
-from gspo_gym.env.suites import textarena_match, verifiers_loading
+from gspo_gym.env.suites import textarena_match
+from gspo_gym.env.suites import verifiers_bridge as verifiers_loading
 from gspo_gym.env.suites.discrete import DiscreteEnv
 from gspo_gym.env.suites.gem import GemEnv
 from gspo_gym.env.suites.nemo_gym import NeMoGymEnv

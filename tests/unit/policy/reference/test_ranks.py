@@ -37,12 +37,11 @@ from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCau
 
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
+from gspo_gym.learning.scoring import Truncation
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.learning.truncation import Truncation
 from gspo_gym.policy.load import adapt_policy, load_policy, save_policy
 from gspo_gym.policy.parallel import parallel_options, require_even_parts
-from gspo_gym.policy.reference.client import ReferenceClient
-from gspo_gym.policy.reference.process import ReferenceProcess
+from gspo_gym.policy.reference.client import ReferenceClient, ReferenceProcess
 from gspo_gym.policy.reference.wire import ScoringSettings
 
 ROUNDING = 1e-5
@@ -291,7 +290,7 @@ def test_no_rank_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import sys, time; from pathlib import Path\n"
-            "from gspo_gym.policy.reference.process import ReferenceProcess\n"
+            "from gspo_gym.policy.reference.client import ReferenceProcess\n"
             f"_ = ReferenceProcess(['--model', 'tiny:qwen3-128', '--tp', '2', '--port', '{port}'], "
             "log=Path(sys.argv[1])); time.sleep(600)",
             str(log.path),

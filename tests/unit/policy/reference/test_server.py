@@ -15,8 +15,7 @@ from safetensors.torch import load, save, save_file
 
 from gspo_gym.errors import CheckpointError, ConfigError, RecordError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
-from gspo_gym.learning.scoring import Scorer
-from gspo_gym.learning.truncation import Truncation
+from gspo_gym.learning.scoring import Scorer, Truncation
 from gspo_gym.policy.load import load_policy
 from gspo_gym.policy.reference.client import ReferenceClient, ServedReference
 from gspo_gym.policy.reference.server import ReferenceModel, make_server

@@ -13,16 +13,15 @@ import pytest
 from fake_task_app import Asked, FakeTaskApp
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.remote.apps.auth import AppKeys
-from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
-from gspo_gym.remote.apps.contracts import RolloutRequest
-from gspo_gym.remote.apps.errors import (
+from gspo_gym.remote.apps.client import AppKeys, TaskAppClient, TaskAppSettings
+from gspo_gym.remote.apps.contracts import (
     AppAnswerError,
     AppAttemptError,
     AppError,
     AppRefusedError,
     AppTimeoutError,
     AppUnauthorisedError,
+    RolloutRequest,
 )
 from gspo_gym.remote.serving import BackgroundServer
 

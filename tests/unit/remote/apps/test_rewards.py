@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gspo_gym.remote.apps.contracts import RolloutEnv, RolloutPolicy, RolloutRequest, read_response
-from gspo_gym.remote.apps.errors import AppAnswerError
+from gspo_gym.remote.apps.contracts import AppAnswerError, RolloutEnv, RolloutPolicy, RolloutRequest, read_response
 from gspo_gym.remote.apps.rewards import AppDecision, AppRollout, join_rewards, read_rollout
 from gspo_gym.types import FinishReason, Message, Outcome, Turn
 

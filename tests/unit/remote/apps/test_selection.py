@@ -9,7 +9,7 @@ import pytest
 
 from gspo_gym.remote.apps.episodes import AppCounters
 from gspo_gym.remote.apps.metrics import return_metrics, take_returns
-from gspo_gym.remote.apps.selection import ERROR_RATE, NUM_STEPS, PlayedReturns, SelectionAlarm, _p_of, _tested
+from gspo_gym.remote.apps.probe import ERROR_RATE, NUM_STEPS, PlayedReturns, SelectionAlarm, _p_of, _tested
 from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from seeded_engine import Pick, SeededEngine, any_of
 
-from gspo_gym.chat.renderer_cache import RendererCache
+from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.registry import make

@@ -16,7 +16,7 @@ from gspo_gym.remote.gateway.openai_wire import (
     read_chat_request,
     read_completion_request,
 )
-from gspo_gym.remote.gateway.openai_wire_responses import read_responses_request
+from gspo_gym.remote.gateway.openai_wire_answers import read_responses_request
 from gspo_gym.types import Message, ToolCall
 
 HELLO = {"messages": user("Hello.")}

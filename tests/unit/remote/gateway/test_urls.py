@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 import served_gateway as gw
 
-from gspo_gym.remote.gateway.urls import Target, openai_base_url, read_target, rollout_url
+from gspo_gym.remote.gateway.app import Target, openai_base_url, read_target, rollout_url
 
 FULL = "/v1/chat/completions"
 # What may be handed out, and what three kinds of task-app code post to: path and query. The first repairs the path by

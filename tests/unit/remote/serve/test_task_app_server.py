@@ -26,9 +26,8 @@ from ending_env import Ending
 from pydantic import BaseModel
 from scripted_model import Json, Say, ScriptedModel, calls, in_turn, text
 
-from gspo_gym.env.achievements import Achievements
 from gspo_gym.env.core import TextEnv, ToolEnv
-from gspo_gym.env.rewards import Reward
+from gspo_gym.env.rewards import Achievements, Reward
 from gspo_gym.env.tools import tool
 from gspo_gym.errors import ConfigError
 from gspo_gym.remote.apps.contracts import RolloutRequest, RolloutResponse, read_response

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, evaluation_table, join
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
-from gspo_gym.run.report.curve import text_curve
 from gspo_gym.run.report.progress import LiveProgress, QuietProgress, counting, telling
 from gspo_gym.run.report.terminal import (
     _what_was_not_kept,
@@ -18,6 +17,7 @@ from gspo_gym.run.report.terminal import (
     next_steps,
     print_before_after,
     print_episode,
+    text_curve,
 )
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
