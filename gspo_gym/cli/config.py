@@ -1,6 +1,6 @@
 """`gspo-gym config new | check | show | reference | from-...`: configurations from the command line.
 
-`from-...` translates another trainer's settings; see `translate/command.py`.
+`from-...` translates another trainer's settings; see `cli/config_from.py`.
 """
 
 from __future__ import annotations

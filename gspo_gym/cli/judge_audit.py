@@ -1,4 +1,4 @@
-"""`gspo-gym judge audit EPISODES --gold LABELS`: how far a judge can be believed, see `judge/audit.py`.
+"""`gspo-gym judge audit EPISODES --gold LABELS`: how far a judge can be believed, see `judge/audit/audit.py`.
 
 Loads no torch.
 """

@@ -3,7 +3,7 @@
 A file is TOML or YAML with the sections of `sections.py` and `services.py`, flat or in the hosted
 trainer's nested form; `section.key=value` on the command line goes over it. Every unknown or foreign key, wrong type,
 value out of range and contradiction is found before anything heavy loads, and all of them are reported at once. Nothing
-here imports torch; `build.py` turns a RunConfig into live objects.
+here imports torch; `config/build/trainer.py` turns a RunConfig into live objects.
 """
 
 from __future__ import annotations

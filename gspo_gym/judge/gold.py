@@ -1,7 +1,7 @@
 """Compares the judge that is trained against with gold, every k steps, beside the training.
 
 Gold is another judge, asked about a few of the step's episodes, or labels of stored episodes, which the judge scores
-again each time. What a difference means is in `judge/drift.py`.
+again each time. What a difference means is in `judge/gold.py`.
 
 Does the judge that is trained against still agree with a better one? If less and less, the policy exploits it.
 
@@ -9,7 +9,7 @@ A policy that learns to please a judge raises its scores while a gold judge's st
 to 22 points). What is watched is the gap, score minus gold over the same episodes, against what it was at the first
 check: judges differ in taste from the start, and only a change says anything. Gold is another judge's score of episodes
 of the run, or the labels of a fixed set that the judge scores again and again; the arithmetic is the same. Pure: who
-asks whom is in `judging_gold.py`.
+asks whom is in `judge/gold.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ equal episodes would stop being equal.
 A judge that is a function of the operator's: `module:function`, plain or async.
 
 It is called with one argument, the payload: what an HTTP judge is sent (`policy_name`, `task_app`, `trace`, `options`,
-`rubric`; see `http_contract.py`), and besides it `seed`, `prompt` (what was said before the first turn), `completion`
+`rubric`; see `judge/service/contract.py`), and besides it `seed`, `prompt` (what was said before the first turn), `completion`
 (what the model said in the last one) and `messages`. It gives the outcome's total as a number, or what an HTTP judge
 answers. Rewards are not in the payload, and reasoning is only where it is asked for.
 

@@ -1,7 +1,7 @@
 """An ASGI application on a port: how it is started and stopped. Who may ask it is `guard.py`'s.
 
 Loopback is open to every program of this machine, any other address needs a key. No protocol is known here. Called by
-`serve_command.py`, by notebooks and tests (`BackgroundServer`).
+`cli/serve_env.py`, by notebooks and tests (`BackgroundServer`).
 """
 
 from __future__ import annotations

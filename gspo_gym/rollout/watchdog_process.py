@@ -21,7 +21,7 @@ TYPE_CHECKING = False  # typing's own costs 5 ms
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SLOT_BYTES, _HEADER = 256, struct.Struct("=QH")  # as `env/announcements.py` writes them
+_SLOT_BYTES, _HEADER = 256, struct.Struct("=QH")  # as `env/workers/announcements.py` writes them
 _SHARE = 0.1  # of the time without a beat that the thread must have computed; a machine may have other work
 _DUMP_SECONDS = 1.0
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""A run's judge: what its pools score with, what a step reports, and the watch over it. Built in `build_judge.py`."""
+"""A run's judge: what its pools score with, what a step reports, and the watch over it. Built in `config/build/judge.py`."""
 
 from __future__ import annotations
 

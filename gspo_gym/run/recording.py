@@ -4,7 +4,7 @@
         config.toml         the resolved configuration; its first line is the run's id, which its checkpoints name
         metrics.jsonl       one object a step: {"schema", "step", "time", "group/name": number, ...}
         events.jsonl        {"schema", "time", "step", "kind", "data"}
-        episodes/*.jsonl    one trajectory a line, see `recording_episodes.py`
+        episodes/*.jsonl    one trajectory a line, see `rollout/episode_files.py`
         summary.json        what came out
         checkpoints/        see `checkpoints.py`
         ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
@@ -131,7 +131,7 @@ class RunRecorder:
         folder: where it writes.
         policy_name: the user's name for who plays; goes into every episode.
 
-    `sinks` show the numbers of metrics and evaluations elsewhere, too (`recording_sinks.py`).
+    `sinks` show the numbers of metrics and evaluations elsewhere, too (`run/sinks.py`).
     """
 
     def __init__(

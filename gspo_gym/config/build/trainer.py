@@ -1,6 +1,6 @@
 """A config becomes live objects: the only place where names become classes.
 
-Called by the commands and by anyone who trains from Python. Who plays is built in `build_rollouts.py`, and handed on
+Called by the commands and by anyone who trains from Python. Who plays is built in `config/build/rollouts.py`, and handed on
 from here. Nothing here decides anything that the config does not say.
 """
 

@@ -1,6 +1,6 @@
 """TRL's GRPOConfig with the ModelConfig and ScriptArguments of its scripts, and Unsloth's, which is the same class.
 
-Read in TRL 1.16.0 and Unsloth 2026.10; their defaults are in `trl_arguments.py`.
+Read in TRL 1.16.0 and Unsloth 2026.10; their defaults are in `config/foreign/trl.py`.
 
 What TRL 1.16.0 takes (GRPOConfig, ModelConfig, ScriptArguments) and does where a file is silent.
 

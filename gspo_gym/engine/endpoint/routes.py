@@ -1,7 +1,7 @@
 """The ways to get a completion out of an endpoint, each one attempt at one sample.
 
 All but one take token ids and give token ids and logprobs. `TextRoute` is for endpoints that give text only: what it
-returns is good for evaluation, not for gradients. Chosen by `http_probe.py`, used by `http.py`.
+returns is good for evaluation, not for gradients. Chosen by `engine/endpoint/http.py`, used by `http.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batch, one step at a time: who waits, who runs, who leaves. No threads: `local.py` drives it.
+"""The batch, one step at a time: who waits, who runs, who leaves. No threads: `engine/local/engine.py` drives it.
 
 How a model is run, and what is kept of a sequence, is the business of the two kinds of batch there are: `batcher.py`'s
 for most models, and `general.py`'s for all others.

@@ -6,7 +6,7 @@ One engine of several, as `router.py` sees it: who is there, what is under way, 
 
 Holds no policy of its own: the router decides, this remembers.
 
-How many calls at once one backend among several is given; whether it may be asked at all is `circuit.py`'s.
+How many calls at once one backend among several is given; whether it may be asked at all is `base/retries.py`'s.
 
 Plain counting, without tasks or timers: time is handed in. Called by `router.py`, one for each replica.
 """

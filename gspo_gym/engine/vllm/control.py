@@ -36,7 +36,7 @@ class ServerInfo:
         reuses_prefixes: keys and values of earlier requests are kept.
         model_folder: its model's, None if it is a name; read on the server's machine, which is this one.
         device: "cpu", "cuda", ...
-        has_our_workers: its workers were extended by `vllm_worker.py`.
+        has_our_workers: its workers were extended by `engine/vllm/worker.py`.
         has_own_end_tokens: it knows end tokens of the model's that no request names, and withholds them, too, where
             `min_tokens` asks for a longer completion.
         has_tokenizer: it can obey schemas.

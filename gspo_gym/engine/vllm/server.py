@@ -188,7 +188,7 @@ class VllmServer:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._settings.model_folder is not None:  # nothing of it is elsewhere, so nothing is looked for elsewhere
             env["HF_HUB_OFFLINE"] = "1"
-        # Its workers load `vllm_worker.py`, with an interpreter that may not have this package.
+        # Its workers load `engine/vllm/worker.py`, with an interpreter that may not have this package.
         ours = str(Path(__file__).parents[3])
         env["PYTHONPATH"] = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
         if self._key is not None:

@@ -14,7 +14,7 @@ from gspo_gym.engine.vllm.ranks import BINDING, allowed_cores, binding_of
 from gspo_gym.engine.vllm.worker import TRANSFER_BACKENDS, TRANSFER_EXTENSION, WORKER_EXTENSION
 from gspo_gym.errors import ConfigError
 
-# How whole models reach vLLM: it reads files, or they are handed over in memory; see `vllm_transfer.py`.
+# How whole models reach vLLM: it reads files, or they are handed over in memory; see `engine/vllm/transfer.py`.
 Transfer = Literal["files", "ipc", "nccl", "shared_memory"]
 
 _GIB = 2**30

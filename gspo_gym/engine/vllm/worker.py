@@ -2,7 +2,7 @@
 
 Called over `collective_rpc` by method name, by the engine in process and by servers that `gspo-gym serve` starts.
 Imports nothing of vLLM's: everything is reached through the worker. Workers that are handed tensors have more
-(`vllm_transfer_worker.py`).
+(`engine/vllm/transfer_worker.py`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The checks themselves are listed in `checks.py`.
 
 The checks of `checker.check_env`, in order: what each promises, and the function that finds out.
 
-By theme: `checks_contract.py` (what is declared and answered), `checks_play.py` (alone, beside others, in workers),
-`checks_cost.py` (time and leaks), `checks_score.py` (what is rewarded), `checks_copying.py` (answers that are shown).
+By theme: `env/checks/contract.py` (what is declared and answered), `checks_play.py` (alone, beside others, in workers),
+`env/checks/leaks.py` (time and leaks), `env/checks/score.py` (what is rewarded), `env/checks/score.py` (answers that are shown).
 """
 
 from __future__ import annotations

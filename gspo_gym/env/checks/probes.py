@@ -1,7 +1,7 @@
 """Players that try to be paid without doing the task: each is a trick that a policy under training may find.
 
 What is said is also given to every tool that takes text, so that a tool environment is asked the same questions. Played
-by `checks_score.py`, which allows none of them the reference's return, or success.
+by `env/checks/score.py`, which allows none of them the reference's return, or success.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class DatasetEnv(TextEnv):
             `rows` is held out.
         held_out_fraction: how large a part, in (0, 1); 0.1 by default, and only without `held_out`.
         split_seed: another split and another order of the rows.
-        reward: "exact", "contains", "number", "boxed", "choice" (see `dataset_rewards.py`), MODULE:NAME or a function.
+        reward: "exact", "contains", "number", "boxed", "choice" (see `env/data/dataset.py`), MODULE:NAME or a function.
         reward_range: the least and the most that `reward` gives; a number that reaches the most is a success. None: 0
             to 1 for the named graders, unknown for others.
         conversation: messages {role, content} with {column} placeholders.

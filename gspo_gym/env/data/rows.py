@@ -1,12 +1,12 @@
 """Rows of a data set, from wherever they are, each with the place it came from so that an error can name it.
 
 Files of JSON lines, JSON, CSV, Parquet and Arrow, folders and hub ids of the `datasets` package, a name in a Python
-module, and rows in memory. What a row must hold is decided in `dataset_questions.py`, the only caller.
+module, and rows in memory. What a row must hold is decided in `env/data/rows.py`, the only caller.
 
 Rows become questions: checked, put into a conversation, and split into training and held-out ones.
 
 The two sides never share a question, whatever the files hold, and a seed names the same row for ever. Called by
-`dataset.py`; reading is `dataset_rows.py`.
+`dataset.py`; reading is `env/data/rows.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Messages, actions and answers as JSON values, for an environment that runs in an
 
 Decoding is strict: what was not written by these functions is a ContractError that says where. A record goes through
 unchanged, its floats to the last bit; only `info`, which is for people, is made fit for JSON. Pure functions. Called by
-`process_env.py` and `process_worker.py`.
+`env/workers/env.py` and `env/workers/worker.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker process may use, and when it is not used again. Read by `process_env.py` and by the config.
+"""What a worker process may use, and when it is not used again. Read by `env/workers/env.py` and by the config.
 
 Limits on one action that hold inside of C code, too: past it, the worker process is killed by the kernel.
 
@@ -76,7 +76,7 @@ LIMIT_SIGNAL = signal.SIGALRM  # nothing else here uses it; its default action e
 
 
 class _Process:
-    """Whether this process is a worker, which may be killed; set by `process_worker.py`, once, after the fork."""
+    """Whether this process is a worker, which may be killed; set by `env/workers/worker.py`, once, after the fork."""
 
     is_worker = False
 

@@ -2,7 +2,7 @@
 
 Agreement with the labels, calibration, whether length or a criterion's place moves scores, how often it contradicts
 itself, and what attacks get out of it. The judge is asked as it would be in training. Episodes that it does not score
-are counted and left out, never taken as 0. The arithmetic is in `audit_stats.py`.
+are counted and left out, never taken as 0. The arithmetic is in `judge/audit/report.py`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ shape as what was sent. What the policy said is taken only from where the policy
 
     info.message          its whole message, which clients of this project send
     tool_calls            of the event; beside them, or alone, text, output, content or response of the event itself
-    call_records          of a v3 session trace (`wire_trace.py`)
+    call_records          of a v3 session trace (`judge/service/server.py`)
 
 `info` is the environment's: a text in it is nothing that the policy said. An event in which the policy neither speaks
 nor is silent by what it says (an empty message) is refused, because its score would be a guess; only the last one may

@@ -2,7 +2,7 @@
 
 It answers on the loopback interface only: who comes from another machine brings a tunnel. Started by `build_reference`
 for runs with reference.placement = "dedicated", or by hand for [services] reference_url. The protocol is in
-`reference_wire.py`. With --tp, other processes share the model with this one: `reference_ranks.py`.
+`policy/reference/wire.py`. With --tp, other processes share the model with this one: `policy/reference/ranks.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TaskAppClient: speaks to one remote task app. It plays nothing and retries no rollout; `app_episodes.py` does.
+"""TaskAppClient: speaks to one remote task app. It plays nothing and retries no rollout; `remote/apps/episodes.py` does.
 
 Requests go to the operator's base URL and nowhere else: no redirects, no proxies of the environment. An answer is
 limited in size while it comes in and in time until its last byte, and is believed only as far as `contracts.py` says.

@@ -135,7 +135,7 @@ class PolicyInjection(_Wire):
 class RolloutStep(_Answer):
     """One step of the environment. `reward` None means not scored, which is not 0.
 
-    `info` may hold `meta.decision_rewards`, `stepwise` (see `app_rewards.py`) and, from servers of this library, a
+    `info` may hold `meta.decision_rewards`, `stepwise` (see `remote/apps/rewards.py`) and, from servers of this library, a
     `StepDetails` under `EXTENSION`.
     """
 

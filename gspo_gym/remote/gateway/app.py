@@ -1,19 +1,19 @@
 """The gateway's HTTP: OpenAI's protocol in front of `gateway.Gateway`, as a bare ASGI application.
 
-No framework, because the URLs follow no table (`gateway_app_urls.py`), a lost answer has to be noticed, and every
+No framework, because the URLs follow no table (`remote/gateway/app.py`), a lost answer has to be noticed, and every
 episode waits for this code at every turn. Served behind `guard.Guard`, in the engine's event loop (`loop_server.py`).
 Headers by which an agent would authenticate elsewhere are not looked at, so they are neither logged nor repeated.
 
 What went wrong -> the status, code and envelope by which OpenAI's clients know it.
 
 `x-should-retry: false` goes with what asking again does not change, because those clients try again at some of these
-statuses. Called by `gateway_app.py`.
+statuses. Called by `remote/gateway/app.py`.
 
 The URL of a rollout: what is handed out, and what is understood of what programs make of it.
 
 Client code appends to URLs, and some of it to the query. So the id stands in the path and again in the query, and every
 way of putting `/v1` and `/chat/completions` behind it is answered; an id that was itself changed is known to nobody,
-which is loud. Pure functions. Called by `gateway_app.py`, and by whoever hands a rollout's URL to a task app.
+which is loud. Pure functions. Called by `remote/gateway/app.py`, and by whoever hands a rollout's URL to a task app.
 """
 
 from __future__ import annotations

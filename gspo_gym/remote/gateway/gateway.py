@@ -1,6 +1,6 @@
 """Gateway: the open sessions on one engine, by the ids that agents were given.
 
-The capturing gateway without its HTTP, which is `gateway_app.py`. What is captured: `gateway_session.py`. What becomes
+The capturing gateway without its HTTP, which is `remote/gateway/app.py`. What is captured: `remote/gateway/session.py`. What becomes
 of it: `capture_build.py`.
 """
 

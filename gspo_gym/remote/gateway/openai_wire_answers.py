@@ -2,13 +2,13 @@
 
 A stream is written from the finished answer, so that it always ends as it should. What OpenAI has no word for stands in
 the extra field `gspo_gym`: which call of the session it was, and what became of parsing it. No I/O. Called by
-`gateway_app.py`.
+`remote/gateway/app.py`.
 
 OpenAI's Responses API in the gateway's calls: its basics, by which the chat API's conversations are said otherwise.
 
 Read: input as text or items, instructions, function tools, `previous_response_id` within a session, a text format.
 Written: items of text and of function calls, as one object or as events. Reasoning items are read past and not written:
-what a model thought is the gateway's. No I/O. Called by `gateway_app.py`.
+what a model thought is the gateway's. No I/O. Called by `remote/gateway/app.py`.
 """
 
 from __future__ import annotations

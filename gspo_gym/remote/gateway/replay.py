@@ -9,7 +9,7 @@ A request is the same as an earlier one of its session if
 
 Otherwise the same body is a new call, also while the earlier one is being answered: an agent may well ask the same
 thing twice, one time after another or at once. While the answer is being sampled, the same request waits for it
-(coalescing); afterwards it gets the same bytes. No HTTP: `gateway_app.py` reads headers.
+(coalescing); afterwards it gets the same bytes. No HTTP: `remote/gateway/app.py` reads headers.
 """
 
 from __future__ import annotations

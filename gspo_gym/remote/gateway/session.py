@@ -2,7 +2,7 @@
 
 One session is one attempt at one episode. It renders what an agent says, samples from the engine exactly as
 `rollout.actors.EngineActor` does, and keeps what was sampled; `capture_build.py` makes a trajectory of it afterwards.
-Not for HTTP: `gateway_app.py` stands before it. Opened by `gateway.Gateway`.
+Not for HTTP: `remote/gateway/app.py` stands before it. Opened by `gateway.Gateway`.
 """
 
 from __future__ import annotations

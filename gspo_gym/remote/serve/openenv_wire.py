@@ -1,12 +1,12 @@
 """What OpenEnv's wire says of an environment of ours: actions, observations, tools, and errors. No I/O.
 
 OpenEnv knows one observation object, a reward and `done`. What else a step of ours says (truncated, success, reward
-terms, events) travels in `metadata`, under the key that `env/adapters/openenv.py` reads. Called by `openenv_server.py`.
+terms, events) travels in `metadata`, under the key that `env/suites/openenv.py` reads. Called by `openenv_server.py`.
 
 The JSON-RPC side of OpenEnv: tools listed and called as MCP does, and sessions without a WebSocket.
 
 A call of a tool is a turn of the episode, as over the WebSocket; its reward is seen only there. Called by
-`openenv_server.py` and `openenv_channel.py`.
+`openenv_server.py` and `remote/serve/openenv_server.py`.
 """
 
 from __future__ import annotations
