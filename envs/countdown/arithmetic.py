@@ -1,7 +1,7 @@
 """The arithmetic of Countdown: reading an expression, the rules of its four operations, and finding a solution.
 
 Nothing is evaluated as Python: an expression is read token by token by the grammar in `read_expression`, over whole
-numbers from 1 up. Called by the environment, the task generator and the reference policy.
+numbers from 1 up.
 """
 
 from __future__ import annotations

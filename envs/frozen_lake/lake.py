@@ -1,7 +1,7 @@
 """What follows from a map alone: checking it, distances to the goal, legal moves, and the best move on slippery ice.
 
 Cells are numbered row by row, cell = row * num_columns + column, and moves 0 left, 1 down, 2 right, 3 up: Gymnasium's
-own numbering. Called by the environment (shaping, legal moves) and by its reference policy.
+own numbering.
 """
 
 from __future__ import annotations

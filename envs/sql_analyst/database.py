@@ -177,7 +177,7 @@ class ReadOnlyDatabase:
         return result
 
     def _is_over_limit(self) -> bool:
-        """Called by SQLite every so many instructions; True interrupts the query."""
+        """Return whether to interrupt the query; SQLite asks every so many instructions."""
         self._checks_left -= 1
         return self._checks_left < 0 or time.monotonic() > self._deadline
 

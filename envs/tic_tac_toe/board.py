@@ -1,4 +1,4 @@
-"""The board of tic-tac-toe and what perfect play makes of it. Called by the environment, opponents and policies.
+"""The board of tic-tac-toe and what perfect play makes of it.
 
 A board is a string of nine characters, row by row: "X", "O", or a space where a cell is free. Sides are "X" and "O".
 """

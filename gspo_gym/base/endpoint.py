@@ -1,8 +1,7 @@
 """One JSON request to an OpenAI-compatible endpoint, through the `openai` package, and what its failure means.
 
 The package's releases 2.x stand on httpx and 3.x on httpx2, so nothing of either is named here: plain numbers go in,
-our exceptions come out. Retries are `retries.py`'s, never the package's. Called by engines (`engine/endpoint/wire.py`,
-with errors of their own) and judges.
+our exceptions come out. Retries are `retries.py`'s, never the package's.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ leaves the old file or the new one. Nothing here knows what is written.
 Files that people write, as plain values: TOML, YAML and JSON, with every key at most once.
 
 YAML is read as version 1.2 has it: `off`, `no` and `on` are texts (a mode is called "off"), and 1e-5 is a number.
-Called by configurations and by rubrics; knows nothing of what is in a file.
 """
 
 from __future__ import annotations

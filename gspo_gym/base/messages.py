@@ -1,8 +1,7 @@
 """The OpenAI chat API's messages <-> `types.Message`: the one place that knows how they are written on the wire.
 
 Reading is lenient where clients and servers differ (content null or in parts, arguments as text or as an object, fields
-that nobody here knows) and strict where a guess would change what was said. No I/O. Called by whoever asks a model over
-HTTP, by whoever answers as one, and by readers of recorded episodes.
+that nobody here knows) and strict where a guess would change what was said. No I/O.
 """
 
 from __future__ import annotations

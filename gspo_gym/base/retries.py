@@ -1,13 +1,11 @@
 """Retries: one logical call, several attempts, and a budget that keeps many failing calls from becoming a storm.
 
 The waits are exponential with jitter from a seed, or what the server asks for (`Retry-After`). What may be tried again
-is decided by who raises: an `AttemptError` may, anything else may not. Called by whatever stands before HTTP: engines,
-task apps, judges.
+is decided by who raises: an `AttemptError` may, anything else may not.
 
 Whether a backend that keeps failing may be asked now.
 
-Plain counting, without tasks or timers: time is handed in. Called by the engines' router, one for each replica, and by
-judges.
+Plain counting, without tasks or timers: time is handed in.
 """
 
 from __future__ import annotations

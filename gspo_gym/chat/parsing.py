@@ -1,7 +1,6 @@
 """The text that a model sampled -> an assistant `Message`, or a `ParseFailure` that says what was wrong.
 
-Not for tokens (renderer.py decodes them) and not for running tools (env/tools.py). Called by the rollout after each
-turn, usually through `Renderer.parse`, which fills in what only the chat template knows.
+Not for tokens (renderer.py decodes them) and not for running tools (env/tools.py).
 
 Nothing is repaired: a call that is nearly JSON is a failure whose `error` is written for the model to read.
 """

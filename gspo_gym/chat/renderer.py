@@ -2,7 +2,7 @@
 
 What was sampled is never rendered again: a turn appends the closing and the new messages to the ids that exist, and
 where the template would rewrite those (Qwen3 strips earlier reasoning when a user speaks), the whole prompt is rendered
-afresh and a new segment begins. How that is decided: seams.py. Used by the rollout, the warm-up and the drift check.
+afresh and a new segment begins. How that is decided: seams.py.
 
 Two facts about exactness. The appended ids are what the tokenizer makes of the whole text, because they begin behind a
 special token, across which nothing merges. The sampled ids need not be what it makes of their own text: a model may

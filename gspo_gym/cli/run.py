@@ -1,6 +1,6 @@
 """A whole run, from a config to a summary, inside its folder: fresh or resumed.
 
-Called by `train.run_training`. Knows the order of things (build, warm up, train, sum up); each is done elsewhere.
+Knows the order of things (build, warm up, train, sum up); each is done elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`gspo-gym judge serve` and `gspo-gym judge fake`: a judge for other trainers, and a model that is none.
 
 `serve` puts a judging model, or a function, behind the hosted trainer's judge contract. `fake` is an OpenAI-compatible
-endpoint whose verdicts follow a rule (`judge/service/fake_server.py`), to rehearse a configuration without cost. Both run until
-SIGTERM or Ctrl-C; they load FastAPI, and no torch.
+endpoint whose verdicts follow a rule (`judge/service/fake_server.py`), to rehearse a configuration without cost. Both
+run until SIGTERM or Ctrl-C; they load FastAPI, and no torch.
 """
 
 from __future__ import annotations

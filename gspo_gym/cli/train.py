@@ -1,7 +1,7 @@
 """`python -m gspo_gym.train CONFIG.toml [section.key=value ...]`: train a model as a config file says.
 
-`run_training` is the same from Python. What happens in a step is `trainer.py`; what is built is `config/build/trainer.py`; this file
-puts a run folder around it. Heavy imports wait until a command runs.
+`run_training` is the same from Python. What happens in a step is `trainer.py`; what is built is
+`config/build/trainer.py`; this file puts a run folder around it. Heavy imports wait until a command runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is wrong with a configuration, in sentences: which key, what was expected, what came, and the nearest name.
 
-Turns pydantic's errors into `Problem`s. Called by `config.py`; decides nothing.
+Turns pydantic's errors into `Problem`s.
 
 Defaults that follow from other keys. Nothing that a file says is changed here, and nothing is judged.
 """

@@ -1,6 +1,6 @@
 """What an environment answered -> a `StepResult`, or a ContractError that says what was expected and what came.
 
-And for what it raised, the place. Pure functions; nothing is called or waited for. Called by `session.py`.
+And for what it raised, the place. Pure functions; nothing is called or waited for.
 """
 
 from __future__ import annotations

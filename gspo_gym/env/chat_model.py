@@ -1,7 +1,7 @@
 """ChatModel: a model behind any OpenAI-compatible endpoint, as a player, an opponent or a simulated user.
 
 Nothing that it says is trained on: there are no token ids, only messages. Whoever asks it decides what a failure means;
-here it is always an exception, never an empty answer. Called by environments and `gspo-gym env collect`.
+here it is always an exception, never an empty answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Environments by name, on top of Gymnasium's own registry.
 
 Packages announce theirs through the `gymnasium.envs` entry point, which Gymnasium 1.4 no longer reads; it is read here,
-once, before a name is looked up. Called by `config/build/trainer.py`, the commands and users.
+once, before a name is looked up.
 """
 
 from __future__ import annotations

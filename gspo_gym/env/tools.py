@@ -4,7 +4,7 @@
 model's chat template, and strict checking of the arguments that the model sends. Running the function, with its time
 limit, is the business of `core.ToolEnv`.
 
-What a docstring says about a function and its parameters, in Google's or reST style. Called by `tools.py`.
+What a docstring says about a function and its parameters, in Google's or reST style.
 """
 
 from __future__ import annotations

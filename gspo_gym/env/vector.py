@@ -1,7 +1,7 @@
 """make_vec: many text environments stepped at once, with the interface of `gymnasium.vector.VectorEnv`.
 
 For evolution, search or imitation loops that step in lockstep. Training does not: its rollout pool plays episodes at
-their own pace (`rollout/pool.py`). Called by users.
+their own pace (`rollout/pool.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One question to a judge behind HTTP: how many at once, how often again, what it may cost, and whether it is down.
 
-What is asked and how an answer is read is the caller's (`judge/model/judge.py`, `judge/service/client.py`). An answer that cannot be
-read has cost what it cost, and is asked for again.
+What is asked and how an answer is read is the caller's (`judge/model/judge.py`, `judge/service/client.py`). An answer
+that cannot be read has cost what it cost, and is asked for again.
 
 A judge that waits while the one behind it is down, and goes on by itself when it is back.
 

@@ -2,7 +2,7 @@
 
 Equal questions at the same time are asked once, so equal episodes get equal scores even from a judge that would answer
 twice differently. A file holds one answer and its digest; one that was torn or changed counts as missing, and is
-replaced. Nothing of who asks is in a key. Called by judges.
+replaced. Nothing of who asks is in a key.
 """
 
 from __future__ import annotations

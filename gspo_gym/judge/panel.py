@@ -8,9 +8,9 @@ equal episodes would stop being equal.
 A judge that is a function of the operator's: `module:function`, plain or async.
 
 It is called with one argument, the payload: what an HTTP judge is sent (`policy_name`, `task_app`, `trace`, `options`,
-`rubric`; see `judge/service/contract.py`), and besides it `seed`, `prompt` (what was said before the first turn), `completion`
-(what the model said in the last one) and `messages`. It gives the outcome's total as a number, or what an HTTP judge
-answers. Rewards are not in the payload, and reasoning is only where it is asked for.
+`rubric`; see `judge/service/contract.py`), and besides it `seed`, `prompt` (what was said before the first turn),
+`completion` (what the model said in the last one) and `messages`. It gives the outcome's total as a number, or what an
+HTTP judge answers. Rewards are not in the payload, and reasoning is only where it is asked for.
 
 A plain function runs in a thread, so it may block; one that runs out of time is not waited for any longer, but nothing
 can end it. The function is the operator's own code and is not shut off from anything.

@@ -1,7 +1,7 @@
 """Stored episodes judged again, by another rubric or another judge, beside what the run's own judge said.
 
 No model plays and nothing of the run is changed: the answers go into a file of their own, in the shape of
-judgements.jsonl. Called by `gspo-gym judge score`.
+judgements.jsonl.
 """
 
 from __future__ import annotations

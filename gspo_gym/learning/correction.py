@@ -15,7 +15,6 @@ The alarm for an engine whose logprobs are not the learner's, although both clai
 
 Stale keys and values, another temperature, precision or adapter, an update that was skipped, sampling truncated by a
 default nobody set: each changes the logprobs of the first batch it touches, and none raises anything by itself.
-Called by the trainer with what an update reported; what happens then is the trainer's affair.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The learning rate as a function of the step, and of nothing else: resuming a run
 
 The AdamW that `OptimizerSettings.kind` names, and its state as named tensors: torch's, or bitsandbytes' in 8 bits.
 
-Called by `PolicyOptimizer`, which decides when a step is taken. Each optimizer keeps, per parameter, what the table in
-`_STATE_NAMES` says; both ways of torch's keep the same, so a checkpoint of one goes on with the other.
+Each optimizer keeps, per parameter, what the table in `_STATE_NAMES` says; both ways of torch's keep the same, so a
+checkpoint of one goes on with the other.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ so that a ratio differs from 1 only if weights do.
 The dropout of a LoRA adapter, under masks that a seed decides.
 
 A ratio compares two policies. It compares their weights only if both were computed under the same masks (common random
-numbers); with fresh masks in each pass it would mostly measure the masks. Used by the scorer alone.
+numbers); with fresh masks in each pass it would mostly measure the masks.
 
 The tokens that truncated sampling leaves, so that the learner can score the distribution that was sampled from.
 

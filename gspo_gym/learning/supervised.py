@@ -5,7 +5,7 @@ Not imitation of rewards: who chooses the demonstrations decides what is worth i
 How a mixture of experts spreads its tokens: watched while the learner scores, never acted on.
 
 A router that sends every token to the same experts has stopped learning to choose; reinforcement can drive it there
-unseen. Called by the learner; a model without experts has no routers, and all of this does nothing.
+unseen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A batch of trajectories -> optimizer steps on the policy.
 
-Called by the trainer once per batch. Which weights sample meanwhile, and when they are published, is not known here.
+Which weights sample meanwhile, and when they are published, is not known here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A canary is a handful of short completions, sampled between an update and its commit and scored by the learner. The
 prompts are the same for every version and each keeps its session, so that keys and values left from an earlier version
-are met if the engine would use them. Called by `weight_sync`; the learner enters as a function.
+are met if the engine would use them.
 """
 
 from __future__ import annotations

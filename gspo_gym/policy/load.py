@@ -2,7 +2,6 @@
 
 Also fits LoRA adapters, and writes a policy into a folder that `load_policy` reads back. What it is not for: resuming a
 run, which needs the optimizer and the random state too (`checkpoints.py`).
-Called by build, the trainer's export, evaluation and the benchmark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685): put on a model, or fitted to the settings of the run that goes on with them.
 
-Called by `policy/load.py`. An adapter is known here by its layout: which matrices it adapts, with which rank and scale. Only
-the adapter called "default" is looked at; a learner may keep others.
+An adapter is known here by its layout: which matrices it adapts, with which rank and scale. Only the adapter called
+"default" is looked at; a learner may keep others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a policy's forward and backward are computed in training: checkpointed, compiled, with Liger's kernels.
 
-Called by build, once, after the policy is loaded and its adapter is on. What is computed stays the same up to rounding,
-parameter names stay, and so does an engine that shares the weights: its modules are copies, without any compiled code.
+What is computed stays the same up to rounding, parameter names stay, and so does an engine that shares the weights: its
+modules are copies, without any compiled code.
 """
 
 from __future__ import annotations

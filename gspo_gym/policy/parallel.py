@@ -1,8 +1,8 @@
 """A model shared out over processes: each rank holds a part of every layer (tensor parallelism).
 
-Called by `models.load_policy`, in every rank of torch's default process group. It is cut as transformers plans it; a
-model without a plan, or one whose parts would not be equal, is refused and not run in another way. For forward passes
-only. The logits come whole to every rank, so that who computes with them need not know.
+It is cut as transformers plans it; a model without a plan, or one whose parts would not be equal, is refused and not
+run in another way. For forward passes only. The logits come whole to every rank, so that who computes with them need
+not know.
 """
 
 from __future__ import annotations

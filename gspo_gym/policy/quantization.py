@@ -1,7 +1,7 @@
 """Frozen weights in 4 bits for QLoRA (arXiv 2305.14314), bitsandbytes' NF4 with double quantization, or in 8 bits.
 
-Called by `models.load_policy`. Only linear layers are quantized; embeddings, norms, the output head and a mixture's
-fused experts keep the dtype that was asked for, in which the quantized layers also compute.
+Only linear layers are quantized; embeddings, norms, the output head and a mixture's fused experts keep the dtype that
+was asked for, in which the quantized layers also compute.
 """
 
 from __future__ import annotations

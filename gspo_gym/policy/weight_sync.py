@@ -2,8 +2,7 @@
 
 Stage -> pause -> apply -> attest -> resume. Until `resume` nothing that was sampled under the new weights gets out, so
 no token carries a version that was not committed. An engine that fails a step never answers again; where another can be
-put in its place, that one gets the new weights, once. Called by the trainer after every update, and by `run.py` when a
-run begins or goes on.
+put in its place, that one gets the new weights, once.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 JSON lines have the shape of a run's own episodes. A Parquet file has flat columns for whoever filters and imitates
 (`messages` as in the OpenAI API, arguments as JSON text), and the whole episode as JSON text in the column `episode`.
-Called by `episode_collection.py` and by readers of such files.
 
 An episode as a JSON object and back, exactly: what was said, every token and logprob, every reward.
 
-Whatever was trained on can be rebuilt from it, bit for bit. Called by `recording.py` and by whoever reads a run; needs
-no torch.
+Whatever was trained on can be rebuilt from it, bit for bit.
 """
 
 from __future__ import annotations

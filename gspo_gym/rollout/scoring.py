@@ -1,7 +1,6 @@
 """Who scores episodes after they were played, such as a judge, and what becomes of those that get no score.
 
-Used by the pool, which keeps scoring off its slots: an episode that waits for its score holds up no other, until too
-many wait. What scores and how is decided elsewhere (`judging.py`).
+What scores and how is decided elsewhere (`judging.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Which environment a group plays, where a run has several: decided by the group's number and the shares alone.
 
 So a resumed run and a pipelined one play what an uninterrupted one plays, and every batch holds every environment in
-about its share. Called by the trainer; who plays a group of which environment is decided in `config/build/apps.py`.
+about its share.
 """
 
 from __future__ import annotations

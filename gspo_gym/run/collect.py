@@ -1,7 +1,6 @@
 """The groups of one training step: played, and where asked for, those that teach nothing left out and replaced.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2). Called by the trainer, who says which groups are informative;
-a schedule (`schedule.py`) says where groups come from.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
 
 Warm-up: demonstrations played by an environment's own scripted policy, imitated before reinforcement starts.
 

@@ -1,4 +1,5 @@
-"""A run's judge: what its pools score with, what a step reports, and the watch over it. Built in `config/build/judge.py`."""
+"""A run's judge: what its pools score with, what a step reports, and the watch over it. Built in
+`config/build/judge.py`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@
         discarded/          what a resumed run did again: lines and episodes recorded after its checkpoint
 
 Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`
-removes. `time` is in seconds since 1970. Called by the trainer; draws nothing and decides nothing.
+removes. `time` is in seconds since 1970.
 
 What a resumed run does again leaves its records: moved into discarded/, so that no step is recorded twice.
 """

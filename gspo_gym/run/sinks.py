@@ -2,7 +2,7 @@
 
 The folder stays the record; a sink is a view of it for people who look at curves elsewhere. `RunRecorder` feeds the
 sinks, and drops one that fails, because a service that is down must not end a training. The packages are extras and
-load only when a sink is opened. Called by `run.py`, which opens, and `recording.py`, which writes.
+load only when a sink is opened.
 """
 
 from __future__ import annotations

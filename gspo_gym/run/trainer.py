@@ -1,7 +1,7 @@
 """The loop: collect -> update -> publish weights -> evaluate, until the plan is done.
 
 `Trainer` joins parts that know nothing of each other; it is the only object that calls them all. What the parts are is
-decided in `config/build/trainer.py`; what they do with a batch is decided in `rollout` and `learning`. Called by `train.py`.
+decided in `config/build/trainer.py`; what they do with a batch is decided in `rollout` and `learning`.
 """
 
 from __future__ import annotations

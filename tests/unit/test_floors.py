@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -297,6 +297,34 @@ def test_files_functions_and_classes_are_short_and_shallow(house: dict[str, Modu
 
 def test_everything_public_has_a_docstring(house: dict[str, Module]) -> None:
     assert [problem for module in house.values() for problem in missing_docstrings(module)] == []
+
+
+def stale_names(module: Module, paths: Collection[str]) -> list[str]:
+    """Files named in backticks that are not there, and lists of callers, which go stale."""
+    named = re.findall(r"`([\w/]+\.py)`", module.text)
+    missing = [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)]
+    return [f"{module.name}: names {name}, which is not there" for name in missing] + [
+        f"{module.name}: says who calls it: {line.strip()}"
+        for line in module.text.splitlines()
+        if re.search(r"\b(Called|Used) by [`a-z]", line)
+    ]
+
+
+def test_files_that_are_named_exist_and_callers_are_not_listed(
+    house: dict[str, Module], envs: dict[str, Module]
+) -> None:
+    folders = ("gspo_gym", "envs", "benchmarks", "examples", "tests")
+    paths = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert [problem for module in (house | envs).values() for problem in stale_names(module, paths)] == []
+
+
+def test_a_name_that_went_stale_is_found(tmp_path: Path) -> None:
+    text = '"""Reads what `gone.py` and `env/b.py` write. Called by `env/b.py`."""'
+    bad = tree(tmp_path, {"a.py": text, "env/b.py": ""})
+    assert stale_names(bad["gspo_gym.a"], ["gspo_gym/a.py", "gspo_gym/env/b.py"]) == [
+        "gspo_gym.a: names gone.py, which is not there",
+        f"gspo_gym.a: says who calls it: {text}",
+    ]
 
 
 def test_nothing_is_pickled_and_nobody_touches_global_random_state(

@@ -1,6 +1,6 @@
 """`make_card`: what an environment is, as it says itself, and what it is worth to its own players.
 
-Nothing here knows a particular environment, nor how a card looks (`cli/authoring/card.py`). Called by `command.py`.
+Nothing here knows a particular environment, nor how a card looks (`cli/authoring/card.py`).
 
 An environment's card as Markdown, which a terminal shows as well as a README does.
 """

@@ -1,6 +1,6 @@
 """`new_environment`: a package with a small environment that works, for an author to replace piece by piece.
 
-The files are in `templates/`, as they will be but for $package, $class_name and the like. Called by `command.py`.
+The files are in `templates/`, as they will be but for $package, $class_name and the like.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A search's trials in Optuna: who proposes the next one, who is stopped, and where they are kept.
 
-Optuna keeps them in a journal of JSON lines, so that a search can go on after whatever ended it. Called by `search.py`,
-which runs the trials; the only module that imports optuna.
+Optuna keeps them in a journal of JSON lines, so that a search can go on after whatever ended it.
 
 SEARCH.toml: which runs a search tries, who chooses them, and what counts as good. Read strictly; imports no torch.
 
@@ -23,8 +22,6 @@ What AgileRL 2.7 calls population training is the sampler "evolution", with thes
 | Mutations(architecture, parameters, activation) | none (its language-model agents have none either) |
 | evo_steps: selection every so many steps | selection between whole runs |
 | a child goes on with its parent's weights | no: every trial starts from the base, so that its run can be repeated |
-
-Called by `search.py`; what a value means is the configuration's affair, which checks every one of them.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ class SearchStudy:
 
     def __init__(self, settings: SearchSettings, journal: Path) -> None:
         self._optuna = require_optuna()
-        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)  # `search.py` says what happens
+        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)  # `cli/search/command.py` says what happens
         self._settings = settings
         self._distributions = {key: _distribution(values) for key, values in settings.parameters.items()}
         backend = self._optuna.storages.journal.JournalFileBackend(str(journal))

@@ -1,6 +1,6 @@
 """One trial of a search: an ordinary run in a process of its own, watched through its folder.
 
-A process, so that whatever ends a run (a crash, the memory, the deadline) ends nothing else. Called by `search.py`.
+A process, so that whatever ends a run (a crash, the memory, the deadline) ends nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Task apps as a config says: the gateway beside the engine, a client for each app, and who plays which environment.
 
-Called by `config/build/rollouts.py`. `AppPlayers` does nothing before `start`, so that a config can be built and looked at
-without its apps.
+`AppPlayers` does nothing before `start`, so that a config can be built and looked at without its apps.
 """
 
 from __future__ import annotations

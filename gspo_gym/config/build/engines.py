@@ -1,6 +1,6 @@
 """The engine that a config names: transformers on the learner's weights, vLLM in this process, or servers that run.
 
-Called by `config/build/trainer.py`. How the engine gets new weights is `weight_sync`'s affair; here it gets the first ones.
+How the engine gets new weights is `weight_sync`'s affair; here it gets the first ones.
 """
 
 from __future__ import annotations

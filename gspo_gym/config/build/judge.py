@@ -1,4 +1,4 @@
-"""[judge] becomes who scores: judges, rubrics, the blend and the watch over it. Called by `config/build/trainer.py` and the commands.
+"""[judge] becomes who scores: judges, rubrics, the blend and the watch over it.
 
 Nothing is asked here; a rubric that is not there, a key that is not set and a function that cannot be imported are
 errors before a run begins.

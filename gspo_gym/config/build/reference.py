@@ -1,6 +1,4 @@
 """The served reference of a run: its process, if it has one of its own, and what the learner asks of it.
-
-Called by `run.py`, around everything that learns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """A config becomes what plays: the engine's player, task apps, pools of episodes, demonstrations and evaluations.
-
-Called by `config/build/trainer.py`, which says what is learned from the episodes, and by the commands.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Players take live turns the way a rollout does: the model itself where it is a small one, and hand-written players in
 the tokens that the model would have to sample. Every prompt that the player was handed is compared with the template's
 rendering of all messages from nothing. Answers may be spelt in their own way; any other difference is drift, and a
-failure. Called by `cli/env_check.py`.
+failure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A config becomes live objects: the only place where names become classes.
 
-Called by the commands and by anyone who trains from Python. Who plays is built in `config/build/rollouts.py`, and handed on
-from here. Nothing here decides anything that the config does not say.
+Who plays is built in `config/build/rollouts.py`, and handed on from here. Nothing here decides anything that the config
+does not say.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a config: how new weights reach the engines, what attests them, and the alarm for what slips through.
 
-Called by `config/build/trainer.py` and `run.py`. Part of the build: here names become classes, too.
+Part of the build: here names become classes, too.
 """
 
 from __future__ import annotations

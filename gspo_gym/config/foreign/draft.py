@@ -2,7 +2,7 @@
 
 A translator (`trl.py`, `roll.py`, ...) reads every key through a `Draft`, which remembers what was read, what came from
 the other system's own defaults, and what changes in meaning. Whatever nobody read is reported: nothing gets lost
-silently. Called by `command.py`.
+silently.
 
 What several translators have in common: learning rates, optimizers, model and LoRA, sampling, reporting.
 """

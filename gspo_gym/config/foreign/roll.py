@@ -1,9 +1,9 @@
 """ROLL's pipeline files (alibaba/ROLL): the flat keys, and the worker tables that hold the optimizer and the sampler.
 
-What its defaults are and where they were read stands in `config/foreign/roll.py`. A file with `train_env_manager` or another
-key of its agentic pipeline is read as that pipeline reads it: `rollout_batch_size` counts episodes and not prompts,
-`reward_normalization` decides in place of `norm_mean_type`. Keys of its older reward API (reward_norm, reward_shift,
-reward_scale), which ROLL itself now ignores, are read with the meaning that they had.
+What its defaults are and where they were read stands in `config/foreign/roll.py`. A file with `train_env_manager` or
+another key of its agentic pipeline is read as that pipeline reads it: `rollout_batch_size` counts episodes and not
+prompts, `reward_normalization` decides in place of `norm_mean_type`. Keys of its older reward API (reward_norm,
+reward_shift, reward_scale), which ROLL itself now ignores, are read with the meaning that they had.
 
 The settings of ROLL that `roll.py` reads, what ROLL does where a file is silent, and those without a counterpart.
 

@@ -1,8 +1,9 @@
 """What the settings of different sections have to do with each other: batches, lengths, model, optimizer, evaluation.
 
-The rules about the objective are in `config/rules/objective.py`, those about machines and services in `config/rules/services.py`,
-about endpoints in `config/rules/rescore.py`, about task apps in `config/rules/judge.py`, about the judge in `config/rules/judge.py`;
-`find_contradictions` asks all of them. Those of `config/rules/notices.py` find what may stay, and is said.
+The rules about the objective are in `config/rules/objective.py`, those about machines and services in
+`config/rules/services.py`, about endpoints in `config/rules/rescore.py`, about task apps in `config/rules/judge.py`,
+about the judge in `config/rules/judge.py`; `find_contradictions` asks all of them. Those of `config/rules/notices.py`
+find what may stay, and is said.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An engine behind any OpenAI-compatible endpoint: somebody else's weights, which this process cannot change.
 
-What the endpoint can do is found out when the engine starts (`engine/endpoint/http.py`): with exact token ids and logprobs its
-samples could be trained on; with text only they are good for evaluation. Opponents and judges, which speak in messages,
-are `env.chat_model.ChatModel`'s. A vLLM server whose weights we do change is `engine/vllm/http.py`'s.
+What the endpoint can do is found out when the engine starts (`engine/endpoint/http.py`): with exact token ids and
+logprobs its samples could be trained on; with text only they are good for evaluation. Opponents and judges, which speak
+in messages, are `env.chat_model.ChatModel`'s. A vLLM server whose weights we do change is `engine/vllm/http.py`'s.
 
 What an endpoint can do, found out by asking: whether it takes token ids, obeys seeds, and of which distribution its
 logprobs are.

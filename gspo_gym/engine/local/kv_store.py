@@ -6,8 +6,9 @@ S, H, T, D = slots, key/value heads, tokens, head size; G = query heads to a key
 
 Keys and values of many sequences, one slot each, and the tokens they were computed from.
 
-Who owns a slot is `engine/local/batch.py`'s business, and how a layer lies in memory `kv_store.py`'s. The tokens kept beside the
-keys are what makes reuse safe: a prefix is reused where its tokens are equal, never because somebody says so.
+Who owns a slot is `engine/local/batch.py`'s business, and how a layer lies in memory `kv_store.py`'s. The tokens kept
+beside the keys are what makes reuse safe: a prefix is reused where its tokens are equal, never because somebody says
+so.
 """
 
 from __future__ import annotations

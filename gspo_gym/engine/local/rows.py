@@ -1,7 +1,4 @@
-"""What the engine knows about each request in work, as arrays over slots, so that a step costs no work per request.
-
-Called by the batcher, which decides who runs; this only samples, counts and collects.
-"""
+"""What the engine knows about each request in work, as arrays over slots, so that a step costs no work per request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention of prompts: sequences that add several tokens in one step, some at a time.
 
 Sequences of like size are padded and attend together, because a hundred short ones, each by itself, would cost a
-hundred launches a layer. Called by `engine/local/plain_model.py`; single tokens are `kv_store.py`'s.
+hundred launches a layer.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Holds no policy of its own: the router decides, this remembers.
 
 How many calls at once one backend among several is given; whether it may be asked at all is `base/retries.py`'s.
 
-Plain counting, without tasks or timers: time is handed in. Called by `router.py`, one for each replica.
+Plain counting, without tasks or timers: time is handed in.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Those routes run any method of the workers and no key protects them, so this cli
 only. It has connections of its own, which no queue of samples can block, and it tries nothing twice: whether half of a
 failed update was applied cannot be seen from outside, so whoever called poisons the engine.
 
-The routes are those of vLLM 0.32, tried on the CPU. Called by `vllm_http`.
+The routes are those of vLLM 0.32, tried on the CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a vLLM server can do, found out once: by asking it, and by samples where it could say anything.
-
-Called by `VllmHttpEngine.start`.
-"""
+"""What a vLLM server can do, found out once: by asking it, and by samples where it could say anything."""
 
 from __future__ import annotations
 

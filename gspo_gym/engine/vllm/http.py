@@ -2,7 +2,8 @@
 
 The server is ours (`gspo-gym serve --engine vllm`) or the user's own. What it can do is found out when the engine
 starts; what would spoil training is refused there. Samples may come from another machine, weights are changed on this
-one only (`engine/vllm/control.py`). Tried with vLLM 0.32 on the CPU. Endpoints whose weights are somebody else's: `http.py`.
+one only (`engine/vllm/control.py`). Tried with vLLM 0.32 on the CPU. Endpoints whose weights are somebody else's:
+`http.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 It is vLLM's own OpenAI server with what training needs switched on: exact logprobs of the sampling distribution, the
 route that takes and gives token ids, and the control routes by which weights change. These let whoever reaches them run
-code, whatever key there is, so it listens on loopback or a Unix socket and nowhere else. Called by `gspo-gym serve`, by
-tests, and by whoever builds a run. Read with vLLM 0.32.
+code, whatever key there is, so it listens on loopback or a Unix socket and nowhere else. Read with vLLM 0.32.
 
 What can go wrong with vLLM's own calls, as errors of ours: its many exceptions, and a process that dies unanswered.
 

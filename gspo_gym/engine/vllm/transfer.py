@@ -6,10 +6,10 @@ either side fails; that vLLM dies is seen by who asks for the transfer (`vllm_co
 
 * "ipc": vLLM on the learner's own GPU maps a buffer of the learner's (CUDA IPC).
 * "nccl": vLLM on other GPUs gets packed broadcasts.
-* "shared_memory": through the memory of this machine (`engine/vllm/shared_memory.py`), the one that a processor can take.
+* "shared_memory": through this machine's memory (`engine/vllm/shared_memory.py`), the one that a processor can take.
 
 "ipc" and "nccl" were not run on a GPU: they were written from the source of vLLM 0.32, and tested as far as a processor
-goes. Called by `vllm.py`; imports vLLM when an engine has started.
+goes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every update gets a name that was never used before, on this server or by another client: it is the label of the
 weights, the name of the adapter and the salt of the prefix cache in one. So a token's label proves whose update it was
-sampled under, and nothing that was computed under other weights is ever found again. Called by `vllm_http`.
+sampled under, and nothing that was computed under other weights is ever found again.
 """
 
 from __future__ import annotations

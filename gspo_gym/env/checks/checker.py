@@ -5,7 +5,8 @@ The checks themselves are listed in `checks.py`.
 The checks of `checker.check_env`, in order: what each promises, and the function that finds out.
 
 By theme: `env/checks/contract.py` (what is declared and answered), `checks_play.py` (alone, beside others, in workers),
-`env/checks/leaks.py` (time and leaks), `env/checks/score.py` (what is rewarded), `env/checks/score.py` (answers that are shown).
+`env/checks/leaks.py` (time and leaks), `env/checks/score.py` (what is rewarded), `env/checks/score.py` (answers that
+are shown).
 """
 
 from __future__ import annotations

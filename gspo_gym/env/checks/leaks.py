@@ -2,7 +2,7 @@
 
 An episode that leaks a little ends a training run after some ten thousand of them. Measured, not guessed: some episodes
 warm up caches and pools, then two equal halves are compared, and only what grows in *both* is a leak. Memory grows now
-and then by itself, so that it has to grow in two longer halves as well. Called by `env/checks/leaks.py`.
+and then by itself, so that it has to grow in two longer halves as well.
 
 Checks of what an environment costs: the time of a step, and what every episode leaves behind.
 """

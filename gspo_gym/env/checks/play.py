@@ -6,7 +6,7 @@ that touches what the whole process shares, or says that it needs one, is played
 What all episodes of a process share: its random generators, working directory and environment variables.
 
 An environment that changes these disturbs its neighbours and is disturbed by them; it needs a process of its own
-(`TextEnv.isolation`). Read here and never written. Called by the checks.
+(`TextEnv.isolation`). Read here and never written.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ What an answer to a row is worth: graders to choose from by name, and a user's o
 
 A function takes any of `completion` (what the model said), `answer`, `question` and the row's other columns, by
 keyword; it may be async. It returns a number, a bool (right or wrong, which is also the success), a mapping of named
-terms, a `Reward`, or None for "not scored here". Called by `dataset.py`.
+terms, a `Reward`, or None for "not scored here".
 """
 
 from __future__ import annotations

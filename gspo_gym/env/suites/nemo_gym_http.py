@@ -2,7 +2,7 @@
 
 A NeMo-Gym server takes a request without its cookie for a new session and answers 200 with a plausible losing reward.
 So no request goes out here without the cookie, and no answer is believed that comes back with another session. Proxies
-of the environment are not used. Called by `nemo_gym.py`.
+of the environment are not used.
 """
 
 from __future__ import annotations

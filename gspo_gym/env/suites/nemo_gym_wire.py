@@ -1,4 +1,4 @@
-"""NeMo-Gym's words for a conversation: OpenAI's Responses API. No I/O. Called by `nemo_gym.py`."""
+"""NeMo-Gym's words for a conversation: OpenAI's Responses API. No I/O."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ A socket that is lost is lost: nothing here connects again. Proxies of the envir
 `openenv.py`.
 
 What an OpenEnv server says, as our environments say it: tools, observations, results, rewards. No I/O.
-
-Called by `openenv.py`; `remote/serve/openenv_wire.py` writes what `EXTENSION` marks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One match of a TextArena game: the foreign game object, asked for as little as possible. Called by `textarena.py`.
+"""One match of a TextArena game: the foreign game object, asked for as little as possible.
 
 Always the game's "-raw" form, whose observations are lists of (speaker, text, kind) that only grow; the other forms
 repeat the whole history every turn. Reading them empties them, so each player's are read once, here.

@@ -1,8 +1,8 @@
 """The meeting point of a verifiers rollout, which asks for answers, and an episode of ours, which gives them.
 
-Also what both sides say, translated. Called by `verifiers.py`; one event loop, no threads.
+Also what both sides say, translated.
 
-Loads a verifiers environment once in a process, and makes it fit to be driven. Called by `verifiers.py`.
+Loads a verifiers environment once in a process, and makes it fit to be driven.
 
 One loaded environment serves all episodes at once, as in verifiers, where what belongs to a rollout is in its state.
 (Each environment also stays alive until the process ends, because it registers a clean-up for then.)

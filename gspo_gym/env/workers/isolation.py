@@ -3,7 +3,7 @@
 A thread costs nothing and is right for code that behaves. A process is for code that may hang in a C loop, crash, leak
 or eat memory, that runs what a model wrote, or that uses what a whole process shares: Python's and numpy's own random
 generators. An environment says which it needs (`TextEnv.isolation`); one that says nothing is tried in a worker once,
-and kept there if it touches those generators. Called by `config/build/trainer.py`, `vector.py` and the commands.
+and kept there if it touches those generators.
 """
 
 from __future__ import annotations

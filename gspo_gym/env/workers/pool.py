@@ -2,7 +2,7 @@
 
 A worker that closed its environment cleanly waits for the next one of the same kind, with its modules imported. One
 that missed a deadline, died, leaked or played long enough is replaced. Nothing here knows an event loop: leasing blocks
-(the caller is in a thread), the rest returns at once. Called by `env/workers/env.py`.
+(the caller is in a thread), the rest returns at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 It has one thread, has imported what every environment needs, and does nothing but fork; so a new worker costs
 milliseconds, shares that memory with the others, and inherits no thread, lock or open file of the program. Started by
-`env/workers/pool.py`, once a program. It ends with the program: when the connection does, it kills all workers and is gone.
+`env/workers/pool.py`, once a program. It ends with the program: when the connection does, it kills all workers and is
+gone.
 """
 
 from __future__ import annotations

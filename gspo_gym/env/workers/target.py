@@ -2,7 +2,6 @@
 
 A worker shares no memory with the program that asks, so an environment is named by where its class or function is
 imported from. What a program defines in its own main file is found by that file's path, as in `multiprocessing`.
-Called by `env/workers/env.py` and `isolation.py` in the program, and by `env/workers/worker.py` in the worker.
 """
 
 from __future__ import annotations

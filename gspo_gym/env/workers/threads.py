@@ -2,7 +2,7 @@
 
 A thread belongs to one owner at a time (an `EnvSession`, or a `ToolEnv` with time limits), because libraries such as
 sqlite3 tie their objects to the thread that made them. It is reused by later owners, unless a call in it missed its
-deadline: then it is left to its fate. Used by `session.py` and `core.py`.
+deadline: then it is left to its fate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a worker process does: make the environment it is told to make, and play one episode after another.
 
-Forked by `env/workers/server.py`, which has imported this module already; it answers requests of `env/workers/env.py` until the
-other end hangs up. Before it does anything it gives up what it inherited: the terminal, open descriptors, and as much
-memory as its limit says. It drives the environment through `EnvSession`, as a rollout would, so what is accepted, what
-is refused and what the errors say are the same in a process as in a thread.
+Forked by `env/workers/server.py`, which has imported this module already; it answers requests of `env/workers/env.py`
+until the other end hangs up. Before it does anything it gives up what it inherited: the terminal, open descriptors, and
+as much memory as its limit says. It drives the environment through `EnvSession`, as a rollout would, so what is
+accepted, what is refused and what the errors say are the same in a process as in a thread.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Signs that a policy talks to its judge instead of doing its task. They are counted and shown, and change no score.
 
 By patterns, so an honest episode may show one (a task about prompts does) and a clever one none: a share that grows
-during training is worth a look, a single flag is not. Called by judges.
+during training is worth a look, a single flag is not.
 
 Text of strangers as a judge may be shown it: nothing in it is invisible, and nothing in it is a control token.
 
 A judge's server turns the text of `<|im_end|>` into the token that ends a message, and a reader does not see a
 zero-width space or a right-to-left override; both are written out. Also here: which text says nothing at all.
-Called by `transcript.py`.
+
 """
 
 from __future__ import annotations

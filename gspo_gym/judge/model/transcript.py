@@ -1,9 +1,9 @@
 """An episode as a judge reads it: pieces of text, each with who wrote it and in which turn, shortened by a stated rule.
 
 A piece is one message, or one tool call, so that text which looks like a call is not one. All of it has been made
-visible (`judge/model/suspicion.py`). A message's content is shown whole, for the environment or app received it whole. Left out:
-the reasoning that was taken off it before (`reasoning_content`), unless it is asked for, and every reward and score
-that the record holds.
+visible (`judge/model/suspicion.py`). A message's content is shown whole, for the environment or app received it whole.
+Left out: the reasoning that was taken off it before (`reasoning_content`), unless it is asked for, and every reward and
+score that the record holds.
 
 The rule for episodes longer than `max_chars`, each step only as far as the one before did not suffice:
 

@@ -3,8 +3,7 @@ the contract's later form has it.
 
 An episode that cannot be scored is answered with status "failed" and a reason, never with a number. A judge that is
 down, or whose model does not accept its key, is 503, one whose budget is spent 402, a rubric or an episode that is none
-422. Called by `gspo-gym judge serve`, which puts a guard before it; for notebooks see
-`remote.serving.BackgroundServer`.
+422.
 
 An episode as it came over the HTTP judge's wire -> the Trajectory that judges here read.
 

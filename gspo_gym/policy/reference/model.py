@@ -1,6 +1,6 @@
 """What a reference server computes: the frozen model, or this process's part of one that ranks share.
 
-No HTTP and no other process is known here. Called by `reference_server` (rank 0) and `reference_ranks` (the others).
+No HTTP and no other process is known here.
 """
 
 from __future__ import annotations

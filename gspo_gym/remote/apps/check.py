@@ -2,7 +2,7 @@
 
 The script says what models say: plausible words, the same word for ever, nonsense, nothing; or the model is down, or
 the trainer hangs up. Each time the app must end with a result that can be trained on, or with none at all, and go on.
-Nothing is trained here. Used by `gspo-gym app check`.
+Nothing is trained here.
 """
 
 from __future__ import annotations

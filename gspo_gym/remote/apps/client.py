@@ -1,11 +1,12 @@
-"""TaskAppClient: speaks to one remote task app. It plays nothing and retries no rollout; `remote/apps/episodes.py` does.
+"""TaskAppClient: speaks to one remote task app. It plays nothing and retries no rollout; `remote/apps/episodes.py`
+does.
 
 Requests go to the operator's base URL and nowhere else: no redirects, no proxies of the environment. An answer is
 limited in size while it comes in and in time until its last byte, and is believed only as far as `contracts.py` says.
 
 The keys of task apps: where they come from, in which headers they travel, and how an app says that it wants others.
 
-A key is in no error, log or repr. Called by `client.py`; a server of ours reads the same environment variables.
+A key is in no error, log or repr.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The contract is that of the `synth-ai` package, releases 0.2.16 to 0.4.1 (generation A: run id, ops, trajectories,
 metrics), whose requests are sent and served here; answers of later releases (generation B: `outcome_reward` in
 `metrics` or `reward_info`) are read, too. Fields that nobody here knows are ignored on both sides. What a reward
-depends on is read strictly: a number is a finite number, neither text nor a truth value. No I/O. Called by `client.py`
-and by the server of our own environments.
+depends on is read strictly: a number is a finite number, neither text nor a truth value. No I/O.
 
 How a task app fails, as exceptions::
 
@@ -135,8 +134,8 @@ class PolicyInjection(_Wire):
 class RolloutStep(_Answer):
     """One step of the environment. `reward` None means not scored, which is not 0.
 
-    `info` may hold `meta.decision_rewards`, `stepwise` (see `remote/apps/rewards.py`) and, from servers of this library, a
-    `StepDetails` under `EXTENSION`.
+    `info` may hold `meta.decision_rewards`, `stepwise` (see `remote/apps/rewards.py`) and, from servers of this
+    library, a `StepDetails` under `EXTENSION`.
     """
 
     obs: Any = None  # what the environment shows; nothing here depends on it

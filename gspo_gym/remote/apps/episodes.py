@@ -3,7 +3,7 @@
 One attempt is one gateway session and one request. Whatever went wrong is in the record; what an app says after its
 model failed is no reward. An attempt that the app turned away (no connection, 429, 5xx) is made again with a fresh
 session and a fresh run id, so that an earlier one that was begun after all talks to a closed session and its answer
-goes nowhere. Called by a rollout pool, through `config/build/apps.py`.
+goes nowhere.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 The return is the first of these that the app gives: `metrics.mean_return`, `metrics.outcome_score`, the sum of the
 steps' rewards (generation B: `outcome_reward`). Where the steps' rewards sum to something else, a warning says so; a
-score beside a return may well be on another scale. A decision is one call of the model with the steps that it sets
-off; `Turn.events` gets the achievements that became true in it. Decision rewards that an app computed itself are not
-taken for rewards: the names in them are events, from which the learner computes its own. No I/O. Called by `client.py`
-(reading) and `remote/apps/episodes.py` (joining to what the gateway captured).
+score beside a return may well be on another scale. A decision is one call of the model with the steps that it sets off;
+`Turn.events` gets the achievements that became true in it. Decision rewards that an app computed itself are not taken
+for rewards: the names in them are events, from which the learner computes its own. No I/O.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A URL that a request or an answer carries could make this process call what only it can reach (a cloud's metadata, a
 neighbour's admin port). So it must name an allowed host, or resolve to public addresses only; and the address that was
-checked is the one that is called, whatever the name resolves to later. No I/O but the lookup. Called by `client.py`
-and by the server of our own environments, for the inference URL that a trainer hands it.
+checked is the one that is called, whatever the name resolves to later. No I/O but the lookup.
 """
 
 from __future__ import annotations

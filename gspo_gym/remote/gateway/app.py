@@ -7,13 +7,13 @@ Headers by which an agent would authenticate elsewhere are not looked at, so the
 What went wrong -> the status, code and envelope by which OpenAI's clients know it.
 
 `x-should-retry: false` goes with what asking again does not change, because those clients try again at some of these
-statuses. Called by `remote/gateway/app.py`.
+statuses.
 
 The URL of a rollout: what is handed out, and what is understood of what programs make of it.
 
 Client code appends to URLs, and some of it to the query. So the id stands in the path and again in the query, and every
 way of putting `/v1` and `/chat/completions` behind it is answered; an id that was itself changed is known to nobody,
-which is loud. Pure functions. Called by `remote/gateway/app.py`, and by whoever hands a rollout's URL to a task app.
+which is loud. Pure functions.
 """
 
 from __future__ import annotations

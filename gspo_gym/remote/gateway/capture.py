@@ -1,7 +1,8 @@
 """What the gateway writes down: the calls of one session, exactly as they were asked and answered.
 
 Records only. `remote/gateway/session.py` makes them, `capture_matching.py` finds which call continues which, and
-`capture_build.py` turns a frozen session into the parts of a trajectory. No HTTP: `remote/gateway/app.py` stands before it.
+`capture_build.py` turns a frozen session into the parts of a trajectory. No HTTP: `remote/gateway/app.py` stands before
+it.
 
 From sampled tokens to the answer that they say: stop strings, parsing, and why it ended, in OpenAI's words.
 """

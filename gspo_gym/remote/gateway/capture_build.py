@@ -2,9 +2,9 @@
 
 Calls form trees: a call whose prompt appends to another's tokens is its child. Each path from a root to a leaf is one
 segment, as the model read it; a completion is trained on in the first path that holds it, and is context in others. So
-every trained completion counts exactly once, whatever the agent branched into. `remote/gateway/capture_build.py` decides which are
-trained on. Where none is, the delivered ones are turns all the same, and masked: the episode was played and is worth
-what its app says, which its group's statistics need.
+every trained completion counts exactly once, whatever the agent branched into. `remote/gateway/capture_build.py`
+decides which are trained on. Where none is, the delivered ones are turns all the same, and masked: the episode was
+played and is worth what its app says, which its group's statistics need.
 
 Which calls of a session are not trained on, and why: the rules for what an agent does beside its task.
 

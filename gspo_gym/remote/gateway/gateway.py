@@ -1,7 +1,7 @@
 """Gateway: the open sessions on one engine, by the ids that agents were given.
 
-The capturing gateway without its HTTP, which is `remote/gateway/app.py`. What is captured: `remote/gateway/session.py`. What becomes
-of it: `capture_build.py`.
+The capturing gateway without its HTTP, which is `remote/gateway/app.py`. What is captured: `remote/gateway/session.py`.
+What becomes of it: `capture_build.py`.
 """
 
 from __future__ import annotations

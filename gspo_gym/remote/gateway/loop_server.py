@@ -1,7 +1,7 @@
 """LoopServer: an ASGI application on a port, served by the event loop that runs already.
 
 For what must share a loop with whatever it calls, as the gateway does with the engine. A server with its own thread is
-`serving.BackgroundServer`. Called by `config/build/apps.py` and by tests.
+`serving.BackgroundServer`.
 """
 
 from __future__ import annotations

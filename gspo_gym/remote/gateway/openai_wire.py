@@ -1,8 +1,8 @@
 """OpenAI's requests -> the gateway's calls. Lenient about fields that nobody here knows, strict about those that count.
 
 What would be ignored although it changes the answer (n > 1, an image, a tool choice that is not understood) is refused.
-No I/O. `openai_wire_answers.py` writes what comes back, `remote/gateway/openai_wire_answers.py` reads and writes the Responses API.
-Called by `remote/gateway/app.py`.
+No I/O. `openai_wire_answers.py` writes what comes back, `remote/gateway/openai_wire_answers.py` reads and writes the
+Responses API.
 """
 
 from __future__ import annotations

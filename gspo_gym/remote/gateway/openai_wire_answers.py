@@ -8,7 +8,7 @@ OpenAI's Responses API in the gateway's calls: its basics, by which the chat API
 
 Read: input as text or items, instructions, function tools, `previous_response_id` within a session, a text format.
 Written: items of text and of function calls, as one object or as events. Reasoning items are read past and not written:
-what a model thought is the gateway's. No I/O. Called by `remote/gateway/app.py`.
+what a model thought is the gateway's. No I/O.
 """
 
 from __future__ import annotations

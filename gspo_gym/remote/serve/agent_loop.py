@@ -3,7 +3,7 @@
 The conversation is that of `rollout.episode.run_episode`, message for message (the system prompt's place, text that is
 no action, the limit on turns, what ends an episode), so that what our gateway captures has the tokens of an episode
 played in the trainer's process. What was played is written into a `PlayedRollout` as it happens, so that a rollout that
-is stopped half-way still has its beginning. Called by `task_app_rollout.py`.
+is stopped half-way still has its beginning.
 """
 
 from __future__ import annotations

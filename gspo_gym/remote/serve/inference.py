@@ -2,7 +2,7 @@
 
 The URL comes from a request, so it was checked before (`urls.py`), and the address that was checked is the one that is
 called. Sends what the rollout's policy says and nothing else: an agent that adds settings of its own would not sample
-what the trainer thinks it samples. Called by `agent_loop.py`.
+what the trainer thinks it samples.
 """
 
 from __future__ import annotations

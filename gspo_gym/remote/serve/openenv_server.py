@@ -2,16 +2,14 @@
 
 An episode is a WebSocket at /ws, as OpenEnv's clients open it: one socket, one session, one environment. Tools are
 offered in both of OpenEnv's ways (actions `call_tool` and `list_tools`; JSON-RPC at /mcp and in `mcp` frames). Verified
-against openenv 0.10.0. Called by `cli/serve_env.py`; for a server in a notebook see `serving.BackgroundServer`.
+against openenv 0.10.0.
 
 Where we depart from OpenEnv: HTTP POST /step is refused with 409, because OpenEnv's answers from a fresh environment
 that never was reset, which looks like an answer; sessions idle without a WebSocket give up their place to others.
 
-Several protocols on one port: what each brings, put into one application. Called by the servers' factories.
+Several protocols on one port: what each brings, put into one application.
 
 One WebSocket of an OpenEnv client: reads frames, plays the session, answers each with one frame.
-
-Called by `openenv_server.py`.
 """
 
 from __future__ import annotations

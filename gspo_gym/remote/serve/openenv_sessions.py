@@ -1,7 +1,4 @@
-"""Sessions of a served environment: at most so many at once, one environment each. Knows no wire.
-
-Called by `openenv_server.py`, in one event loop.
-"""
+"""Sessions of a served environment: at most so many at once, one environment each. Knows no wire."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What OpenEnv's wire says of an environment of ours: actions, observations, tools, and errors. No I/O.
 
 OpenEnv knows one observation object, a reward and `done`. What else a step of ours says (truncated, success, reward
-terms, events) travels in `metadata`, under the key that `env/suites/openenv.py` reads. Called by `openenv_server.py`.
+terms, events) travels in `metadata`, under the key that `env/suites/openenv.py` reads.
 
 The JSON-RPC side of OpenEnv: tools listed and called as MCP does, and sessions without a WebSocket.
 

@@ -1,7 +1,7 @@
 """What was played -> the answer to POST /rollout: trajectories, metrics and traces, as the contract writes them.
 
 Pure functions. A reward that was not given is null, never 0. What the contract has no field for stands under
-`EXTENSION`. Called by `task_app_rollout.py`.
+`EXTENSION`.
 
 Step rewards on the app's side: what the achievements of a decision are worth, as a task app computes it.
 

@@ -1,7 +1,4 @@
-"""The rollouts that a task app plays: how many at once, which are under way, and how one is told to stop.
-
-Called by `task_app_rollout.py` and the routes /run/abort and /run/status, in one event loop.
-"""
+"""The rollouts that a task app plays: how many at once, which are under way, and how one is told to stop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a served environment says of itself: the answers of /, /health, /info and /task_info, as task apps have them.
 
-Pure functions of what is served. Called by `task_app_server.py`.
+Pure functions of what is served.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What a run prints at its end: the learning curve, before and after, two episodes, what to do next.
 
-Everything comes from records; nothing is measured here. Called by `train.py`.
+Everything comes from records; nothing is measured here.
 
 A learning curve in plain text, for the end of a run in a terminal.
 
-Not for: pictures or pages. Called by `report/terminal.py`.
+Not for: pictures or pages.
 """
 
 from __future__ import annotations
