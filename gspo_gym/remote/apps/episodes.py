@@ -96,7 +96,7 @@ class AppEpisodeSettings:
         if ours:
             raise ConfigError(f"rollout.policy_config: {', '.join(ours)} is set for each rollout; leave it out")
         for name in ("temperature", "top_p"):
-            given, sampled = self.policy_config.get(name), getattr(self.session, name)
+            given, sampled = self.policy_config.get(name), getattr(self.session.sampling, name)
             if given is not None and given != sampled:
                 raise ConfigError(
                     f"rollout.policy_config.{name} is {given!r} and the episodes are sampled with {sampled!r}; the "
