@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import ENGINES, Measurement, main, make_workload, render
 from benchmarks.isolation import Costs, private_bytes_of
 from benchmarks.isolation import measure as measure_isolation
 from benchmarks.isolation import render as render_isolation
+from benchmarks.main import ENGINES, Measurement, main, make_workload, render
 from benchmarks.pipeline import StepTimes, Workload
 from benchmarks.pipeline import measure as measure_pipeline
 from benchmarks.pipeline import render as render_pipeline

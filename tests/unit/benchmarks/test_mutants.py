@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import main
+from benchmarks.main import main
 from benchmarks.mutants import copied_checkout, find_tests, run_mutants, try_mutants
 from benchmarks.mutations import draw_mutants
 from gspo_gym.errors import UsageError
@@ -153,7 +153,7 @@ def test_an_interrupted_measurement_leaves_no_process_no_folder_and_no_traceback
     )
     (tmp_path / "copies").mkdir()
     command = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.main", "mutants", "gspo_gym/age.py"],
+        [sys.executable, "-m", "benchmarks", "mutants", "gspo_gym/age.py"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path / "copies")},
         stderr=subprocess.PIPE,
