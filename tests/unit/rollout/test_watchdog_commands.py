@@ -27,7 +27,10 @@ pytestmark = [
 
 SUPPORT = Path(__file__).parents[2] / "support"
 # A minute, the least that the lock may be held, is too long to be waited for here.
-IMPATIENT = "import sys; from gspo_gym import cli, watchdog; watchdog._LEAST_SECONDS = 1.5; sys.exit(cli.main())"
+IMPATIENT = (
+    "import sys; from gspo_gym.cli.main import main; from gspo_gym.rollout import watchdog; "
+    "watchdog._LEAST_SECONDS = 1.5; sys.exit(main())"
+)
 FAST = ["--step-timeout-seconds", "0.7"]
 CONFIG = """
 [model]
