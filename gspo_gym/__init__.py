@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gspo_gym.types import ToolCall as ToolCall
 
 _HOMES = {
-    "Achievements": "env.achievements",
+    "Achievements": "env.rewards",
     "DatasetEnv": "env.data.dataset",
     "LocalEngine": "engine.local.engine",
     "Message": "types",

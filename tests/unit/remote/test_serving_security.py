@@ -105,7 +105,7 @@ def test_every_route_wants_a_key(guarded: tuple[Guard, str], case: str) -> None:
     app, _ = guarded
     headers, query = REFUSED[case]
     asked = routes()
-    assert {path for _, path in asked} >= {"/info", "/rollout", "/env/x/step", "/mcp", "/reset", "/run/abort"}
+    assert {path for _, path in asked} >= {"/info", "/rollout", "/mcp", "/reset", "/run/abort"}
     answers = {
         route: call(app, route[1], headers, method=route[0], query=query)
         for route in asked

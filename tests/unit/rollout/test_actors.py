@@ -180,7 +180,11 @@ def test_an_engine_actor_samples_the_models_own_distribution_unless_told_otherwi
             limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),
         )
     )
-    assert engine.calls[0].sampling == SamplingParams(16, (END,), child_seed(5, "turn", 0))  # all else neutral
+    assert engine.calls[0].sampling == SamplingParams(
+        max_tokens=16,
+        stop_token_ids=(END,),
+        seed=child_seed(5, "turn", 0),  # all else neutral
+    )
     assert engine.ended == ["e/0"]
 
 
