@@ -319,14 +319,17 @@ def test_calls_wait_for_a_rebuild_and_those_in_flight_fail_as_calls_not_as_runs(
 
 def test_weights_that_cannot_be_staged_leave_the_engine_as_it_is(staging: Staging) -> None:
     async def main() -> None:
-        engine = Versioned()
-        sync = WeightSync(engine, kind="adapter", staging=staging)
+        engine, events = Versioned(), list[tuple[str, Any]]()
+        sync = WeightSync(engine, kind="adapter", staging=staging, on_event=lambda *event: events.append(event))
         await sync.publish(1)
         staging.root.rename(staging.root.with_name("gone"))
         staging.root.write_text("a file where a folder should be")
         with pytest.raises(EngineError, match="could not be staged") as caught:
             await sync.publish(2)
         assert not isinstance(caught.value, EnginePoisonedError)
+        [(name, values)] = events  # of the first attempt; the second one's failure is raised
+        assert (name, values["version"]) == ("staging_failed", 2)
+        assert "could not be staged" in values["reason"]
         assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [1] * 4
 
     asyncio.run(main())

@@ -24,7 +24,7 @@ import pytest
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
-from gspo_gym.errors import ActionLimitError, EnginePoisonedError, EnvDiedError
+from gspo_gym.errors import ActionLimitError, EngineError, EnginePoisonedError, EnvDiedError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
@@ -284,6 +284,22 @@ def test_cancelled_while_the_environment_is_made_it_is_closed_all_the_same() -> 
     started: asyncio.Event
     asyncio.run(cancel_it())
     assert env.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [
+        (ConnectionResetError("by peer"), "EngineError: no answer: timed out (from ConnectionResetError: by peer)"),
+        (OSError("timed out"), "EngineError: no answer: timed out"),
+        (None, "EngineError: no answer: timed out"),
+    ],
+)
+def test_the_error_names_its_cause_unless_it_has_its_words(cause: Exception | None, error: str) -> None:
+    class Failing(ScriptedEngine):
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            raise EngineError("no answer: timed out") from cause
+
+    assert play(Echo(), Failing(answers("one"))).error == error
 
 
 def test_a_failing_engine_is_an_engine_error() -> None:

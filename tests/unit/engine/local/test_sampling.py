@@ -63,8 +63,9 @@ def test_top_p_applies_to_what_top_k_left() -> None:
     assert both == [0.0, round(4 / 7, 6), 0.0, round(3 / 7, 6)]
 
 
-def test_a_tiny_top_p_still_keeps_the_likeliest_token() -> None:
-    assert _probs(top_p=torch.tensor([1e-9])) == [0.0, 1.0, 0.0, 0.0]
+@pytest.mark.parametrize("top_p", [1e-9, 1e-50])  # the smaller one is 0 in float32
+def test_a_tiny_top_p_still_keeps_the_likeliest_token(top_p: float) -> None:
+    assert _probs(top_p=torch.tensor([top_p])) == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_min_p_keeps_what_has_that_share_of_the_likeliest_renormalised() -> None:

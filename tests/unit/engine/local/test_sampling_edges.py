@@ -47,11 +47,11 @@ def test_a_stop_token_beyond_the_logits_forbids_nothing(stop: int) -> None:
 
 
 def test_a_penalty_divides_what_is_above_zero_and_multiplies_what_is_below() -> None:
-    """Logits (2, -1, 0) with penalty 2 over all three: (1, -2, 0)."""
-    penalty = RepetitionPenalty(torch.tensor([[0, 1, 2]]), torch.tensor([2.0]))
-    total = math.log(math.exp(1) + math.exp(-2) + 1)
-    assert kept([2.0, -1.0, 0.0], rows(repetition=penalty)) == pytest.approx(  # type: ignore[arg-type]
-        [1 - total, -2 - total, -total], abs=1e-6
+    """Logits (2, 1/2, -1, 0) with penalty 2 over all four: (1, 1/4, -2, 0)."""
+    penalty = RepetitionPenalty(torch.tensor([[0, 1, 2, 3]]), torch.tensor([2.0]))
+    total = math.log(math.exp(1) + math.exp(0.25) + math.exp(-2) + 1)
+    assert kept([2.0, 0.5, -1.0, 0.0], rows(repetition=penalty)) == pytest.approx(  # type: ignore[arg-type]
+        [1 - total, 0.25 - total, -2 - total, -total], abs=1e-6
     )
 
 

@@ -379,6 +379,35 @@ def test_call_out_of_time_raises_at_its_deadline_and_halves_the_limit() -> None:
     run(main())
 
 
+def test_a_replicas_own_time_out_is_the_calls_and_is_asked_of_no_other_replica() -> None:
+    class Late(Fragile):
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            raise EngineTimeoutError("no answer within a second")
+
+    async def main() -> None:
+        sound = Fragile()
+        engine = routed(Late(), sound, max_in_flight=8)
+        with pytest.raises(EngineTimeoutError, match=r"^no answer within a second$"):
+            await engine.generate([1], SAMPLING)
+        assert (engine.num_retries, sound.calls) == (0, [])
+        assert [replica.limit.limit for replica in engine.replicas] == [4, 8]  # 8 / 2
+
+    run(main())
+
+
+def test_call_aborted_half_a_second_before_its_deadline_is_no_time_out_of_its_replica() -> None:
+    async def main() -> None:
+        engine = routed(Fragile(seconds=100.0), max_in_flight=8)
+        call = asyncio.create_task(engine.generate([1], SAMPLING, session_id="a", deadline_seconds=3.0))
+        await asyncio.sleep(2.5)
+        await engine.abort("a")
+        with pytest.raises(EngineError, match="aborted"):
+            await call
+        assert engine.replicas[0].limit.limit == 8
+
+    run(main())
+
+
 def test_answers_raise_the_limit_only_where_it_was_used_to_the_full() -> None:
     async def main() -> list[int]:
         engine, seen = routed(Fragile(seconds=10.0), max_in_flight=4), []
@@ -615,6 +644,20 @@ def test_replica_that_answers_under_a_version_it_should_not_have_is_left_out() -
         completion = await engine.generate([1], SAMPLING)
         assert completion.weight_version.tolist() == [3, 3]
         assert engine.replicas[0].left_out == "it sampled under version 2, expected 3"
+
+    run(main())
+
+
+def test_health_check_says_why_it_leaves_a_replica_out() -> None:
+    async def main() -> None:
+        stale, poisoned, sound = Fragile(), Fragile(), Fragile()
+        engine = routed(stale, poisoned, sound)
+        await update(engine, 3)
+        await update(stale, 2)
+        poisoned.poison("out of memory")
+        await engine.check_health()
+        stated = [replica.left_out for replica in engine.replicas]
+        assert stated == ["it is under version 2, not 3", "out of memory", None]
 
     run(main())
 
