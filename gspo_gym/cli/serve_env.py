@@ -1,6 +1,6 @@
 """`gspo-gym env serve NAME`: an environment for trainers elsewhere, until SIGTERM or Ctrl-C.
 
-As a task app, which brings its own agent and is given a model, and step by step; or over OpenEnv's protocol; or both.
+As a task app, which brings its own agent and is given a model; step by step over OpenEnv's protocol; or both.
 Sessions are closed before the command ends. Loads FastAPI, and no torch.
 """
 

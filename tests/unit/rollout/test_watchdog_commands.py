@@ -14,8 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from gspo_gym.rollout.episode_files import load_episodes
 from gspo_gym.rollout.watchdog import Frozen, read_frozen
@@ -110,22 +111,24 @@ def test_a_frozen_collection_keeps_its_episodes_and_goes_on_in_worker_processes(
 
 
 def test_a_frozen_server_ends_and_says_why(tmp_path: Path) -> None:
+    served = ["env", "serve", "frozen_env:Patterns-v0", "--protocol", "openenv", "--port", "0"]
     with subprocess.Popen(
-        [sys.executable, "-c", IMPATIENT, "env", "serve", "frozen_env:Patterns-v0", "--port", "0", *FAST],
+        [sys.executable, "-c", IMPATIENT, *served, *FAST],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        url = f"{process.stdout.readline().split()[-1]}/env/Patterns"
-        with httpx.Client(trust_env=False, timeout=60) as client:
-            opened = client.post(f"{url}/initialize", json={"seed": 2}).json()
-            action = {"message": {"role": "assistant", "content": "a" * 64}}
-            with pytest.raises(httpx.HTTPError):
-                client.post(f"{url}/step", json={"env_id": opened["env_id"], "action": action})
         try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[-1].replace("http", "ws", 1)
+            with connect(f"{url}/ws", proxy=None) as socket:
+                socket.send(json.dumps({"type": "reset", "data": {"seed": 2}}))
+                assert json.loads(socket.recv(timeout=60))["type"] == "observation"
+                socket.send(json.dumps({"type": "step", "data": {"message": "a" * 64}}))
+                with pytest.raises(ConnectionClosed):
+                    socket.recv(timeout=60)
             told = process.communicate(timeout=60)[1]
         finally:
             process.kill()
