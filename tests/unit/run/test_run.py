@@ -293,14 +293,16 @@ def test_a_start_that_sigterm_ends_leaves_nothing(tmp_path):
     values = make_config(tmp_path / "runs").model_dump(exclude_none=True, exclude={"warmup"})
     values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
     config = RunConfig.from_dict(values)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler that another test left would be left alone
     try:
         with pytest.raises(SystemExit) as ended:
             run_training(config)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         gymnasium.registry.pop("test_run/Doubled-v0")
     assert ended.value.code == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_run_in_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
