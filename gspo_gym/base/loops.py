@@ -48,9 +48,11 @@ def _run_in_thread(coroutine: Coroutine[Any, Any, Result]) -> Result:
             ended.set_exception(error)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="gspo-gym-loop")
+    task = asyncio.current_task()
+    num_before = 0 if task is None else task.cancelling()  # before the work begins: a Ctrl-C right after it counts
     try:
         thread.start()  # which waits, too, so that it may be interrupted while the work has begun
-        _wait_for(ended)
+        _wait_for(ended, task, num_before)
     except BaseException:
         either: list[concurrent.futures.Future[Any]] = [began, ended]
         concurrent.futures.wait(either, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -62,15 +64,13 @@ def _run_in_thread(coroutine: Coroutine[Any, Any, Result]) -> Result:
     return ended.result()
 
 
-def _wait_for(ended: concurrent.futures.Future[Any]) -> None:
-    """Return when it has ended.
+def _wait_for(ended: concurrent.futures.Future[Any], task: asyncio.Task[Any] | None, num_before: int) -> None:
+    """Return when it has ended; `num_before` cancellations of the caller's task were asked for before it began.
 
     Raises:
         asyncio.CancelledError: the caller's task was cancelled, which is how `asyncio.run` passes on the first Ctrl-C.
         KeyboardInterrupt: the caller was interrupted.
     """
-    task = asyncio.current_task()
-    num_before = 0 if task is None else task.cancelling()
     while not concurrent.futures.wait([ended], timeout=_POLL_SECONDS).done:
         if task is not None and task.cancelling() > num_before:
             raise asyncio.CancelledError
