@@ -128,7 +128,8 @@ def test_memory_that_grows_is_told_in_bytes_an_episode() -> None:
     report = check(KeepsHistory)
     KeepsHistory.history.clear()
     [problem] = problems_of(report, "leaks")
-    assert problem.endswith(" bytes of memory an episode")
+    line = KeepsHistory.step.__code__.co_firstlineno + 1
+    assert f" bytes of memory an episode, such as {__file__}:{line}" in problem
     assert report.measurements["leaks_per_episode"]["bytes of memory"] == pytest.approx(50_000, rel=0.1)
 
 
@@ -142,6 +143,26 @@ def test_memory_that_grows_at_once_and_then_no_more_is_no_leak() -> None:
         num_played += 1
         if num_played in (3, 5):
             kept.append(bytes(10_000))
+
+    assert asyncio.run(find_leaks(play, num_episodes=4)) == []
+    assert num_played == 2 + 2 * 2 + 2 * 8
+
+
+def test_tables_that_grow_here_and_there_are_no_leak() -> None:
+    """Each half of 8 gets 40,000 bytes, which is more than 8 * 2,048, but from another line than the other half."""
+    kept: list[bytes] = []
+    num_played = 0
+
+    def allocate_elsewhere() -> bytes:
+        return bytes(40_000)
+
+    async def play() -> None:
+        nonlocal num_played
+        num_played += 1
+        if num_played in (3, 5, 7):
+            kept.append(bytes(40_000))
+        if num_played == 15:
+            kept.append(allocate_elsewhere())
 
     assert asyncio.run(find_leaks(play, num_episodes=4)) == []
     assert num_played == 2 + 2 * 2 + 2 * 8
