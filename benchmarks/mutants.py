@@ -2,7 +2,8 @@
 
 Every mutant is one small change of a file (see `mutations`), written into a temporary copy of the checkout,
 where the tests of that file run until the first failure. A mutant dies if a test fails, if nothing can be imported, or
-if the tests take longer than `TIMEOUT_FACTOR` times what they take without it. One process at a time.
+if the tests take longer than `TIMEOUT_FACTOR` times what they take without it (times in which no core was free are not
+counted). Those that only a time-out ended are counted apart: that proves less than a failure. One process at a time.
 
 The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; `tests/**/test_name.py` and
 `test_name_*.py`; the test files that import the module, those that import the fewest other modules first; the same of
@@ -38,6 +39,7 @@ MAX_TEST_FILES = 6
 TIMEOUT_FACTOR = 5.0
 _TIMEOUT_FLOOR_SECONDS = 20.0
 _BASELINE_SECONDS = 600.0
+TIMED_OUT = 124
 _NO_TESTS = 5  # pytest's exit status where it collected none
 # Bytecode is written, for all but one file of ours are the same in every run.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -52,18 +54,24 @@ class FileReport:
         path: the file, relative to the checkout.
         tests: the test files that ran, relative to the checkout.
         num_mutants: mutants that were tried.
+        num_timed_out: those that died only because their tests took too long.
         survivors: those that no test noticed.
     """
 
     path: Path
     tests: tuple[Path, ...]
     num_mutants: int
+    num_timed_out: int
     survivors: tuple[Mutant, ...]
+
+    @property
+    def num_died(self) -> int:
+        return self.num_mutants - len(self.survivors)
 
     @property
     def died_fraction(self) -> float:
         """The share of the mutants that died; 1 where the file has none."""
-        return 1 - len(self.survivors) / self.num_mutants if self.num_mutants else 1.0
+        return self.num_died / self.num_mutants if self.num_mutants else 1.0
 
 
 def find_tests(path: Path, root: Path) -> tuple[Path, ...]:
@@ -132,6 +140,16 @@ def _imports(file: Path) -> set[str]:
     return {name for name in found if name.startswith("gspo_gym")}
 
 
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """How tests ended: pytest's exit status, or `TIMED_OUT`, and the seconds that they took."""
+
+    __test__ = False  # no test class
+
+    status: int
+    seconds: float
+
+
 class CheckoutCopy:
     """A copy of a checkout and the process which runs tests in it; see `copied_checkout`."""
 
@@ -148,8 +166,8 @@ class CheckoutCopy:
         (self.copy / path).write_text(text, encoding="utf-8")
         os.utime(self.copy / path, (self._started + self._num_written,) * 2)
 
-    def run(self, tests: Sequence[Path], *, seconds: float) -> int:
-        """Run tests until the first failure; return pytest's exit status, or 124 where they took too long."""
+    def run(self, tests: Sequence[Path], *, seconds: float) -> TestRun:
+        """Run tests until the first failure, for at most `seconds`."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         options = [
@@ -169,7 +187,7 @@ class CheckoutCopy:
         answer = self._server.stdout.readline()
         if not answer:
             raise UsageError(f"the process that runs the tests ended, with status {self._server.wait()}")
-        return int(answer)
+        return TestRun(**json.loads(answer))
 
     def output_tail(self) -> str:
         """Return the last 30 lines that the last run printed."""
@@ -207,34 +225,30 @@ def try_mutants(copied: CheckoutCopy, path: Path, *, tests: Sequence[Path], coun
         UsageError: there are no tests, or they fail without a mutant.
     """
     text = (copied.copy / path).read_text(encoding="utf-8")
-    started = time.monotonic()
-    status = copied.run(tests, seconds=_BASELINE_SECONDS) if tests else _NO_TESTS
-    seconds = time.monotonic() - started
-    if status == _NO_TESTS:
+    whole = copied.run(tests, seconds=_BASELINE_SECONDS) if tests else TestRun(_NO_TESTS, 0.0)
+    if whole.status == _NO_TESTS:
         raise UsageError(f"{path}: no test imports {module_name(path)} or is named after it; name some with --tests")
-    if status:
-        raise UsageError(f"{path}: its tests end with status {status} without a mutant\n{copied.output_tail()}")
+    if whole.status:
+        raise UsageError(f"{path}: its tests end with status {whole.status} without a mutant\n{copied.output_tail()}")
     mutants = draw_mutants(text, path.as_posix(), count=count, seed=seed)
-    survivors = []
+    limit = max(_TIMEOUT_FLOOR_SECONDS, TIMEOUT_FACTOR * whole.seconds)
+    statuses = []
     for mutant in mutants:
         copied.write(path, mutant.text)
-        status = copied.run(tests, seconds=max(_TIMEOUT_FLOOR_SECONDS, TIMEOUT_FACTOR * seconds))
-        if status == 0:
-            survivors.append(mutant)
+        statuses.append(copied.run(tests, seconds=limit).status)
     copied.write(path, text)
-    return FileReport(path, tuple(tests), len(mutants), tuple(survivors))
+    survivors = [mutant for mutant, status in zip(mutants, statuses, strict=True) if status == 0]
+    return FileReport(path, tuple(tests), len(mutants), statuses.count(TIMED_OUT), tuple(survivors))
 
 
 def render(reports: Sequence[FileReport]) -> Table:
     """Return the table of shares."""
     table = Table("file")
-    for heading in ("test files", "mutants", "died", "share"):
+    for heading in ("test files", "mutants", "died", "share", "by time-out"):
         table.add_column(heading, justify="right", no_wrap=True)
     for report in reports:
-        died = report.num_mutants - len(report.survivors)
-        table.add_row(
-            str(report.path), f"{len(report.tests)}", f"{report.num_mutants}", f"{died}", f"{report.died_fraction:.2f}"
-        )
+        counts = map(str, (len(report.tests), report.num_mutants, report.num_died))
+        table.add_row(str(report.path), *counts, f"{report.died_fraction:.2f}", str(report.num_timed_out))
     return table
 
 
@@ -259,8 +273,8 @@ def run_mutants(files: Sequence[str], *, count: int, seed: int, tests: Sequence[
                 console.print(escape(str(error)), highlight=False)
                 continue
             reports.append(report)
-            share = f"{report.num_mutants - len(report.survivors)} of {report.num_mutants}"
-            console.print(f"{path}: {share} died, {time.monotonic() - started:.0f} s; {' '.join(map(str, chosen))}")
+            share = f"{report.num_died} of {report.num_mutants} died, {report.num_timed_out} by time-out"
+            console.print(f"{path}: {share}, {time.monotonic() - started:.0f} s; {' '.join(map(str, chosen))}")
             for mutant in report.survivors:
                 console.print(escape(f"  {path}:{mutant.line} {mutant.kind}\n{mutant.diff}"), highlight=False)
     console.print(render(reports))

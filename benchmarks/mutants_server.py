@@ -21,19 +21,20 @@ from typing import NoReturn
 _PRELOADED = ("torch", "transformers", "pydantic", "numpy", "pytest")
 _TIMED_OUT = 124
 _POLL_SECONDS = 0.02
+_CLOCK_SECONDS = 0.5
 
 
 def main() -> None:
-    """Answer each line of stdin, {arguments, seconds, output}, with a line that holds the exit status."""
+    """Answer each line of stdin, {arguments, seconds, output}, with a line {status, seconds}."""
     _preload(_PRELOADED)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that a running test is ended, too
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
-        status = _run(**request)
+        status, seconds = _run(**request)
         if status == 0:
             _preload(_names_file(request["output"]).read_text().split())
-        print(status, file=answers, flush=True)
+        print(json.dumps({"status": status, "seconds": seconds}), file=answers, flush=True)
 
 
 def _preload(names: list[str] | tuple[str, ...]) -> None:
@@ -44,24 +45,76 @@ def _preload(names: list[str] | tuple[str, ...]) -> None:
     gc.freeze()  # so that no fork copies their pages by collecting garbage
 
 
-def _run(arguments: list[str], seconds: float, output: str) -> int:
+def _run(arguments: list[str], seconds: float, output: str) -> tuple[int, float]:
+    """Return pytest's exit status, or 124 after `seconds`, and the seconds that it took, both without the load's."""
     child = os.fork()
     if child == 0:
         _become_pytest(arguments, output)
-    deadline = time.monotonic() + seconds
+    clock = LoadFreeClock(child)
     try:
-        while time.monotonic() < deadline:
+        while clock.seconds() < seconds:
             ended, how = os.waitpid(child, os.WNOHANG)
             if ended:
-                return os.waitstatus_to_exitcode(how)
+                return os.waitstatus_to_exitcode(how), clock.seconds()
             time.sleep(_POLL_SECONDS)
-        return _TIMED_OUT
+        return _TIMED_OUT, clock.seconds()
     finally:
         for kill in (os.killpg, os.kill):  # its whole group, for tests start processes; it alone before it has one
             with contextlib.suppress(ProcessLookupError):
                 kill(child, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
+
+
+class LoadFreeClock:
+    """The seconds since the start of a session of processes, without those in which they waited for a busy core.
+
+    A mutant must not die because other programs slow its tests down. Linux counts how long each thread ran and how long
+    it was ready and had no core; elsewhere this is the time on the wall.
+    """
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._counted = 0.0
+        self._since = time.monotonic()
+        self._times: dict[str, tuple[int, int]] = {}
+
+    def seconds(self) -> float:
+        """Return the seconds until now; the load of the last half second may still be in it."""
+        elapsed = time.monotonic() - self._since
+        if elapsed < _CLOCK_SECONDS:
+            return self._counted + elapsed
+        times = _thread_times(self._session)
+        ran, waited = (
+            sum(new[i] - self._times.get(thread, (0, 0))[i] for thread, new in times.items()) / 1e9 for i in (0, 1)
+        )
+        self._counted += seconds_without_load(elapsed, ran=ran, waited=waited)
+        self._since += elapsed
+        self._times = times
+        return self._counted
+
+
+def seconds_without_load(elapsed: float, *, ran: float, waited: float) -> float:
+    """Return the part of `elapsed` in which threads that ran and waited so many seconds were not held up.
+
+    One thread that waited for a core through three of four seconds was held up for these three. Where several wait at
+    once, their sum may exceed the time: then the same share of it counts as of what they asked for.
+    """
+    asked = ran + waited
+    return elapsed - waited * min(1.0, elapsed / asked) if asked else elapsed
+
+
+def _thread_times(session: int) -> dict[str, tuple[int, int]]:
+    """Return the nanoseconds that each thread of a session ran and waited for a core, of those that still live."""
+    times = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # Behind the name, which may hold spaces and parentheses: state, parent, group, session.
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                for thread in (process / "task").iterdir():
+                    ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
+                    times[thread.name] = (ran, waited)
+    return times
 
 
 def _become_pytest(arguments: list[str], output: str) -> NoReturn:

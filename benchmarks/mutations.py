@@ -144,7 +144,8 @@ def _other_constants(value: object) -> tuple[bool | int | float, ...]:
         return (not value,)
     if isinstance(value, int):
         return (value + 1, value - 1) if value > 0 else (value + 1,)
-    return (value + 1.0,) if isinstance(value, float) else ()
+    # Far from 0, one more is the same float.
+    return tuple(x for x in (value + 1.0, 2 * value) if x != value)[:1] if isinstance(value, float) else ()
 
 
 def _statement_changes(node: ast.stmt) -> Iterator[tuple[ast.stmt, str]]:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import mutants
 from benchmarks.main import main
-from benchmarks.mutants import copied_checkout, find_tests, run_mutants, try_mutants
+from benchmarks.mutants import TIMED_OUT, copied_checkout, find_tests, run_mutants, try_mutants
+from benchmarks.mutants_server import seconds_without_load
 from benchmarks.mutations import draw_mutants
 from gspo_gym.errors import UsageError
 
@@ -73,7 +75,7 @@ def test_survivors_are_those_that_the_tests_cannot_notice_and_the_checkout_stays
         "+def is_adult(age: int = 17) -> bool:",
         "+def is_adult(age: int = 19) -> bool:",
     ]
-    assert "gspo_gym/age.py: 4 of 7 died" in printed
+    assert "gspo_gym/age.py: 4 of 7 died, 0 by time-out" in printed
     assert "0.57" in printed  # 4 / 7
     assert contents(root) == before
 
@@ -82,13 +84,49 @@ def test_survivors_are_those_that_the_tests_cannot_notice_and_the_checkout_stays
 def test_tests_that_hang_are_ended_with_every_process_they_started(tmp_path: Path) -> None:
     root = write_tree(tmp_path, FILES)
     with copied_checkout(root) as copied:
-        assert copied.run([Path("tests/test_hanging.py")], seconds=8) == 124
+        hanging = copied.run([Path("tests/test_hanging.py")], seconds=8)
+        assert hanging.status == TIMED_OUT
+        assert hanging.seconds >= 8
         child = int((copied.copy / "child").read_text())
         while is_running(child):  # until the kernel has ended it
             pass
         (copied.copy / "tests/test_age.py").write_text("def test_fails() -> None:\n    assert 1 == 2\n")
         with pytest.raises(UsageError, match="its tests end with status 1 without a mutant"):
             try_mutants(copied, Path("gspo_gym/age.py"), tests=[Path("tests/test_age.py")], count=1, seed=0)
+
+
+@pytest.mark.slow
+def test_mutants_that_only_a_time_out_ends_are_counted_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "_TIMEOUT_FLOOR_SECONDS", 1.0)
+    root = write_tree(
+        tmp_path,
+        {
+            "gspo_gym/__init__.py": "",
+            "gspo_gym/count.py": "def count(n):\n    while n:\n        n -= 2\n    return n + 3\n",
+            "tests/test_count.py": "from gspo_gym.count import count\ndef test_two():\n    assert count(2) == 3\n",
+        },
+    )
+    assert run_mutants(["gspo_gym/count.py"], count=99, seed=0, tests=[], root=root) == 0
+    # From 2, the changes `pass`, `n += 2`, `n -= 3` never arrive at 0. `n -= 1` does, and nobody notices. Noticed are
+    # `while not n`, None, `n - 3`, `n + 4` and `n + 2`.
+    printed = capsys.readouterr().out
+    assert "gspo_gym/count.py: 8 of 9 died, 3 by time-out" in printed
+
+
+@pytest.mark.parametrize(
+    ("ran", "waited", "counted"),
+    [
+        (0.0, 0.0, 4.0),  # it slept
+        (4.0, 0.0, 4.0),  # a core of its own
+        (1.0, 3.0, 1.0),  # one thread that got a quarter of a core
+        (0.5, 0.5, 3.5),  # half a second's delay, then asleep
+        (6.0, 6.0, 2.0),  # three threads that had a core half of the time
+    ],
+)
+def test_time_without_a_core_does_not_count_towards_the_limit(ran: float, waited: float, counted: float) -> None:
+    assert seconds_without_load(4.0, ran=ran, waited=waited) == pytest.approx(counted)
 
 
 def test_tests_are_found_by_name_and_by_import_narrowest_first(tmp_path: Path) -> None:
@@ -190,13 +228,14 @@ def test_an_interrupted_measurement_leaves_no_process_no_folder_and_no_traceback
         ("x = c if a else b\n", {"x = c if not a else b"}),
         ("x = 0 < a <= b\n", {"x = 1 < a <= b", "x = 0 <= a <= b", "x = 0 < a < b"}),
         ("if a:\n    raise E('no')\n", {"if not a:", "    pass"}),
+        ("x = 0.5, 1e37\n", {"x = 1.5, 1e37", "x = 0.5, 2e+37"}),  # 1e37 + 1 is 1e37
     ],
 )
 def test_every_change_is_one_line_and_the_rest_of_the_text_stays(old: str, new: set[str]) -> None:
-    mutants = draw_mutants(old, "x.py", count=99, seed=0)
-    changed = [[line for line in m.text.splitlines() if line not in old.splitlines()] for m in mutants]
+    drawn = draw_mutants(old, "x.py", count=99, seed=0)
+    changed = [[line for line in m.text.splitlines() if line not in old.splitlines()] for m in drawn]
     assert sorted(line for lines in changed for line in lines) == sorted(new)
-    assert all(len(m.text.splitlines()) == len(old.splitlines()) for m in mutants)
+    assert all(len(m.text.splitlines()) == len(old.splitlines()) for m in drawn)
 
 
 def test_the_draw_is_seeded_per_file_and_without_replacement() -> None:
