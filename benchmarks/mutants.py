@@ -43,7 +43,8 @@ TIMED_OUT = 124
 _NO_TESTS = 5  # pytest's exit status where it collected none
 # Bytecode is written, for all but one file of ours are the same in every run.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
-_LEFT_OUT = (".*", "__pycache__", "node_modules", "runs", "build", "*.egg-info")
+_LEFT_OUT = (".*", "__pycache__", "node_modules", "*.egg-info")
+_LEFT_OUT_AT_TOP = ("runs", "build")  # deeper folders of these names are code: gspo_gym/config/build
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,8 @@ def copied_checkout(root: Path) -> Iterator[CheckoutCopy]:
     """Copy a checkout to a temporary folder, start the process that tests it, and end both, also after SIGTERM."""
     with interrupted_by_sigterm(), tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder) / "checkout"
-        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+        at_top, below = shutil.ignore_patterns(*_LEFT_OUT, *_LEFT_OUT_AT_TOP), shutil.ignore_patterns(*_LEFT_OUT)
+        shutil.copytree(root, copy, ignore=lambda at, names: (at_top if Path(at) == root else below)(at, names))
         if (copy / "envs").is_dir():
             (copy / "gspo_gym_envs").symlink_to("envs")  # before the checkout's own, which an installation points to
         server = subprocess.Popen(

@@ -21,6 +21,7 @@ from gspo_gym.errors import UsageError
 
 FILES = {
     "gspo_gym/__init__.py": "",
+    "gspo_gym/build/limits.py": "ADULT = 18\n",
     "gspo_gym/age.py": """
         # Old enough.
         def is_adult(age: int = 18) -> bool:
@@ -28,8 +29,9 @@ FILES = {
     """,
     "tests/test_age.py": """
         from gspo_gym.age import is_adult
-        def test_thirty_and_three() -> None:
-            assert is_adult(18) and not is_adult(3)
+        from gspo_gym.build.limits import ADULT
+        def test_adult_and_three() -> None:
+            assert is_adult(ADULT) and not is_adult(3)
     """,
     "tests/test_hanging.py": """
         import os, pathlib, subprocess, sys
