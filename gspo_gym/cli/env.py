@@ -17,13 +17,16 @@ from gspo_gym.cli import env_check as env_check_command
 from gspo_gym.cli import env_collect as env_collect_command
 from gspo_gym.cli import serve_env as serve_command
 from gspo_gym.cli.authoring import command as authoring_commands
-from gspo_gym.cli.command_line import Parser, add_environment, env_config_of
+from gspo_gym.cli.command_line import add_environment, env_config_of
+from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from gspo_gym.rollout.adapter import TokenObservationWrapper
     from gspo_gym.types import Message
+
+_ADVICE = 'The game is ended. Set isolation = "process" in the class of {env}, and what hangs can be ended alone.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +83,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
         max_output_tokens=100_000,
         env_id=resolve(arguments.name),
     )
-    with wrapper:
+    with watching(None, seconds_until_frozen(), advice=_ADVICE), wrapper:
         _, info = wrapper.reset(arguments.seed)
         _show_messages(console, info["new_messages"])
         _show_tokens(console, wrapper, tokenizer, tokens=arguments.tokens, mask=arguments.mask)
@@ -97,13 +100,6 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
         total = sum(reward for reward in record.rewards if reward is not None)
         console.print(f"[bold]{record.outcome.value if record.outcome else 'stopped'}[/bold], return {total:+.3f}")
     return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of these commands alone."""
-    parser = Parser(prog="gspo-gym env", description="List, check and play environments.")
-    add_arguments(parser)
-    return parser
 
 
 def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:

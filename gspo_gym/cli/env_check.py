@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.files import write_output
 from gspo_gym.cli.command_line import add_environment, env_config_of
+from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
 
 if TYPE_CHECKING:
     from gspo_gym.config.build.token_audit import TokenAudit
 
+_ADVICE = (
+    'The check is ended. Set isolation = "process" in the class of {env}: it then runs in worker processes, where a '
+    "deadline ends what hangs."
+)
 _MAX_SHOWN = 400  # characters of a run of tokens in the picture; of a longer one, its two ends
 
 
@@ -40,14 +45,15 @@ def check_environment(arguments: argparse.Namespace) -> int:
     from gspo_gym.env.checks.checker import check_env
 
     config = env_config_of(arguments.option)
-    report = check_env(
-        arguments.name,
-        env_config=config,
-        seeds=range(arguments.num_seeds),
-        max_turns=arguments.max_turns,
-        max_step_seconds=arguments.max_step_seconds,
-        num_leak_episodes=arguments.leak_episodes,
-    )
+    with watching(None, seconds_until_frozen(), advice=_ADVICE):
+        report = check_env(
+            arguments.name,
+            env_config=config,
+            seeds=range(arguments.num_seeds),
+            max_turns=arguments.max_turns,
+            max_step_seconds=arguments.max_step_seconds,
+            num_leak_episodes=arguments.leak_episodes,
+        )
     print(report)
     audit = None
     # What does not even play has no tokens to look at.

@@ -50,8 +50,8 @@ def marker_beside(out: Path) -> Path:
     return out.with_name(f"{out.name}.{MARKER}")
 
 
-def seconds_until_frozen(step_timeout_seconds: float) -> float:
-    """How long the lock may be held: twice what a call of an environment may take, and a minute at least."""
+def seconds_until_frozen(step_timeout_seconds: float = 0.0) -> float:
+    """Return how long the lock may be held: twice what a call of an environment may take, and a minute at least."""
     return max(_LEAST_SECONDS, 2 * step_timeout_seconds)
 
 

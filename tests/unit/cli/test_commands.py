@@ -99,7 +99,8 @@ def test_the_bundled_environments_are_listed(capsys):
 
 
 def play(arguments, typed, capsys):
-    parser = env_commands.make_parser()
+    parser = argparse.ArgumentParser()
+    env_commands.add_arguments(parser)
     answers = iter(typed)
 
     def read(_prompt):

@@ -1,4 +1,4 @@
-"""`evaluate`, `env collect` and `env serve` end where an environment holds the interpreter, and can be gone on with.
+"""Commands that play end where an environment holds the interpreter; those that keep results can be gone on with.
 
 Each in a process of its own, with a pattern that truly never ends. What was over is kept, the end names environment and
 line, and `--resume` runs that environment in worker processes.
@@ -54,10 +54,11 @@ learning_rate = 1e-3
 """
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, *arguments: str, typed: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", IMPATIENT, *arguments],
         cwd=folder,
+        input=typed,
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
@@ -108,6 +109,17 @@ def test_a_frozen_collection_keeps_its_episodes_and_goes_on_in_worker_processes(
     episodes = load_episodes(tmp_path / "e.jsonl")
     assert [episode.outcome.value for episode in episodes] == ["terminated", "terminated", "action_limit"]
     assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed"),
+    [(["check", "frozen_env:Patterns-v0"], None), (["play", "frozen_env:Patterns-v0"], "a" * 64 + "\n")],
+)
+def test_a_frozen_check_or_game_ends_and_says_why(tmp_path: Path, arguments: list[str], typed: str | None) -> None:
+    ended = command(tmp_path, "env", *arguments, typed=typed)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert_names_the_culprit(ended.stderr, 'Set isolation = "process" in the class of Patterns-v0')
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_frozen_server_ends_and_says_why(tmp_path: Path) -> None:

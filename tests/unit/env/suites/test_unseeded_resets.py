@@ -6,6 +6,7 @@ source: an interface that is added and not asked here fails it.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import asyncio
 import sys
@@ -26,7 +27,7 @@ from envs.frozen_lake.env import FrozenLake
 from envs.support_desk.env import SupportDesk
 from envs.wordle.env import Wordle
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.cli.env import make_parser
+from gspo_gym.cli.env import add_arguments
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.data.splits import content_hash, is_held_out_content
@@ -351,7 +352,9 @@ def test_an_unseeded_rollout_of_an_evaluation_is_held_out() -> None:
 
 
 def test_episodes_are_collected_of_training_tasks_unless_other_seeds_are_named() -> None:
-    arguments = make_parser().parse_args(["collect", "GuessNumber", "--policy", "scripted:random", "--out", "x.jsonl"])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(["collect", "GuessNumber", "--policy", "scripted:random", "--out", "x.jsonl"])
     seeds = parse_seeds(arguments.seeds)
     assert len(seeds) == 100
     assert min(seeds) >= FIRST
