@@ -1,4 +1,4 @@
-"""Coroutines run to their end by functions that are not async, wherever those are called."""
+"""Coroutines run to their end by functions that are not async, and tasks waited for to their end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -74,3 +74,39 @@ def _wait_for(ended: concurrent.futures.Future[Any], task: asyncio.Task[Any] | N
     while not concurrent.futures.wait([ended], timeout=_POLL_SECONDS).done:
         if task is not None and task.cancelling() > num_before:
             raise asyncio.CancelledError
+
+
+async def wait_or_cancel(task: asyncio.Future[Any]) -> None:
+    """Wait until the task has ended, whatever it raises; if this is cancelled, cancel the task, too.
+
+    Raises:
+        CancelledError: this was cancelled; the task has ended all the same.
+    """
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await wait_until_ended({task})  # what the task holds is freed before anything goes on
+        raise
+
+
+async def wait_until_ended(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Wait until all have ended, whatever they raise, also if this is cancelled meanwhile.
+
+    Raises:
+        CancelledError: this was cancelled; all have ended all the same.
+    """
+    is_cancelled = False
+    while waiting := {task for task in tasks if not task.done()}:
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
+def retrieve_exception(task: asyncio.Future[Any]) -> None:
+    """Mark the exception as retrieved, so asyncio does not warn about a task that is no longer waited for."""
+    if not task.cancelled():
+        task.exception()

@@ -1,21 +1,17 @@
-"""Gate: who may sample from an engine, who must wait, and what must never be sampled again.
+"""The gate of an engine, and the base class of the engines that have one, a router's replicas included.
 
-Every engine has one, so that pausing, poisoning, deadlines and aborts mean the same everywhere. All methods are called
-in the event loop; an engine may be used by several loops one after another, not at once.
-
-What every engine does alike, because its gate decides it: versions, aborts, pausing and poison.
-
-Engines derive from `GatedEngine` and add what is behind their gate. Nobody asks whether an engine is one: what it can
-do is in its capabilities, and what it must do in `Engine`.
+Because every engine has the same gate, versions, pausing, poison, deadlines and aborts mean the same everywhere. All
+methods are called in the event loop; an engine may be used by several loops one after another, not at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from gspo_gym.engine.base import Capabilities, EngineHealth, PauseMode
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
@@ -37,6 +33,31 @@ def probing() -> Iterator[None]:
         yield
     finally:
         _is_probe.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The end of the time that a call may take.
+
+    Attributes:
+        end: in the time of the running loop; None: never.
+    """
+
+    end: float | None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """Return the deadline that many seconds from now."""
+        return cls(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds from now, at least 0; None: without limit."""
+        return None if self.end is None else max(self.end - asyncio.get_running_loop().time(), 0.0)
+
+    def has_passed(self) -> bool:
+        """Return whether no time is left."""
+        left = self.seconds_left()
+        return left is not None and left < 1e-3  # a loop's timers may fire that much early
 
 
 class Gate:
@@ -62,7 +83,9 @@ class Gate:
         self._stopped: set[asyncio.Task[object]] = set()  # in flight when the engine was poisoned or closed
 
     @asynccontextmanager
-    async def admit(self, session_id: str | None = None, deadline_seconds: float | None = None) -> AsyncIterator[None]:
+    async def admit(
+        self, session_id: str | None = None, deadline_seconds: float | None = None
+    ) -> AsyncIterator[Deadline]:
         """Around one call: waits while paused, and ends the call when it is aborted, poisoned or out of time.
 
         A call that ends between new weights and their commit waits for the commit: nothing leaves before.
@@ -72,11 +95,12 @@ class Gate:
         """
         task = asyncio.current_task()
         assert task is not None
-        watchdog = asyncio.timeout(deadline_seconds)
+        deadline = Deadline.after(deadline_seconds)
+        watchdog = asyncio.timeout_at(deadline.end)
         self._sessions[task] = session_id
         try:
             async with watchdog, self._in_flight():
-                yield
+                yield deadline
         except TimeoutError as error:
             if not watchdog.expired():
                 raise
@@ -218,7 +242,7 @@ def _wake(futures: list[asyncio.Future[None]]) -> None:
 
 
 class GatedEngine(ABC):
-    """The part of an engine that is the same for all."""
+    """The part of an engine that is the same for all; a subclass adds what is behind the gate."""
 
     def __init__(self) -> None:
         self._gate = Gate()
@@ -230,7 +254,6 @@ class GatedEngine(ABC):
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that were committed last."""
         return self._gate.weight_version
 
     async def abort(self, session_id: str) -> None:
@@ -238,7 +261,32 @@ class GatedEngine(ABC):
         self._gate.abort(session_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Admit nobody; with "wait", until no call is in flight; see `Engine.pause`.
+        """Begin an update; with "wait", return when no call is in flight; see `Engine.pause`."""
+        self._close_to_calls(mode)
+        if mode == "wait":
+            await self._gate.drained()
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Return {}: the weights have no digests; see `Engine.checksums`."""
+        return {}
+
+    async def resume(self, version: int) -> None:
+        """Commit and admit again; see `Engine.resume`."""
+        self._gate.resume(version)
+
+    def poison(self, reason: str) -> None:
+        """Never answer again; see `Engine.poison`."""
+        self._gate.poison(reason)
+
+    async def health(self) -> EngineHealth:
+        """Return the health of the gate; see `Engine.health`."""
+        return self._gate.health()
+
+    async def end_session(self, session_id: str) -> None:  # noqa: B027  not abstract: most engines keep nothing
+        """Do nothing: nothing is kept for sessions; see `Engine.end_session`."""
+
+    def _close_to_calls(self, mode: PauseMode) -> None:
+        """Admit no calls until `resume`.
 
         Raises:
             ConfigError: a mode that is not in the capabilities.
@@ -248,13 +296,9 @@ class GatedEngine(ABC):
             wanted = " or ".join(map(repr, modes))
             raise ConfigError(f"{type(self).__name__}.pause: expected mode {wanted}, got {mode!r}")
         self._gate.pause()
-        if mode == "wait":
+
+    async def _close_gate(self) -> None:
+        """Admit no calls ever again, and wait until those in flight have ended."""
+        self._gate.close()
+        with suppress(EngineError):  # which `drained` raises at its end, because the gate is closed
             await self._gate.drained()
-
-    async def resume(self, version: int) -> None:
-        """Commit and admit again; see `Engine.resume`."""
-        self._gate.resume(version)
-
-    def poison(self, reason: str) -> None:
-        """Never answer again; see `Engine.poison`."""
-        self._gate.poison(reason)

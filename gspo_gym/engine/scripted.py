@@ -16,7 +16,6 @@ import numpy as np
 
 from gspo_gym.engine.base import (
     Capabilities,
-    EngineHealth,
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
@@ -172,14 +171,6 @@ class ScriptedEngine(GatedEngine):
         """Note the version; there are no weights. A call that is kept over it carries the version it began with."""
         self._gate.require_paused()
         self.updates.append(update)
-
-    async def checksums(self) -> Mapping[str, str]:
-        """None: there are no weights."""
-        return {}
-
-    async def health(self) -> EngineHealth:
-        """How it is."""
-        return self._gate.health()
 
     async def close(self) -> None:
         """Further calls raise EngineError."""

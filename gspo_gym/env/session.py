@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
+from gspo_gym.base.loops import retrieve_exception
 from gspo_gym.env.answers import as_reset_result, as_step_result, described, place_of
 from gspo_gym.env.workers.announcements import announced, announcing
 from gspo_gym.env.workers.loading import Making
@@ -242,7 +243,7 @@ class EnvSession:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             task.cancel()
-            task.add_done_callback(_read)
+            task.add_done_callback(retrieve_exception)
             self._cancelled = task
             raise
         return task.result().unwrap()
@@ -301,12 +302,6 @@ async def _contained(awaitable: Awaitable[Any]) -> Returned:
         return Returned(await awaitable, None)
     except SystemExit as error:
         return Returned(None, error)
-
-
-def _read(task: asyncio.Future[Any]) -> None:
-    """Look at what nobody waits for any more, so that asyncio does not complain of an error never retrieved."""
-    if not task.cancelled():
-        task.exception()
 
 
 async def open_session(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -69,9 +69,6 @@ class SimulatedEngine(GatedEngine):
             np.array(versions, np.int32),
         )
 
-    async def end_session(self, session_id: str) -> None:
-        """Nothing is kept."""
-
     async def apply_weights(self, update: WeightUpdate) -> None:
         self._gate.require_paused()
         await self._work()
@@ -87,9 +84,6 @@ class SimulatedEngine(GatedEngine):
         if self._choices.random() < 0.5:  # a local engine's commit asks nothing that could be dead
             await self._work()
         await super().resume(version)
-
-    async def checksums(self) -> Mapping[str, str]:
-        return {}
 
     async def health(self) -> EngineHealth:
         await asyncio.sleep(0)

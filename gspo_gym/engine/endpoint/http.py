@@ -14,10 +14,9 @@ Nothing that a server says about itself is believed where a few short requests c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -29,7 +28,6 @@ from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.engine.base import (
     Capabilities,
-    EngineHealth,
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
@@ -343,9 +341,6 @@ class HttpEngine(GatedEngine):
         async with self._gate.admit(session_id, deadline):
             return await self._sample(prompt, sampling, max_tokens)
 
-    async def end_session(self, session_id: str) -> None:
-        """Nothing is kept for sessions."""
-
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Refused.
 
@@ -357,19 +352,9 @@ class HttpEngine(GatedEngine):
             f"{update.version}; train with an engine that has update_kinds (local, vllm), and evaluate with this one"
         )
 
-    async def checksums(self) -> Mapping[str, str]:
-        """None: the weights are somebody else's."""
-        return {}
-
-    async def health(self) -> EngineHealth:
-        """How it is, as far as this side knows: nothing is asked."""
-        return self._gate.health()
-
     async def close(self) -> None:
         """Give the connections back. Calls in flight, and all later ones, raise EngineError."""
-        self._gate.close()
-        with contextlib.suppress(EngineError):  # they were cancelled, and are on their way out
-            await self._gate.drained()
+        await self._close_gate()
         await self._client.close()
 
     async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Completion:

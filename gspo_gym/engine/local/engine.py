@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -194,10 +194,6 @@ class LocalEngine(GatedEngine):
             raise ConfigError(f"LocalEngine: expected an update of kind 'shared', got {update.kind!r}")
         self._gate.require_paused()
         await self._do(lambda batch: self._take(batch, update.version))
-
-    async def checksums(self) -> Mapping[str, str]:
-        """None: the weights are the learner's own tensors, or were copied from them."""
-        return {}
 
     async def health(self) -> EngineHealth:
         """How it is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
+from gspo_gym.base.loops import retrieve_exception, wait_or_cancel, wait_until_ended
 from gspo_gym.engine.base import (
     Capabilities,
     Engine,
@@ -19,6 +20,7 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     require_sleeping,
 )
+from gspo_gym.engine.gate import Deadline
 from gspo_gym.errors import EngineError, EnginePoisonedError
 from gspo_gym.types import Completion
 
@@ -84,12 +86,7 @@ class RebuildableEngine:
             EngineError: this engine was closed or poisoned meanwhile, or a later rebuild took the place of this one.
         """
         mine = self._begin_rebuild(bring_up)
-        try:
-            await asyncio.wait({mine})
-        except asyncio.CancelledError:
-            mine.cancel()
-            await _ended({mine})
-            raise
+        await wait_or_cancel(mine)
         if mine.cancelled():
             self._require_open()
             raise EngineError("rebuild: given up for a later rebuild, or because the engine was poisoned meanwhile")
@@ -109,10 +106,9 @@ class RebuildableEngine:
             EngineError: also where the engine failed and is being rebuilt: another call will be answered.
             EnginePoisonedError: it cannot be rebuilt, or nobody does.
         """
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        await self._wait_for_rebuild(deadline_seconds)
-        left = None if deadline_seconds is None else max(deadline_seconds - (loop.time() - started), 0.0)
+        deadline = Deadline.after(deadline_seconds)
+        await self._wait_for_rebuild(deadline)
+        left = deadline.seconds_left()
         engine = self._engine
         try:
             return await engine.generate(prompt_token_ids, sampling, session_id=session_id, deadline_seconds=left)
@@ -137,7 +133,7 @@ class RebuildableEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Begin an update; see `Engine.pause`."""
-        await self._wait_for_rebuild(None)
+        await self._wait_for_rebuild(Deadline.after(None))
         await self._engine.pause(mode)
 
     async def apply_weights(self, update: WeightUpdate) -> None:
@@ -158,7 +154,7 @@ class RebuildableEngine:
         An engine that fails is poisoned, which is no reason for the learner to stop: it goes on, and the update that
         follows finds the engine poisoned and has another put in its place.
         """
-        await self._wait_for_rebuild(None)
+        await self._wait_for_rebuild(Deadline.after(None))
         self._asleep = self._engine
         await self._poison_if_it_fails("fall asleep", require_sleeping(self._engine).sleep())
 
@@ -184,7 +180,7 @@ class RebuildableEngine:
         self._is_closed = True
         if self._rebuilding is not None:
             self._rebuilding.cancel()
-            await _ended({self._rebuilding, *self._superseded})
+            await wait_until_ended({self._rebuilding, *self._superseded})
         await self._engine.close()
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
@@ -205,12 +201,10 @@ class RebuildableEngine:
         except EngineError as error:
             engine.poison(f"it did not {what}: {error}")
 
-    async def _wait_for_rebuild(self, deadline_seconds: float | None) -> None:
+    async def _wait_for_rebuild(self, deadline: Deadline) -> None:
         """Wait until no rebuild is under way, or the deadline has passed."""
-        loop = asyncio.get_running_loop()
-        end = None if deadline_seconds is None else loop.time() + deadline_seconds
         while self._rebuilding is not None and not self._rebuilding.done():
-            left = None if end is None else end - loop.time()
+            left = deadline.seconds_left()
             if left is not None and left <= 0:
                 return
             await asyncio.wait({self._rebuilding}, timeout=left)
@@ -230,11 +224,11 @@ class RebuildableEngine:
             self._rebuilding.cancel()
             self._superseded.add(self._rebuilding)
         self._rebuilding = asyncio.create_task(self._replace(bring_up, frozenset(self._superseded)))
-        self._rebuilding.add_done_callback(_note)
+        self._rebuilding.add_done_callback(retrieve_exception)
         return self._rebuilding
 
     async def _replace(self, bring_up: BringUp, former: Collection[asyncio.Task[None]]) -> None:
-        await _ended(former)
+        await wait_until_ended(former)
         try:
             if self.num_rebuilds >= self._max_rebuilds:
                 raise EnginePoisonedError(f"the engine was rebuilt {self.num_rebuilds} times; see why it fails")
@@ -261,27 +255,5 @@ async def _close(engine: Engine) -> None:
         CancelledError: this was cancelled; the engine is closed all the same.
     """
     closing = asyncio.ensure_future(engine.close())
-    await _ended({closing})
+    await wait_until_ended({closing})
     closing.result()
-
-
-async def _ended(tasks: Collection[asyncio.Future[None]]) -> None:
-    """Wait until all have ended, whatever they raise, also when this is cancelled meanwhile.
-
-    Raises:
-        CancelledError: this was cancelled; all have ended all the same.
-    """
-    is_cancelled = False
-    while waiting := {task for task in tasks if not task.done()}:
-        try:
-            await asyncio.wait(waiting)
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        raise asyncio.CancelledError
-
-
-def _note(rebuilding: asyncio.Task[None]) -> None:
-    """Mark the exception as retrieved, so asyncio does not warn; the next call raises it."""
-    if not rebuilding.cancelled():
-        rebuilding.exception()

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_gym.base.loops import retrieve_exception, wait_or_cancel
 from gspo_gym.base.retries import CircuitBreaker
 from gspo_gym.engine.base import Capabilities, Engine, EngineHealth
 from gspo_gym.errors import ConfigError, EngineError
@@ -299,13 +300,9 @@ class Replica:
         """
         task = asyncio.create_task(call)
         self._calls.add(task)
-        task.add_done_callback(_note)
+        task.add_done_callback(retrieve_exception)
         try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.wait({task})  # what the call holds is freed before anybody goes on
-            raise
+            await wait_or_cancel(task)
         finally:
             self._calls.discard(task)
         if task.cancelled():
@@ -349,12 +346,6 @@ def common_capabilities(all_of: Sequence[Capabilities]) -> Capabilities:
         has_checksums=all(one.has_checksums for one in all_of),
         structured_output=all(one.structured_output for one in all_of),
     )
-
-
-def _note(task: asyncio.Task[Completion]) -> None:
-    """Take the exception off a task whose end nobody may be waiting for any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 class InFlightLimit:

@@ -21,13 +21,13 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
 )
-from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.gate import Deadline, GatedEngine
 from gspo_gym.engine.replicas.replica_set import EngineAction, Replica, ReplicaSet, RouterSettings, common_capabilities
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
 from gspo_gym.types import Completion
 
 
-class RoutedEngine:
+class RoutedEngine(GatedEngine):
     """Several replicas behind the interface of one.
 
     An update that fails on some replicas is committed by the others; those that failed are poisoned and left out, like
@@ -54,10 +54,10 @@ class RoutedEngine:
     ) -> None:
         if not replicas:
             raise ConfigError("RoutedEngine: expected at least one replica, got none")
+        super().__init__()
         self.attest: EngineAction | None = None
         self.num_retries = 0
         self._clock = clock
-        self._gate = Gate()
         self._gate.weight_version = self._newest_version = _same_version(replicas)
         self._set = ReplicaSet(
             replicas,
@@ -71,10 +71,6 @@ class RoutedEngine:
     def capabilities(self) -> Capabilities:
         """What all replicas promise."""
         return common_capabilities([replica.engine.capabilities for replica in self._set.all])
-
-    @property
-    def weight_version(self) -> int:
-        return self._gate.weight_version
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -105,15 +101,9 @@ class RoutedEngine:
             EngineError: no replica answered; names what each one said.
         """
         num_tokens_to_sample(len(prompt_token_ids), sampling, self.capabilities.max_model_len)
-        loop = asyncio.get_running_loop()
-        deadline = None if deadline_seconds is None else loop.time() + deadline_seconds
-        async with self._gate.admit(session_id, deadline_seconds), self._set.watched():
+        async with self._gate.admit(session_id, deadline_seconds) as deadline, self._set.watched():
             is_probe = self._gate.is_paused  # else it would not have been admitted
             return await self._answer(_Call(prompt_token_ids, sampling, session_id, deadline, is_probe))
-
-    async def abort(self, session_id: str) -> None:
-        """Give up the session's calls, wherever they are."""
-        self._gate.abort(session_id)
 
     async def end_session(self, session_id: str) -> None:
         """Forget a session, on every replica that has seen it."""
@@ -137,9 +127,7 @@ class RoutedEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Begin an update on all replicas; see `Engine.pause`. Calls that wait for a replica wait for the commit."""
-        if mode not in self.capabilities.pause_modes:
-            raise ConfigError(f"pause: expected one of {', '.join(self.capabilities.pause_modes)}, got {mode!r}")
-        self._gate.pause()
+        self._close_to_calls(mode)
         await self._on_each("pause", lambda engine: engine.pause(mode))
 
     async def apply_weights(self, update: WeightUpdate) -> None:
@@ -228,7 +216,7 @@ class RoutedEngine:
             await self._set.change()
 
     async def _ask(self, replica: Replica, call: _Call, version: int) -> Completion:
-        begun, left = self._clock(), call.seconds_left()
+        begun, left = self._clock(), call.deadline.seconds_left()
         in_flight = replica.num_in_flight + 1
         try:
             completion = await replica.run(
@@ -242,7 +230,7 @@ class RoutedEngine:
             replica.note_timeout(begun, self._clock())
             raise
         except asyncio.CancelledError:
-            if call.is_out_of_time():  # cancelled by the gate's watchdog
+            if call.deadline.has_passed():  # cancelled by the gate's watchdog
                 replica.note_timeout(begun, self._clock())
             raise
         except EnginePoisonedError as error:
@@ -290,20 +278,13 @@ class RoutedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One logical call; `deadline` in the loop's time, None: never."""
+    """One logical call."""
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     session_id: str | None
-    deadline: float | None
+    deadline: Deadline
     is_probe: bool
-
-    def seconds_left(self) -> float | None:
-        return None if self.deadline is None else max(self.deadline - asyncio.get_running_loop().time(), 0.0)
-
-    def is_out_of_time(self) -> bool:
-        left = self.seconds_left()
-        return left is not None and left < 1e-3  # a loop's timers may fire that much early
 
 
 def _same_version(replicas: Sequence[Engine]) -> int:

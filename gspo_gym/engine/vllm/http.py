@@ -214,9 +214,6 @@ class VllmHttpEngine(GatedEngine):
         async with self._gate.admit(session_id, deadline):
             return await self._sample(prompt, sampling, max_new, session_id)
 
-    async def end_session(self, session_id: str) -> None:
-        """Nothing to forget: what the server cached of a session is the first to go when it needs the room."""
-
     async def pause(self, mode: PauseMode) -> None:
         """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then the server is not at work."""
         await super().pause(mode)
@@ -283,9 +280,7 @@ class VllmHttpEngine(GatedEngine):
 
     async def close(self) -> None:
         """Give the connections back; the server goes on. Calls in flight, and all later ones, raise EngineError."""
-        self._gate.close()
-        with contextlib.suppress(EngineError):  # they were cancelled, and are on their way out
-            await self._gate.drained()
+        await self._close_gate()
         await self._client.close()
         if self._control is not None:
             await self._control.close()

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.base.loops import retrieve_exception
 from gspo_gym.engine.base import TensorMeta, TensorSource
 from gspo_gym.engine.vllm.adapters import require_tensors
 from gspo_gym.engine.vllm.settings import VllmSettings
@@ -77,7 +78,7 @@ class WeightTransfer:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             closing = _in_thread(trainer.shutdown)
-            closing.add_done_callback(_note)
+            closing.add_done_callback(retrieve_exception)
             await asyncio.wait({closing}, timeout=_GRACE_SECONDS)
 
     def _send(self, tensors: TensorSource) -> None:
@@ -189,7 +190,7 @@ class _Client:
             self.failure.set_result(error)
         for call in self._calls:
             call.cancel()
-        sending.add_done_callback(_note)
+        sending.add_done_callback(retrieve_exception)
         await asyncio.wait({sending}, timeout=_GRACE_SECONDS)
 
     def _wait_for(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -237,9 +238,3 @@ def _on_device(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         yield
-
-
-def _note(thread: asyncio.Future[None]) -> None:
-    """Take the exception off a thread that nobody asks."""
-    if not thread.cancelled():
-        thread.exception()

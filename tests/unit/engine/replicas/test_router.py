@@ -774,7 +774,7 @@ def test_common_capabilities_are_what_all_replicas_promise() -> None:
         ("wait",),
         False,
     )
-    with pytest.raises(ConfigError, match="expected one of wait"):
+    with pytest.raises(ConfigError, match=r"RoutedEngine\.pause: expected mode 'wait', got 'keep'"):
         asyncio.run(RoutedEngine([Fragile(), Other()]).pause("keep"))
     with pytest.raises(ConfigError, match=r"a kind in \(full, adapter\), got 'shared'"):
         asyncio.run(RoutedEngine([Other()]).apply_weights(WeightUpdate(1, "shared")))
