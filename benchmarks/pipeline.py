@@ -26,7 +26,6 @@ from rich.table import Table
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.learning.settings import (
-    AdvantageSettings,
     CorrectionSettings,
     LossSettings,
     OptimizerSettings,
@@ -40,9 +39,11 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.trainer import Trainer, TrainPlan
+from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize
+from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome, Sampling, Task
 
@@ -136,17 +137,16 @@ async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
     trainer = Trainer(
         TrainPlan(
             env_id=_ENV_ID,
-            run_seed=0,
-            num_steps=workload.num_steps,
-            groups_per_batch=workload.num_groups,
-            group_size=workload.group_size,
-            advantages=AdvantageSettings(),
-            evaluate_every=workload.num_steps,
-            checkpoint_every=workload.num_steps,
-            log_every=1,
-            stop_at_success_rate=None,
-            log_episodes_every_n_iters=0,
-            max_staleness=max_staleness,
+            size=RunSize(
+                num_epochs=1,
+                iterations_per_epoch=workload.num_steps,
+                episodes_per_batch=workload.num_groups * workload.group_size,
+                batch_size=workload.num_groups * workload.group_size,
+                group_size=workload.group_size,
+            ),
+            run=RunSettings(log_episodes_every_n_iters=0),
+            loop=LoopSettings(checkpoint_every_n_iters=workload.num_steps, max_staleness=max_staleness),
+            evaluation=EvaluationSettings(every_n_iters=workload.num_steps),
         ),
         pool=_pool(workload, policy, engine),
         publish=WeightSync(engine).publish,

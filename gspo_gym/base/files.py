@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 import yaml
 
 from gspo_gym.errors import ConfigError, RecordError, StorageError, nearest_name
@@ -379,3 +380,15 @@ def read_file(path: Path) -> dict[str, Any]:
 def _show(document: Any) -> str:
     text = json.dumps(document, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def as_toml_holds_it(table: dict[str, Any]) -> dict[str, Any]:
+    """The table (Any: free) as it reads back from a TOML file.
+
+    Raises:
+        ValueError: TOML cannot hold it.
+    """
+    try:
+        return tomllib.loads(tomli_w.dumps(table))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"expected values that TOML can hold (config.toml will hold them): {error}") from error

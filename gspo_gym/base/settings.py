@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from gspo_gym.errors import ConfigError
 
+_Part = TypeVar("_Part", bound=BaseModel)
 _MAX_NUM_SEEDS = 1_000_000  # more is a slip of the keyboard, which would fill the memory first
 
 
@@ -23,6 +25,13 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+    def part(self, base: type[_Part]) -> _Part:
+        """Return the fields that this record has from `base`, one of the classes it inherits from, as such a record.
+
+        A section may hold the settings of several rooms; each room is handed its own.
+        """
+        return base(**{name: getattr(self, name) for name in base.model_fields})
 
 
 def parse_seeds(seeds: str | Sequence[int]) -> tuple[int, ...]:

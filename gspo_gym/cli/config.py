@@ -100,13 +100,13 @@ def check_config(arguments: argparse.Namespace) -> int:
 
 
 def _print_plan(config: RunConfig) -> None:
-    plan = config.plan
+    size = config.size
     print(
-        f"{plan.num_iterations} iterations of {plan.episodes_per_iteration} episodes (groups of "
-        f"{config.training.group_size}), {plan.steps_per_iteration} optimizer steps each, "
-        f"{plan.num_optimizer_steps} in all; written to {config.run_folder}"
+        f"{size.num_iterations} iterations of {size.episodes_per_iteration} episodes (groups of "
+        f"{config.training.group_size}), {size.steps_per_iteration} optimizer steps each, "
+        f"{size.num_optimizer_steps} in all; written to {config.run_folder}"
     )
-    if plan.steps_per_iteration == 1:
+    if size.steps_per_iteration == 1:
         print("note: with one optimizer step per iteration the ratio is 1 everywhere, and no clip acts")
     for notice in config.notices:
         print(f"note: {notice.key}: {notice.text}")

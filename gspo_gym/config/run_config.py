@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,19 +22,17 @@ from gspo_gym.base.settings import Settings, parse_seeds
 from gspo_gym.config.apps import GatewaySection, TaskSource, task_sources
 from gspo_gym.config.judge import JudgeSection
 from gspo_gym.config.nested import Flat, apply_override, flatten
-from gspo_gym.config.plan import RunPlan
 from gspo_gym.config.problems import find_nul, find_problems, find_secrets, with_derived_defaults
 from gspo_gym.config.rules.objective import OTHER_KEYS
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
 from gspo_gym.config.sections import (
+    SIZE_KEYS,
     AlgorithmSection,
-    EvaluationSection,
     LimitsSection,
     ModelSection,
     OptimizerSection,
     ReferenceSection,
     RolloutSection,
-    RunSection,
     TrainingSection,
     WarmupSection,
 )
@@ -58,6 +57,7 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize
 
 __all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
 
@@ -69,7 +69,7 @@ class RunConfig(Settings):
     and raises pydantic's error.
     """
 
-    run: RunSection
+    run: RunSettings
     algorithm: AlgorithmSection
     services: ServicesSection | None = None
     gateway: GatewaySection | None = None
@@ -86,7 +86,7 @@ class RunConfig(Settings):
     rewards: RewardSettings
     correction: CorrectionSettings
     optimizer: OptimizerSection
-    evaluation: EvaluationSection
+    evaluation: EvaluationSettings
     warmup: WarmupSection | None = None
     tracking: TrackingSection
     judge: JudgeSection | None = None
@@ -122,33 +122,9 @@ class RunConfig(Settings):
         return task_sources(rollout.env_name, rollout.env_config, url, rollout.mixture)
 
     @property
-    def plan(self) -> RunPlan:
+    def size(self) -> RunSize:
         """How many iterations and optimizer steps the run has, and of how many trajectories."""
-        return RunPlan(
-            num_epochs=self.training.num_epochs,
-            iterations_per_epoch=self.training.iterations_per_epoch,
-            episodes_per_batch=self.rollout.episodes_per_batch,
-            batch_size=self.training.batch_size,
-            batches_per_step=self.rollout.batches_per_step,
-            update_epochs=self.training.update_epochs,
-            gradient_accumulation_steps=self.training.gradient_accumulation_steps,
-            max_accumulated_minibatch=self.training.max_accumulated_minibatch,
-        )
-
-    @property
-    def num_iterations(self) -> int:
-        """Batches of episodes in the whole run."""
-        return self.plan.num_iterations
-
-    @property
-    def groups_per_batch(self) -> int:
-        """Tasks per iteration."""
-        return self.plan.episodes_per_iteration // self.training.group_size
-
-    @property
-    def num_optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run, where a decay ends; fewer are taken if groups are dropped."""
-        return self.plan.num_optimizer_steps
+        return RunSize(*attrgetter(*SIZE_KEYS, "training.group_size")(self))
 
     @property
     def evaluation_seeds(self) -> tuple[int, ...]:
@@ -197,7 +173,7 @@ class RunConfig(Settings):
     @property
     def update_settings(self) -> UpdateSettings:
         return UpdateSettings(
-            minibatch_size=self.plan.minibatch_size,
+            minibatch_size=self.size.minibatch_size,
             num_epochs=self.training.update_epochs,
             max_tokens_per_microbatch=self.training.max_tokens_per_microbatch,
             scoring_chunk_tokens=self.training.scoring_chunk_tokens,
@@ -255,7 +231,7 @@ class RunConfig(Settings):
         """[optimizer] with the learning rate; a fraction of warm-up has become a number of steps, rounded up."""
         values = self.optimizer.model_dump(exclude={"warmup_fraction"})
         if self.optimizer.warmup_fraction is not None:
-            values["num_warmup_steps"] = math.ceil(self.optimizer.warmup_fraction * self.num_optimizer_steps)
+            values["num_warmup_steps"] = math.ceil(self.optimizer.warmup_fraction * self.size.num_optimizer_steps)
         return OptimizerSettings(learning_rate=self.training.learning_rate, **values)
 
     @property

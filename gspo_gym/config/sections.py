@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from gspo_gym.base.settings import Settings, parse_seeds
+from gspo_gym.base.files import as_toml_holds_it
+from gspo_gym.base.settings import Settings
 from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection, WeightSyncSection
-from gspo_gym.config.words import as_toml_holds_it
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.learning.settings import (
     LoraSettings,
@@ -27,11 +27,24 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
-from gspo_gym.seeding import FIRST_TRAINING_SEED
+from gspo_gym.run.settings import BatchSettings, LoopSettings
 from gspo_gym.types import Sampling
 
 _SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOURCE = re.compile(r"(?:(?:ft|rl|peft|fft|qft):)?(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?::(?P<step>step_\d+))?")
+
+
+# Where a configuration says what `RunSize` counts, in the order of its fields.
+SIZE_KEYS = (
+    "training.num_epochs",
+    "training.iterations_per_epoch",
+    "rollout.episodes_per_batch",
+    "training.batch_size",
+    "rollout.batches_per_step",
+    "training.update_epochs",
+    "training.gradient_accumulation_steps",
+    "training.max_accumulated_minibatch",
+)
 
 
 def same(settings: type[BaseModel], name: str) -> Any:
@@ -51,24 +64,6 @@ def show_default(settings: type[BaseModel], name: str) -> str:
     """The default of a field in words."""
     default = settings.model_fields[name].default
     return "none" if default in (None, {}) else str(default)
-
-
-class RunSection(Settings):
-    """[run]: what makes this run this one."""
-
-    seed: int = Field(default=0, ge=0, description="everything random in the run derives from it")
-    folder: str = Field(default="runs", min_length=1, description="runs are written into FOLDER/LABEL")
-    tags: dict[str, Any] = Field(  # Any: texts, numbers and switches
-        default={}, description="labels of the run: kept in its config.toml, and told to W&B"
-    )
-    log_episodes_every_n_iters: int = Field(
-        default=1, ge=0, description="iterations between files of training episodes; 0: only evaluations' are written"
-    )
-
-    @field_validator("tags")
-    @classmethod
-    def _can_be_recorded(cls, tags: dict[str, Any]) -> dict[str, Any]:
-        return as_toml_holds_it(tags)
 
 
 class AlgorithmSection(Settings):
@@ -255,73 +250,18 @@ class LimitsSection(Settings):
     min_group_fraction: float = same(PoolLimits, "min_group_fraction")
 
 
-class TrainingSection(Settings):
-    """[training]: how much, and in which portions. An iteration is one batch of episodes and the updates on it."""
-
-    num_epochs: int = Field(default=1, gt=0, description="iterations in all = num_epochs x iterations_per_epoch")
-    iterations_per_epoch: int = Field(gt=0, description="batches of episodes per epoch")
-    max_turns: int | None = Field(
-        default=None,
-        gt=0,
-        description="actions per training episode, at most rollout.max_turns, which evaluations use; absent: that many",
-    )
-    group_size: int = Field(
-        gt=0,
-        description=(
-            "episodes of the same task, each other's baseline (the paper's G); 1 only with a baseline and a scale that "
-            "need no siblings"
-        ),
-    )
-    batch_size: int = Field(
-        gt=0,
-        description=(
-            "trajectories per optimizer step, a divisor of the iteration's episodes; if equal to them, with one of "
-            "update_epochs, the ratio is 1 everywhere and no clip acts (the paper takes 4 steps a batch)"
-        ),
-    )
-    gradient_accumulation_steps: int | None = Field(
-        default=None, gt=0, description="times batch_size trajectories per optimizer step; absent: 1"
-    )
-    max_accumulated_minibatch: int | None = Field(
-        default=None,
-        gt=0,
-        description="the most gradient_accumulation_steps; without those, this many if the iteration has so many",
-    )
+class _UpdateKeys(Settings):
     update_epochs: int = same(UpdateSettings, "num_epochs")
     learning_rate: float = same(OptimizerSettings, "learning_rate")
     max_tokens_per_microbatch: int = same(UpdateSettings, "max_tokens_per_microbatch")
     scoring_chunk_tokens: int = same(UpdateSettings, "scoring_chunk_tokens")
     score_truncated: bool = same(UpdateSettings, "score_truncated")
     max_nonfinite_steps: int = same(UpdateSettings, "max_nonfinite_steps")
-    log_interval: int = Field(default=1, gt=0, description="iterations between lines in metrics.jsonl")
-    checkpoint_every_n_iters: int = Field(
-        default=50, gt=0, description="iterations between checkpoints; the last one is saved in any case"
-    )
-    stop_at_success_rate: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="an evaluation that reaches this success rate ends the run; absent: none does",
-    )
-    constant_groups: Literal["keep", "drop", "refill"] = Field(
-        default="keep",
-        description=(
-            "groups whose episodes all earned the same, and so teach nothing: they stay in the denominators, or leave "
-            "the batch, or are replaced by groups of fresh tasks (arXiv 2503.14476, section 3.2)"
-        ),
-    )
-    max_refill_rounds: int = Field(default=10, gt=0, description="with refill: rounds of fresh groups per iteration")
-    weight_sync_interval: int = Field(
-        default=1,
-        gt=0,
-        description="iterations between new weights for the engine; 1 with the local one; samples in between are stale",
-    )
-    max_staleness: int = Field(
-        default=0,
-        ge=0,
-        description="weight versions a sample may lie behind (TRL); above 0, episodes are played while the learner "
-        "works, and the local engine keeps its own copy of the weights: twice the memory; 0: strictly on-policy",
-    )
+
+
+class TrainingSection(LoopSettings, _UpdateKeys, BatchSettings):
+    """[training]: how much, and in which portions. An iteration is one batch of episodes and the updates on it."""
+
     step_rewards_enabled: bool | None = Field(
         default=None, description="false is step_rewards_mode off; true demands a mode; absent: as the mode says"
     )
@@ -364,30 +304,6 @@ class ReferenceSection(Settings):
     tp: int = Field(default=1, gt=0, description="dedicated only: processes that share each of its layers, a GPU each")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
     health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
-
-
-class EvaluationSection(Settings):
-    """[evaluation]: seeded episodes without learning: before the first iteration, regularly, and after the last."""
-
-    instances: int | None = Field(
-        default=None, gt=0, description="number of evaluation seeds; without `seeds`, they are 0, 1, ..., instances - 1"
-    )
-    seeds: tuple[int, ...] | str | None = Field(
-        default=None, description='a list of integers, or text like "0:100" (100 left out) or "1,5,20:25"'
-    )
-    every_n_iters: int = Field(default=10, gt=0, description="iterations between evaluations")
-    temperature: float = Field(
-        default=1.0, ge=0, description="divides the logits; 0 is greedy; all other sampling is as in [rollout]"
-    )
-
-    @field_validator("seeds")
-    @classmethod
-    def _are_held_out_seeds(cls, seeds: tuple[int, ...] | str | None) -> tuple[int, ...] | str | None:
-        if seeds is not None and max(parse_seeds(seeds)) >= FIRST_TRAINING_SEED:
-            raise ValueError(
-                f"expected seeds below 2**31 (from there up they are trained on), got {max(parse_seeds(seeds))}"
-            )
-        return seeds
 
 
 class WarmupSection(Settings):

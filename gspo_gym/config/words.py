@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -182,18 +181,6 @@ def inline(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(inline(entry) for entry in value) + "]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
-
-
-def as_toml_holds_it(table: dict[str, Any]) -> dict[str, Any]:
-    """The table (Any: free) as it reads back from a TOML file.
-
-    Raises:
-        ValueError: TOML cannot hold it.
-    """
-    try:
-        return tomllib.loads(tomli_w.dumps(table))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"expected values that TOML can hold (config.toml will hold them): {error}") from error
 
 
 def _key(key: str) -> str:

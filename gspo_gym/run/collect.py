@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from gspo_gym.errors import RolloutError
 from gspo_gym.learning.batching import BuiltBatch
@@ -20,10 +20,9 @@ from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings
 from gspo_gym.learning.supervised import SupervisedReport, supervised_epochs
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.run.report.progress import Progress
+from gspo_gym.run.settings import ConstantGroups
 from gspo_gym.seeding import child_seed, training_seed
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
-
-ConstantGroups = Literal["keep", "drop", "refill"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,23 +12,21 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch, build_batch
 from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.credit import played, returns_of
-from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.weight_sync import require_committed, versions_of
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule, staleness_metrics
 from gspo_gym.rollout.summary import Mixture, rollout_metrics, source_metrics
-from gspo_gym.run.collect import Collected, ConstantGroups, batch_metrics, collect_groups
+from gspo_gym.run.collect import Collected, batch_metrics, collect_groups
+from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.state import TrainState as TrainState
@@ -41,73 +39,6 @@ _UNDECIDED = (
     "step {}: every episode of an environment was cut off before it said how it ended; scores are the {} until an "
     "evaluation in which one comes to its end decides what they are"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TrainPlan:
-    """What a run does, in steps; one step is one batch of episodes and the updates on it.
-
-    Attributes:
-        env_id: the environment trained on, or the main one of several.
-        run_seed: everything random in the run derives from it.
-        num_steps: steps in all.
-        groups_per_batch, group_size: episodes of a step = groups_per_batch x group_size.
-        advantages: how the episodes of a group are compared.
-        evaluate_every: steps between evaluations; there is one before the first step and one after the last, too.
-        checkpoint_every: steps between checkpoints; there is one after the last step in any case.
-        log_every: steps between lines in metrics.jsonl.
-        stop_at_success_rate: an evaluation that reaches it ends the run; None runs all steps.
-        rewards, step_rewards: what becomes of rewards before episodes are compared.
-        constant_groups: what becomes of groups in which nobody did better than anybody else: they are trained on, left
-            out, or replaced by groups of fresh tasks.
-        max_refill_rounds: times that a step asks for replacements.
-        log_episodes_every_n_iters: steps between files of training episodes; 0 writes none.
-        max_staleness: most versions that a sample may lie behind the weights that are trained on it; 0: episodes are
-            played when a step begins, and nothing is while the learner works.
-        weight_sync_interval: steps between new weights for the engine.
-        mixture: further environments, and the fraction of groups that each gets; the rest are `env_id`'s.
-
-    Raises:
-        ConfigError: constant groups are to be left out although they teach something, or samples would be older than
-            they may be from the start.
-    """
-
-    env_id: str
-    run_seed: int
-    num_steps: int
-    groups_per_batch: int
-    group_size: int
-    advantages: AdvantageSettings
-    evaluate_every: int
-    checkpoint_every: int
-    log_every: int
-    stop_at_success_rate: float | None
-    rewards: RewardSettings = field(default_factory=RewardSettings)
-    step_rewards: StepRewardSettings = field(default_factory=StepRewardSettings)
-    constant_groups: ConstantGroups = "keep"
-    max_refill_rounds: int = 10
-    log_episodes_every_n_iters: int = 1
-    max_staleness: int = 0
-    weight_sync_interval: int = 1
-    mixture: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def num_ahead(self) -> int:
-        """Steps whose episodes are played in advance: the engine's weights are up to interval - 1 versions behind."""
-        return self.max_staleness - (self.weight_sync_interval - 1)
-
-    def __post_init__(self) -> None:
-        if self.num_ahead < 0:
-            raise ConfigError(
-                f"max_staleness: expected at least weight_sync_interval - 1 = {self.weight_sync_interval - 1}, which "
-                f"samples are behind before their update, got {self.max_staleness}"
-            )
-        if self.constant_groups != "keep" and self.advantages.baseline not in ("group", "leave_one_out"):
-            raise ConfigError(
-                f"constant_groups: {self.constant_groups!r} leaves out groups whose episodes all earned the same, but "
-                f"with baseline {self.advantages.baseline!r} they do have advantages; compare within the group "
-                "(baseline 'group' or 'leave_one_out') or keep them"
-            )
 
 
 # Plays the evaluation's episodes with the present weights; the text names the occasion.
@@ -176,13 +107,13 @@ class Trainer:
             JudgeError: nothing will be scored any more; the run is saved and can go on.
         """
         plan = self.plan
-        self._progress.started(plan.num_steps)
+        self._progress.started(plan.size.num_iterations)
         try:
             await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in
-            while self.state.step < plan.num_steps and not self._is_goal_reached():
+            while self.state.step < plan.size.num_iterations and not self._is_goal_reached():
                 await self._run_step()
                 await self._evaluate_if_due()
-                if self.state.step % plan.checkpoint_every == 0:
+                if self.state.step % plan.loop.checkpoint_every_n_iters == 0:
                     await self._save()
             await self._save()
         except JudgeError:  # raised while episodes are played, so that the weights are those of `state`
@@ -209,7 +140,8 @@ class Trainer:
         self._require_agreement(collected, learned, step)
         await self._publish(step)
         finished = self._clock()
-        is_ahead = self.plan.max_staleness > 0  # then episodes are played all the time, not only while a step waits
+        # Played ahead, episodes are played all the time, not only while a step waits for them.
+        is_ahead = self.plan.loop.max_staleness > 0
         metrics = {
             **rollout_metrics(
                 collected.groups,
@@ -245,19 +177,19 @@ class Trainer:
         mixture = Mixture(plan.env_id, plan.mixture)
 
         def request(number: int, name: str) -> GroupRequest:
-            task = Task(mixture.env_of(number), training_seed(plan.run_seed, number))
-            return GroupRequest(name, task, size=plan.group_size)
+            task = Task(mixture.env_of(number), training_seed(plan.run.seed, number))
+            return GroupRequest(name, task, size=plan.size.group_size)
 
-        if plan.max_staleness == 0:
+        if plan.loop.max_staleness == 0:
             return OnDemand(pool.collect, request, num_tasks=state.num_tasks)
         return PlayedAhead(
             pool.play_group,
             request,
             weight_version=weight_version,
-            groups_per_step=plan.groups_per_batch,
-            num_steps=plan.num_steps,
-            max_staleness=plan.max_staleness,
-            num_ahead=plan.num_ahead,
+            groups_per_step=plan.size.groups_per_iteration,
+            num_steps=plan.size.num_iterations,
+            max_staleness=plan.loop.max_staleness,
+            num_ahead=plan.loop.num_ahead,
             num_tasks=state.num_tasks,
             pending_tasks=state.pending_tasks,
         )
@@ -266,9 +198,9 @@ class Trainer:
         plan = self.plan
         return await collect_groups(
             self._schedule.take,
-            num_groups=plan.groups_per_batch,
-            constant_groups=plan.constant_groups,
-            max_refill_rounds=plan.max_refill_rounds,
+            num_groups=plan.size.groups_per_iteration,
+            constant_groups=plan.loop.constant_groups,
+            max_refill_rounds=plan.loop.max_refill_rounds,
             is_informative=self._is_informative,
         )
 
@@ -307,7 +239,7 @@ class Trainer:
 
         A cancellation takes effect when the work has ended: it cannot be stopped, and must not go on behind our back.
         """
-        if self.plan.max_staleness == 0:
+        if self.plan.loop.max_staleness == 0:
             return work()
         working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
@@ -330,16 +262,16 @@ class Trainer:
             self._recorder.event("refill_failed", step, {"reason": reason})
         if not is_updated:
             self._recorder.event("no_update", step, {"num_groups": len(collected.groups)})
-        if step % plan.log_every == 0 or step == plan.num_steps:
+        if step % plan.loop.log_interval == 0 or step == plan.size.num_iterations:
             self._recorder.metrics(step, metrics)
-        if plan.log_episodes_every_n_iters and step % plan.log_episodes_every_n_iters == 0:
+        if plan.run.log_episodes_every_n_iters and step % plan.run.log_episodes_every_n_iters == 0:
             self._recorder.episodes(f"step_{step:06d}", [t for group in collected.groups for t in group.trajectories])
         self._progress.stepped(step, metrics)
 
     async def _evaluate_if_due(self) -> None:
         """Evaluate before the first step, every so many, and after the last, unless this step has its evaluation."""
         plan, step = self.plan, self.state.step
-        is_due = step % plan.evaluate_every == 0 or step >= plan.num_steps
+        is_due = step % plan.evaluation.every_n_iters == 0 or step >= plan.size.num_iterations
         if is_due and step != self.state.last_evaluated:
             await self._run_evaluation()
 
@@ -349,7 +281,7 @@ class Trainer:
         step = self.state.step
         played = await self._evaluate(f"eval_{step:06d}")
         unit = self.state.score_unit or ScoreUnit.of_first(
-            played, has_success_goal=self.plan.stop_at_success_rate is not None
+            played, has_success_goal=self.plan.loop.stop_at_success_rate is not None
         )
         evaluation = played if unit is None else played.in_unit(unit)
         num_undecided = len(self.state.undecided)
@@ -374,6 +306,6 @@ class Trainer:
             self._saved = self.state
 
     def _is_goal_reached(self) -> bool:
-        goal, latest = self.plan.stop_at_success_rate, self.state.final_eval
+        goal, latest = self.plan.loop.stop_at_success_rate, self.state.final_eval
         rate = latest["success_rate"] if latest is not None and latest["step"] == self.state.step else None
         return goal is not None and rate is not None and bool(rate >= goal)

@@ -222,11 +222,11 @@ def read(values: Values, rng: Rng, folder: Path) -> RunConfig:
 
 def require_plan(config: RunConfig, values: Values) -> None:
     """A valid configuration is a plan, reads back, and has every value that was given."""
-    assert config.num_iterations * config.plan.steps_per_iteration == config.num_optimizer_steps > 0
-    assert config.groups_per_batch * config.training.group_size == config.plan.episodes_per_iteration
+    assert config.size.num_iterations * config.size.steps_per_iteration == config.size.num_optimizer_steps > 0
+    assert config.size.groups_per_iteration * config.training.group_size == config.size.episodes_per_iteration
     assert len(config.evaluation_seeds) > 0
     assert config.training_limits.max_turns <= config.episode_limits.max_turns
-    assert config.update_settings.minibatch_size == config.plan.minibatch_size
+    assert config.update_settings.minibatch_size == config.size.minibatch_size
     assert config.optimizer_settings.learning_rate == config.training.learning_rate
     assert config.step_reward_settings.mode in (config.training.step_rewards_mode, "off", "env_sparse")
     missing_machinery(config.sections)

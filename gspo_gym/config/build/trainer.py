@@ -52,7 +52,9 @@ from gspo_gym.run.report.progress import Progress
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.statistics import AttemptWatch
 from gspo_gym.seeding import child_seed
-from gspo_gym.run.trainer import Trainer, TrainPlan, TrainState
+from gspo_gym.run.plan import TrainPlan
+from gspo_gym.run.settings import LoopSettings
+from gspo_gym.run.trainer import Trainer, TrainState
 from gspo_gym.types import TrajectoryGroup
 from gspo_gym.policy.weight_sync import WeightSync
 
@@ -181,7 +183,7 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
         reference=config.reference_settings,
         temperature=rollout.temperature,
         truncation=Truncation.of(rollout.sampling),
-        total_steps=config.num_optimizer_steps,
+        total_steps=config.size.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,
     )
@@ -192,22 +194,13 @@ def build_plan(config: RunConfig) -> TrainPlan:
     (main, *others), sources = environment_ids(config), config.sources
     return TrainPlan(
         env_id=main,
-        run_seed=config.run.seed,
-        num_steps=config.num_iterations,
-        groups_per_batch=config.groups_per_batch,
-        group_size=config.training.group_size,
+        size=config.size,
+        run=config.run,
+        loop=config.training.part(LoopSettings),
+        evaluation=config.evaluation,
         advantages=config.advantages,
-        evaluate_every=config.evaluation.every_n_iters,
-        checkpoint_every=config.training.checkpoint_every_n_iters,
-        log_every=config.training.log_interval,
-        stop_at_success_rate=config.training.stop_at_success_rate,
         rewards=config.rewards,
         step_rewards=rewards_of_turns(config),
-        constant_groups=config.training.constant_groups,
-        max_refill_rounds=config.training.max_refill_rounds,
-        log_episodes_every_n_iters=config.run.log_episodes_every_n_iters,
-        max_staleness=config.training.max_staleness,
-        weight_sync_interval=config.training.weight_sync_interval,
         mixture={name: source.share for name, source in zip(others, sources[1:], strict=True)},
     )
 

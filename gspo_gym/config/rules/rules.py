@@ -12,16 +12,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.plan import PLAN_KEYS, RunPlan
 from gspo_gym.config.problems import POLICY_CONFIG
 from gspo_gym.config.rules.judge import APP_RULES, JUDGE_RULES
 from gspo_gym.config.rules.notices import NOTICE_RULES
 from gspo_gym.config.rules.objective import OBJECTIVE_RULES, Rule, find_problem, no_effect
 from gspo_gym.config.rules.rescore import RESCORE_RULES
 from gspo_gym.config.rules.services import SERVICE_RULES, TRANSFER_RULES
-from gspo_gym.config.sections import parse_source
+from gspo_gym.config.sections import SIZE_KEYS, parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.learning.settings import OptimizerSettings
+from gspo_gym.run.settings import RunSize
 
 
 def find_contradictions(values: Mapping[str, Any]) -> list[Problem]:
@@ -72,8 +72,8 @@ def _accumulated_batches_split_evenly(
     )
 
 
-def _clip_of_ppo_can_act(method: str, *plan: Any) -> str | None:
-    if method != "ppo" or RunPlan(*plan).steps_per_iteration > 1:
+def _clip_of_ppo_can_act(method: str, *size: Any) -> str | None:
+    if method != "ppo" or RunSize(*size).steps_per_iteration > 1:
         return None
     return (
         '"ppo" says that the clip acts, but each batch is used for one optimizer step, in which the ratio is 1: lower '
@@ -152,8 +152,8 @@ def _warmup_is_said_once(warmup_fraction: float | None, num_warmup_steps: int) -
     return f"contradicts optimizer.num_warmup_steps = {num_warmup_steps}: give one of them, got {warmup_fraction}"
 
 
-def _decay_has_room(schedule: str, num_warmup_steps: int, warmup_fraction: float | None, *plan: Any) -> str | None:
-    steps = RunPlan(*plan).num_optimizer_steps
+def _decay_has_room(schedule: str, num_warmup_steps: int, warmup_fraction: float | None, *size: Any) -> str | None:
+    steps = RunSize(*size).num_optimizer_steps
     said, num_warmup = f"num_warmup_steps = {num_warmup_steps}", num_warmup_steps
     if warmup_fraction is not None:
         said, num_warmup = f"warmup_fraction = {warmup_fraction:g}", math.ceil(warmup_fraction * steps)
@@ -179,7 +179,7 @@ _RULES = (
         ),
         _accumulated_batches_split_evenly,
     ),
-    Rule(("algorithm.method", *PLAN_KEYS), _clip_of_ppo_can_act),
+    Rule(("algorithm.method", *SIZE_KEYS), _clip_of_ppo_can_act),
     Rule(("rollout.ops", "rollout.max_turns"), _ops_fit_the_turns),
     Rule(("rollout.max_output_tokens", "rollout.max_model_len"), _output_leaves_room_for_a_prompt),
     Rule(("rollout.min_output_tokens", "rollout.max_output_tokens"), _output_may_reach_its_minimum),
@@ -199,6 +199,6 @@ _RULES = (
         'set that to "linear" or "cosine"',
     ),
     Rule(
-        ("optimizer.schedule", "optimizer.num_warmup_steps", "optimizer.warmup_fraction", *PLAN_KEYS), _decay_has_room
+        ("optimizer.schedule", "optimizer.num_warmup_steps", "optimizer.warmup_fraction", *SIZE_KEYS), _decay_has_room
     ),
 )

@@ -40,7 +40,7 @@ def test_config_is_built_as_it_says(path):
         plan = build.build_plan(config)
     finally:
         asyncio.run(player.engine.close())
-    assert plan.groups_per_batch * plan.group_size == config.rollout.episodes_per_batch
+    assert plan.size.groups_per_iteration * plan.size.group_size == config.rollout.episodes_per_batch
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -343,7 +343,7 @@ def _what_is_built(config, monkeypatch):
     sinks, settings = build.build_sinks(config)
     adapter = getattr(policy.model, "peft_config", None)
     return (
-        build.build_plan(config),
+        what_the_trainer_reads(build.build_plan(config)),
         (told(pool)["limits"], pool._pool_limits, pool._run_seed, type(env), env.reset(seed=0)[0], make_env),
         (told(evaluation_pool)["limits"], player.renderers.system_prompt, player.renderers._template_kwargs),
         (learner._loss, learner._settings, learner._correction, learner._reference_settings, learner._seed),
@@ -356,6 +356,13 @@ def _what_is_built(config, monkeypatch):
         policy.model._options,
         adapter and [(c.r, c.lora_alpha, c.lora_dropout, sorted(c.target_modules)) for c in adapter.values()],
     )
+
+
+def what_the_trainer_reads(plan):
+    """The plan without the fields of its records that only others act on, whose effect must be seen there."""
+    size = (plan.size.num_iterations, plan.size.groups_per_iteration, plan.size.group_size)
+    run = (plan.run.seed, plan.run.log_episodes_every_n_iters, plan.evaluation.every_n_iters)
+    return (size, run, plan.loop, plan.env_id, plan.mixture, plan.advantages, plan.rewards, plan.step_rewards)
 
 
 def told(pool):

@@ -160,7 +160,8 @@ def test_both_bounds_of_what_runs_at_once_hold(limit: int, expected: int, make: 
 
 def test_a_group_may_lie_across_the_batches_of_one_iteration(make: Make, problems: Problems) -> None:
     changes = {"rollout.episodes_per_batch": 4, "training.batch_size": 8}
-    assert make({**changes, "rollout.batches_per_step": 2}).groups_per_batch == 1  # 4 x 2 episodes in groups of 8
+    merged = make({**changes, "rollout.batches_per_step": 2})
+    assert merged.size.groups_per_iteration == 1  # 4 x 2 episodes in groups of 8
     assert "rollout.episodes_per_batch: expected a multiple of training.group_size = 8, got 4" in problems(changes)
 
 

@@ -217,9 +217,9 @@ def test_what_a_variety_leaves_open_can_be_chosen(make: Callable[..., RunConfig]
 
 def test_the_numbers_that_follow(make: Callable[..., RunConfig]) -> None:
     follows = make({"training.num_epochs": 3, "training.update_epochs": 2})
-    assert follows.num_iterations == 3 * 10
-    assert follows.groups_per_batch == 64 // 8
-    assert follows.num_optimizer_steps == 3 * 10 * (64 // 16) * 2
+    assert follows.size.num_iterations == 3 * 10
+    assert follows.size.groups_per_iteration == 64 // 8
+    assert follows.size.num_optimizer_steps == 3 * 10 * (64 // 16) * 2
     assert follows.run_folder == Path("runs/quickstart")
     assert follows.evaluation_seeds == tuple(range(100))
     assert make({"evaluation.seeds": "5:8,20", "evaluation.instances": 4}).evaluation_seeds == (5, 6, 7, 20)
@@ -243,9 +243,9 @@ def test_batches_accumulate_to_optimizer_steps(
 ) -> None:
     config = make(changes)
     assert config.update_settings.minibatch_size == minibatch
-    assert config.plan.steps_per_iteration == steps
-    assert config.num_optimizer_steps == 10 * steps
-    assert config.groups_per_batch == 8 * changes.get("rollout.batches_per_step", 1)
+    assert config.size.steps_per_iteration == steps
+    assert config.size.num_optimizer_steps == 10 * steps
+    assert config.size.groups_per_iteration == 8 * changes.get("rollout.batches_per_step", 1)
 
 
 def test_training_episodes_may_be_shorter_than_evaluations(make: Callable[..., RunConfig]) -> None:

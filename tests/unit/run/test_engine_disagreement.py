@@ -25,7 +25,6 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import EngineMismatchError
 from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.settings import (
-    AdvantageSettings,
     LoraSettings,
     LossSettings,
     OptimizerSettings,
@@ -39,9 +38,11 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_events
 from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.trainer import Trainer, TrainPlan
+from gspo_gym.run.settings import EvaluationSettings, RunSize
+from gspo_gym.run.trainer import Trainer
 from gspo_gym.types import Completion, Outcome
 
 TINY = "tiny:qwen3-64"
@@ -158,17 +159,11 @@ def train(folder: Path, make_engine: Callable[[Policy], LocalEngine], *, num_ste
             loss=LossSettings(),
             update=UpdateSettings(minibatch_size=GROUPS * GROUP_SIZE),
         )
+        num_episodes = GROUPS * GROUP_SIZE
         plan = TrainPlan(
             env_id="test/Letters-v0",
-            run_seed=0,
-            num_steps=num_steps,
-            groups_per_batch=GROUPS,
-            group_size=GROUP_SIZE,
-            advantages=AdvantageSettings(),
-            evaluate_every=1000,
-            checkpoint_every=1000,
-            log_every=1,
-            stop_at_success_rate=None,
+            size=RunSize(1, num_steps, num_episodes, batch_size=num_episodes, group_size=GROUP_SIZE),
+            evaluation=EvaluationSettings(every_n_iters=1000),
         )
         sync = WeightSync(engine)
         trainer = Trainer(

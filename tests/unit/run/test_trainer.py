@@ -36,9 +36,11 @@ from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.trainer import Trainer, TrainPlan, TrainState
+from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize
+from gspo_gym.run.trainer import Trainer, TrainState
 from gspo_gym.seeding import generator, training_seed
 from gspo_gym.types import Completion, FinishReason, Outcome, Task
 
@@ -142,20 +144,30 @@ class Told(QuietProgress):
         self.calls.append("finished")
 
 
-def make_plan(**changes: Any) -> TrainPlan:
-    values: dict[str, Any] = {
-        "env_id": "test/Letters-v0",
-        "run_seed": 0,
-        "num_steps": 4,
-        "groups_per_batch": 4,
-        "group_size": GROUP_SIZE,
-        "advantages": AdvantageSettings(),
-        "evaluate_every": 2,
-        "checkpoint_every": 2,
-        "log_every": 1,
-        "stop_at_success_rate": None,
-    }
-    return TrainPlan(**(values | changes))
+def make_plan(
+    *,
+    num_steps: int = 4,
+    groups_per_batch: int = 4,
+    evaluate_every: int = 2,
+    log_episodes_every_n_iters: int = 1,
+    advantages: AdvantageSettings | None = None,
+    rewards: RewardSettings | None = None,
+    step_rewards: StepRewardSettings | None = None,
+    mixture: Mapping[str, float] | None = None,
+    **loop: Any,
+) -> TrainPlan:
+    num_episodes = groups_per_batch * GROUP_SIZE
+    return TrainPlan(
+        env_id="test/Letters-v0",
+        size=RunSize(1, num_steps, num_episodes, batch_size=num_episodes, group_size=GROUP_SIZE),
+        run=RunSettings(log_episodes_every_n_iters=log_episodes_every_n_iters),
+        loop=LoopSettings(**{"checkpoint_every_n_iters": 2, **loop}),
+        evaluation=EvaluationSettings(every_n_iters=evaluate_every),
+        advantages=advantages or AdvantageSettings(),
+        rewards=rewards or RewardSettings(),
+        step_rewards=step_rewards or StepRewardSettings(),
+        mixture=mixture or {},
+    )
 
 
 def train(
@@ -309,7 +321,7 @@ def test_a_resumed_run_keeps_the_unit_that_it_began_with(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 2])
 def test_an_evaluation_in_which_the_judge_stopped_is_made_when_the_run_goes_on(tmp_path: Path, stopped_at: int) -> None:
-    plan = make_plan(checkpoint_every=3)
+    plan = make_plan(checkpoint_every_n_iters=3)
     whole, expected = train(tmp_path / "whole", plan)
     first = Parts(judge_stops_at=stopped_at)
     with pytest.raises(JudgeError, match="not accepted"):
@@ -326,7 +338,7 @@ def test_an_evaluation_in_which_the_judge_stopped_is_made_when_the_run_goes_on(t
 
 
 def test_a_run_that_is_made_shorter_ends_with_an_evaluation_of_its_last_step(tmp_path: Path) -> None:
-    parts, _ = train(tmp_path, make_plan(checkpoint_every=1))
+    parts, _ = train(tmp_path, make_plan(checkpoint_every_n_iters=1))
     at_three = parts.saved[2]
     assert at_three.step == 3
     later, state = train(tmp_path, make_plan(num_steps=2), state=at_three)
@@ -554,7 +566,7 @@ def test_training_episodes_are_written_as_often_as_asked_for(tmp_path: Path, eve
 
 
 def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:
-    train(tmp_path, make_plan(num_steps=5, log_every=2))
+    train(tmp_path, make_plan(num_steps=5, log_interval=2))
     assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 5]
 
 

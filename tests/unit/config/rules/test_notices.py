@@ -152,7 +152,7 @@ def test_the_smaller_number_counts(make: Make) -> None:
     assert make({"training.max_turns": 9}).training_limits.max_turns == 8
     assert make({"evaluation.seeds": "5:15", "evaluation.instances": 3}).evaluation_seeds == (5, 6, 7)
     accumulated = make({"training.gradient_accumulation_steps": 4, "training.max_accumulated_minibatch": 2})
-    assert accumulated.plan.minibatch_size == 2 * 16
+    assert accumulated.size.minibatch_size == 2 * 16
 
 
 def test_a_reference_that_nothing_asks_for_is_none_for_the_learner(make: Make) -> None:

@@ -1,0 +1,195 @@
+"""The settings of a run that its loop reads, as sections of a configuration file or parts of one.
+
+Light on purpose: reading a configuration loads neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from gspo_gym.base.files import as_toml_holds_it
+from gspo_gym.base.settings import Settings, parse_seeds
+from gspo_gym.seeding import FIRST_TRAINING_SEED
+
+ConstantGroups = Literal["keep", "drop", "refill"]
+
+
+class RunSettings(Settings):
+    """[run]: what makes this run this one."""
+
+    seed: int = Field(default=0, ge=0, description="everything random in the run derives from it")
+    folder: str = Field(default="runs", min_length=1, description="runs are written into FOLDER/LABEL")
+    tags: dict[str, Any] = Field(  # Any: texts, numbers and switches
+        default={}, description="labels of the run: kept in its config.toml, and told to W&B"
+    )
+    log_episodes_every_n_iters: int = Field(
+        default=1, ge=0, description="iterations between files of training episodes; 0: only evaluations' are written"
+    )
+
+    @field_validator("tags")
+    @classmethod
+    def _can_be_recorded(cls, tags: dict[str, Any]) -> dict[str, Any]:
+        return as_toml_holds_it(tags)
+
+
+class BatchSettings(Settings):
+    """The keys of [training] that say how much there is to learn from, and in which portions."""
+
+    num_epochs: int = Field(default=1, gt=0, description="iterations in all = num_epochs x iterations_per_epoch")
+    iterations_per_epoch: int = Field(gt=0, description="batches of episodes per epoch")
+    max_turns: int | None = Field(
+        default=None,
+        gt=0,
+        description="actions per training episode, at most rollout.max_turns, which evaluations use; absent: that many",
+    )
+    group_size: int = Field(
+        gt=0,
+        description=(
+            "episodes of the same task, each other's baseline (the paper's G); 1 only with a baseline and a scale that "
+            "need no siblings"
+        ),
+    )
+    batch_size: int = Field(
+        gt=0,
+        description=(
+            "trajectories per optimizer step, a divisor of the iteration's episodes; if equal to them, with one of "
+            "update_epochs, the ratio is 1 everywhere and no clip acts (the paper takes 4 steps a batch)"
+        ),
+    )
+    gradient_accumulation_steps: int | None = Field(
+        default=None, gt=0, description="times batch_size trajectories per optimizer step; absent: 1"
+    )
+    max_accumulated_minibatch: int | None = Field(
+        default=None,
+        gt=0,
+        description="the most gradient_accumulation_steps; without those, this many if the iteration has so many",
+    )
+
+
+class LoopSettings(Settings):
+    """The keys of [training] that say what the loop does around its updates."""
+
+    log_interval: int = Field(default=1, gt=0, description="iterations between lines in metrics.jsonl")
+    checkpoint_every_n_iters: int = Field(
+        default=50, gt=0, description="iterations between checkpoints; the last one is saved in any case"
+    )
+    stop_at_success_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="an evaluation that reaches this success rate ends the run; absent: none does",
+    )
+    constant_groups: ConstantGroups = Field(
+        default="keep",
+        description=(
+            "groups whose episodes all earned the same, and so teach nothing: they stay in the denominators, or leave "
+            "the batch, or are replaced by groups of fresh tasks (arXiv 2503.14476, section 3.2)"
+        ),
+    )
+    max_refill_rounds: int = Field(default=10, gt=0, description="with refill: rounds of fresh groups per iteration")
+    weight_sync_interval: int = Field(
+        default=1,
+        gt=0,
+        description="iterations between new weights for the engine; 1 with the local one; samples in between are stale",
+    )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="weight versions a sample may lie behind (TRL); above 0, episodes are played while the learner "
+        "works, and the local engine keeps its own copy of the weights: twice the memory; 0: strictly on-policy",
+    )
+
+    @property
+    def num_ahead(self) -> int:
+        """Iterations whose episodes are played in advance; negative: no sample could be fresh enough."""
+        # Just before an update is sent, the engine's weights are interval - 1 versions behind.
+        return self.max_staleness - (self.weight_sync_interval - 1)
+
+
+class EvaluationSettings(Settings):
+    """[evaluation]: seeded episodes without learning: before the first iteration, regularly, and after the last."""
+
+    instances: int | None = Field(
+        default=None, gt=0, description="number of evaluation seeds; without `seeds`, they are 0, 1, ..., instances - 1"
+    )
+    seeds: tuple[int, ...] | str | None = Field(
+        default=None, description='a list of integers, or text like "0:100" (100 left out) or "1,5,20:25"'
+    )
+    every_n_iters: int = Field(default=10, gt=0, description="iterations between evaluations")
+    temperature: float = Field(
+        default=1.0, ge=0, description="divides the logits; 0 is greedy; all other sampling is as in [rollout]"
+    )
+
+    @field_validator("seeds")
+    @classmethod
+    def _are_held_out_seeds(cls, seeds: tuple[int, ...] | str | None) -> tuple[int, ...] | str | None:
+        if seeds is not None and max(parse_seeds(seeds)) >= FIRST_TRAINING_SEED:
+            raise ValueError(
+                f"expected seeds below 2**31 (from there up they are trained on), got {max(parse_seeds(seeds))}"
+            )
+        return seeds
+
+
+@dataclass(frozen=True, slots=True)
+class RunSize:
+    """The arithmetic of a run: episodes an iteration, trajectories an optimizer step, optimizer steps in all.
+
+    The fields are named as in the configuration file.
+
+    >>> size = RunSize(num_epochs=2, iterations_per_epoch=9, episodes_per_batch=64, batch_size=16)
+    >>> size.num_iterations, size.steps_per_iteration, size.num_optimizer_steps
+    (18, 4, 72)
+    """
+
+    num_epochs: int
+    iterations_per_epoch: int
+    episodes_per_batch: int
+    batch_size: int
+    batches_per_step: int = 1
+    update_epochs: int = 1
+    gradient_accumulation_steps: int | None = None
+    max_accumulated_minibatch: int | None = None
+    group_size: int = 1
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the whole run."""
+        return self.num_epochs * self.iterations_per_epoch
+
+    @property
+    def episodes_per_iteration(self) -> int:
+        """Episodes that one iteration learns from, if none is dropped."""
+        return self.episodes_per_batch * self.batches_per_step
+
+    @property
+    def groups_per_iteration(self) -> int:
+        """Tasks that one iteration plays, each `group_size` times."""
+        return self.episodes_per_iteration // self.group_size
+
+    @property
+    def num_accumulated(self) -> int:
+        """Batches of batch_size trajectories whose gradients are summed before one optimizer step."""
+        if self.gradient_accumulation_steps is not None:
+            return min(
+                self.gradient_accumulation_steps, self.max_accumulated_minibatch or self.gradient_accumulation_steps
+            )
+        batches = self.episodes_per_iteration // self.batch_size
+        return max(1, min(self.max_accumulated_minibatch or 1, batches))
+
+    @property
+    def minibatch_size(self) -> int:
+        """Most trajectories of an optimizer step; the iteration's are split evenly."""
+        return self.batch_size * self.num_accumulated
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps between two batches of episodes."""
+        return -(-self.episodes_per_iteration // self.minibatch_size) * self.update_epochs
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of a whole run in which no group is dropped."""
+        return self.num_iterations * self.steps_per_iteration
