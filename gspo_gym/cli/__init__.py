@@ -1,1 +1,1 @@
-"""The command `gspo-gym`, one module for a group of commands."""
+"""The command `gspo-gym`, with one module for each group of commands."""

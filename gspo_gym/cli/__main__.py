@@ -1,4 +1,4 @@
-"""`python -m gspo_gym.cli`: the command `gspo-gym` where its script is not on the path."""
+"""`python -m gspo_gym.cli`, for when the script `gspo-gym` is not on the path."""
 
 from gspo_gym.cli.main import main
 

@@ -1,7 +1,4 @@
-"""`gspo-gym app ...`: task apps from the command line.
-
-`app check URL` plays probe rollouts and says whether return, turns and trained tokens reconcile.
-"""
+"""`gspo-gym app check URL`: play probe rollouts against a task app and check that its books reconcile."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _STEP_REWARDS = {"enabled": True, "mode": "decision_stepwise"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `app`."""
+    """Add the commands of `app`."""
     commands = parser.add_subparsers(dest="app_command", required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",
@@ -47,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_app_command(arguments: argparse.Namespace) -> int:
-    """Play the probes and print what they came to; the exit status is 1 if there is a problem."""
+    """Play the probes and print their results; return 1 if there is a problem."""
     try:
         reports = run_to_end(_checked(arguments))
     except ImportError as error:
@@ -89,10 +86,10 @@ async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
 
 
 async def _environment_of(url: str, keys: AppKeys, seed: int) -> str:
-    """What the app calls its environment.
+    """Return the environment's name as the app gives it.
 
     Raises:
-        ConfigError: it does not say.
+        ConfigError: the app gives none.
     """
     from gspo_gym.remote.apps.client import TaskAppClient
 
@@ -114,7 +111,7 @@ def _keys(variable: str | None) -> AppKeys:
 
 
 def _lines(report: ProbeReport) -> list[str]:
-    """A probe for people."""
+    """Return the report's lines about each probe."""
     state = "PROBLEM" if report.problems else "ok"
     told = "no return" if report.episode_return is None else f"return {report.episode_return:g}"
     rewards = ", ".join(f"{count} {kind}" for kind, count in report.step_rewards.items() if count) or "none"

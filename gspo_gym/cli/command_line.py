@@ -1,7 +1,4 @@
-"""What commands share: how an environment is named, and how every command ends.
-
-A command ends with an exit status, and our own errors are one clear message instead of a traceback.
-"""
+"""What commands share: arguments that name an environment, error messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser, as are those of its commands, that takes an option by its whole name only.
+    """Argument parser that accepts options by their whole name only, as do its subparsers.
 
     argparse alone takes `--set` for `--set-aside`, which moves a run away.
     """
@@ -34,9 +31,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse, call the `run` that the chosen command put into its defaults, and return the exit status.
+    """Parse, call the chosen command's `run` and return the exit status; print our own errors without a traceback.
 
-    0 is fine, 1 a failed check, 2 a mistake of the caller's, 130 an interruption from the keyboard.
+    0 is success, 1 a failed check, 2 a mistake of the caller, 130 an interruption from the keyboard.
     """
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
@@ -62,7 +59,7 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what the block started is ended, too."""
+    """Raise KeyboardInterrupt in the block on SIGTERM, to end what the block started as Ctrl-C does."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -75,7 +72,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def package_version() -> str:
-    """Return the version of the installed package; "unknown" where it is imported without having been installed."""
+    """Return the version of the installed package, or "unknown" if it is imported without an installation."""
     metadata = importlib.import_module("importlib.metadata")
     try:
         return str(metadata.version("gspo-gym"))
@@ -84,7 +81,7 @@ def package_version() -> str:
 
 
 def add_environment(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name an environment: `name`, and `option` for `env_config_of`."""
+    """Add the arguments that name an environment: `name`, and `option` for `env_config_of`."""
     parser.add_argument("name", help="GuessNumber, gspo_gym/GuessNumber-v0, my_module:MyEnv, ...")
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=JSON", help="argument of the environment's constructor"
@@ -92,7 +89,7 @@ def add_environment(parser: argparse.ArgumentParser) -> None:
 
 
 def env_config_of(options: Sequence[str]) -> dict[str, Any]:
-    """KEY=JSON texts as keyword arguments (Any: JSON); what is not JSON is taken as text.
+    """Return KEY=JSON texts as keyword arguments; a value that is not JSON stays text.
 
     Raises:
         UsageError: a text is not of that form.

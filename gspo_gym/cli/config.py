@@ -1,7 +1,4 @@
-"""`gspo-gym config new | check | show | reference | from-...`: configurations from the command line.
-
-`from-...` translates another trainer's settings; see `cli/config_from.py`.
-"""
+"""`gspo-gym config new | check | show | reference | from-...`: configurations from the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `config`."""
+    """Add the commands of `config`."""
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
     new = commands.add_parser("new", help="write a commented configuration to begin with")
     new.add_argument("file", nargs="?", type=Path, help="a .toml file that is not there yet; without it, print it")
@@ -42,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def new_file(arguments: argparse.Namespace) -> int:
-    """Write, or print, a configuration that loads as it stands."""
+    """Write, or print, a configuration that loads as it is."""
     import re
     import shlex
 
@@ -70,9 +67,9 @@ def new_file(arguments: argparse.Namespace) -> int:
 
 
 def check_config(arguments: argparse.Namespace) -> int:
-    """Print what the run would be, and everything that stands in its way; an invalid file is an error that lists all.
+    """Print the resolved run and everything that prevents its start; return 0 if it would start, else 1.
 
-    Return 0 if a run would start, and 1 if not.
+    An invalid file is one error that lists all its problems.
     """
     from gspo_gym.config.run_config import load_config
     from gspo_gym.config.services import missing_machinery
@@ -113,7 +110,7 @@ def _print_plan(config: RunConfig) -> None:
 
 
 def _rehearse(config: RunConfig) -> None:
-    """Build everything and play a scripted episode of each environment; print a line about each."""
+    """Build everything and play one scripted episode of each environment; print a line about each."""
     from gspo_gym.base.loops import run_to_end
     from gspo_gym.config.build.preflight import rehearse
 
@@ -152,7 +149,7 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_translations(commands: Any) -> None:
-    """The commands of `translate` (Any: argparse's subparsers have no public type)."""
+    """Add the translation commands without importing the translators."""
     from gspo_gym.cli.config_from import add_arguments as add_translations
 
     add_translations(commands)

@@ -88,7 +88,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """0: all was translated; 1: keys were left out, or the result is not valid yet. Either way the TOML is written."""
+    """Write the TOML; return 0 if all was translated, 1 if keys were left out or the result is not valid yet."""
     from gspo_gym.base.files import read_file
     from gspo_gym.config.run_config import RunConfig  # here: --help need not wait for pydantic
 

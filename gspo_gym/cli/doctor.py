@@ -1,7 +1,6 @@
-"""`gspo-gym doctor RUN`: what is wrong with a run, in sentences, and which key to change.
+"""`gspo-gym doctor RUN`: sentences about what is wrong with a run, and the keys to change.
 
-Reads the files that a run leaves (also while it goes on); runs nothing and changes nothing. The judgements are in
-`checks.py` and `checks_play.py`.
+It reads the files in the run's folder, also of a run in progress, and changes nothing. The checks are in `run/doctor`.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _WIDTH = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `doctor`."""
+    """Add the arguments of `doctor`."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run's folder, such as runs/quickstart")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Print the findings; 0 if nothing is serious, else 1."""
+    """Print the findings; return 0 if none is serious, else 1."""
     run = read_run(arguments.folder)
     findings = diagnose(run)
     is_healthy = all(finding.severity != "serious" for finding in findings)
@@ -43,7 +42,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_run(folder: Path) -> RunView:
-    """What the checks need of a run's folder. Torn last lines, of a run that goes on, are left out.
+    """Read what the checks need from a run's folder, without the torn last lines of a run in progress.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -78,7 +77,7 @@ def read_run(folder: Path) -> RunView:
 
 
 def diagnose(run: RunView) -> list[Finding]:
-    """Return what the checks find, the worst first; the first cause alone, without what follows from it."""
+    """Return the findings, worst first; of a chain of causes only the first."""
     from gspo_gym.run.doctor import causes, checks, checks_judge, checks_play
 
     cause = next((found for check in causes.CAUSES if isinstance(found := check(run), Finding)), None)
@@ -92,7 +91,7 @@ def diagnose(run: RunView) -> list[Finding]:
 
 
 def report_text(folder: Path, run: RunView, findings: Sequence[Finding]) -> str:
-    """The findings as a person reads them."""
+    """Format the findings for people."""
     if not run.metrics:
         head = f"{folder}: no step has been recorded yet."
     elif not findings:

@@ -1,9 +1,7 @@
-"""`gspo-gym env ...`: environments from the command line, without training anything.
+"""`gspo-gym env ...`: work with environments without training. This file has `list` and `play`.
 
-Here are `list` and `play`; the other commands have modules of their own.
-
-`play` lets a person answer in the model's place and shows, on request, exactly the tokens and the mask that a model
-would be given and trained on. `list` loads no torch; `play` loads a tokenizer.
+`play` lets a person answer in the model's place and shows, on request, the tokens and the mask that a model would be
+given and trained on. `list` loads no torch; `play` loads a tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _ADVICE = 'The game is ended. Set isolation = "process" in the class of {env}, a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `env`."""
+    """Add the commands of `env`."""
     commands = parser.add_subparsers(dest="env_command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="the environments that are registered")
     listing.add_argument("--all", action="store_true", help="Gymnasium's own, too")
@@ -54,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_environments(arguments: argparse.Namespace) -> int:
-    """Print one line an environment."""
+    """Print one line per environment."""
     from gspo_gym.env.registry import list_environments as registered
 
     for env_id in registered(include_gymnasium=arguments.all):
@@ -63,7 +61,7 @@ def list_environments(arguments: argparse.Namespace) -> int:
 
 
 def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] = input) -> int:
-    """Play one episode from the keyboard; an empty line is a legal answer, end of input stops."""
+    """Play one episode from the keyboard; an empty line is an answer, end of input stops."""
     from rich.console import Console
 
     from gspo_gym.env.registry import resolve
@@ -103,7 +101,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
 
 
 def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
-    """The token ids of what the person typed; `name(key=value, ...)` calls a tool where there are tools."""
+    """Return the token ids of what was typed; `name(key=value, ...)` calls a tool of the environment."""
     from gspo_gym.types import Message
 
     call = _tool_call(said, {schema["function"]["name"] for schema in wrapper.session.tool_schemas})
@@ -112,7 +110,7 @@ def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
 
 
 def _tool_call(said: str, names: set[str]) -> Any:
-    """`query(sql="SELECT 1")` as a ToolCall; None if it is not a call of a known tool with literal arguments."""
+    """Parse `query(sql="SELECT 1")` into a ToolCall; None if it is no call of a known tool with literal arguments."""
     from gspo_gym.types import ToolCall
 
     try:
@@ -139,7 +137,7 @@ def _show_messages(console: Console, messages: tuple[Message, ...]) -> None:
 def _show_tokens(
     console: Console, wrapper: TokenObservationWrapper, tokenizer: Any, *, tokens: bool, mask: bool
 ) -> None:
-    """The current segment as ids, or as text in which what would be trained on is green."""
+    """Print the current segment as ids, or as text with the trained tokens in green."""
     if not tokens and not mask:
         return
     from rich.text import Text

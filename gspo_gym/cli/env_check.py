@@ -1,6 +1,6 @@
-"""`gspo-gym env check NAME`: the whole environment contract as a gate, and on request the tokens that a model is given.
+"""`gspo-gym env check NAME`: run the environment contract, and on request compare tokens with a chat template.
 
-Exit status 1 if anything is broken, so that it can stand in an author's CI. Without `--model` it loads no torch.
+Exit status 1 if anything is broken, to serve in an author's CI. Without `--model` it loads no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_SHOWN = 400  # characters of a run of tokens in the picture; of a longer on
 
 
 def add_command(commands: Any) -> None:
-    """Add `check` to the commands of `env` (Any: argparse keeps the type to itself)."""
+    """Add `check` to the commands of `env`."""
     check = commands.add_parser("check", help="run the whole environment contract; exit status 1 if it is broken")
     add_environment(check)
     check.add_argument("--num-seeds", type=int, default=10, help="how many seeds to try (default 10)")
@@ -41,7 +41,7 @@ def add_command(commands: Any) -> None:
 
 
 def check_environment(arguments: argparse.Namespace) -> int:
-    """Print the report of `check_env`, and of `audit_tokens` if there is a model; 1 if anything failed."""
+    """Print the report of `check_env`, and with a model that of `audit_tokens`; return 1 if anything failed."""
     from gspo_gym.env.checks.checker import check_env
 
     config = env_config_of(arguments.option)
@@ -70,7 +70,7 @@ def check_environment(arguments: argparse.Namespace) -> int:
 
 
 def _show_mask(audit: TokenAudit) -> None:
-    """A sample episode: what is trained on is green; in [[ ]] where there are no colours."""
+    """Print a sample episode with the trained tokens in green, or in [[ ]] without colours."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`gspo-gym env collect NAME --policy WHO --out FILE`: a data set of episodes, as JSON lines or Parquet."""
+"""`gspo-gym env collect NAME --policy POLICY --out FILE`: write a data set of episodes, as JSON lines or Parquet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_command(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
-    """The command line of `env collect`."""
+    """Add `collect` to the commands of `env`."""
     parser = subparsers.add_parser("collect", help="play episodes with any policy and keep them in a file")
     add_environment(parser)
     parser.add_argument(
@@ -51,10 +51,10 @@ def add_command(subparsers: Any) -> None:  # Any: argparse does not name the typ
 
 
 def collect(arguments: argparse.Namespace) -> int:
-    """Collect and write; 0 if every episode asked for was played, 1 if some could not be (which are told).
+    """Collect and write; return 0 if every requested episode was played, else 1.
 
-    Each episode is in FILE.part as soon as it is over. Ctrl-C leaves that file for --resume, and ends with 130; so does
-    an environment that holds the interpreter, but for the status (`watchdog.py`).
+    Each episode is in FILE.part as soon as it is over. Ctrl-C leaves that file for `--resume` and returns 130. An
+    environment that holds the interpreter ends the process and leaves it, too (`watchdog.py`).
     """
     from rich.console import Console
 

@@ -1,8 +1,8 @@
-"""`python -m gspo_gym.evaluate CONFIG.toml --model PATH --seeds 0:100`: how good is a model over seeded episodes?
+"""`python -m gspo_gym.evaluate CONFIG.toml --model MODEL --seeds 0:100`: evaluate a model over seeded episodes.
 
-The config says which environment and limits; `--model` which weights (any [model] base: a checkpoint's folder, a hub
-id, tiny:NAME, `scripted:NAME` for a policy that the environment brings along, or `openai:MODEL@URL` for one behind an
-OpenAI-compatible chat route). `--against` plays a second model on the same seeds and compares pair by pair.
+The config gives environment and limits, `--model` the weights: a checkpoint's folder, a hub id, tiny:NAME,
+`scripted:NAME` for a policy of the environment, or `openai:MODEL@URL` for a model behind an OpenAI-compatible chat
+route. `--against` plays a second model on the same seeds and compares pair by pair.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCRIPTED, _ENDPOINT = "scripted:", "openai:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `evaluate`."""
+    """Add the arguments of `evaluate`."""
     parser.add_argument("config", help="the TOML file that names the environment and its limits")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
     who = "the folder of a run or a checkpoint, a hub id, scripted:NAME of the environment, or openai:MODEL[@URL]"
@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run the `evaluate` command; 0 when every model was evaluated.
+    """Evaluate every named model; return 0 when all were evaluated.
 
-    Every row is in FILE.part of `--json FILE` as soon as its episode is over. Ctrl-C leaves that file for `--resume`,
-    and ends with 130. An environment that holds the interpreter ends the command (`watchdog.py`), and with FILE runs in
-    worker processes at the next try.
+    With `--json FILE` every row is in FILE.part as soon as its episode is over. Ctrl-C leaves that file for `--resume`
+    and returns 130. An environment that holds the interpreter ends the process (`watchdog.py`); at the next try with
+    FILE it runs in worker processes.
     """
     from rich.console import Console
 
@@ -107,7 +107,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return what ends this process if an environment holds the interpreter."""
+    """Return the context that ends this process if an environment holds the interpreter."""
     kept = "Set rollout.isolation to process, where a deadline ends what hangs."
     if marker is not None:
         kept = "What is over is kept: go on with --resume, which runs {env} in worker processes."
@@ -116,7 +116,7 @@ def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.Abstra
 
 
 def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
-    """Return the config, with its environments in worker processes if one of them held the interpreter before."""
+    """Return the config, with worker processes for its environments if one of them held the interpreter before."""
     from gspo_gym.env.registry import resolve
 
     frozen = () if marker is None else read_frozen(marker).env_ids
@@ -127,7 +127,7 @@ def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
 
 
 def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> PartFile | None:
-    """Begin, or go on with, the file of the rows so far; None where there is no file to keep it beside.
+    """Open the file of the rows so far, or None if there is no `--json` file to keep it beside.
 
     Raises:
         UsageError: `--resume` without such a file.
@@ -144,7 +144,7 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
 
 
 def _weights_of(name: str) -> str:
-    """Return what tells the weights of a run's newest checkpoint from those of a later one: folder and digest."""
+    """Return folder and digest of the weights, to tell a run's newest checkpoint from a later one."""
     from gspo_gym.config.build import trainer as build
     from gspo_gym.policy.manifest import MANIFEST
 
@@ -158,7 +158,7 @@ def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
 
 
 def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None) -> dict[str, Evaluation]:
-    """Evaluate each model; the rows go into the part as they come, and those that are there are not played again."""
+    """Evaluate each model, adding rows to the part as they come; rows that it holds already are not played again."""
     from rich.console import Console
 
     from gspo_gym.config.build.preflight import require_ready_to_evaluate
@@ -188,7 +188,7 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
 
 
 def _whole(config: RunConfig, found: Sequence[PlayedRow]) -> Evaluation | None:
-    """Return the evaluation of which every row is there already; None if one is missing."""
+    """Return the evaluation if all its rows are there already, else None."""
     from gspo_gym.config.build.apps import environment_ids
     from gspo_gym.rollout.evaluation import evaluation_of_rows
 
@@ -196,13 +196,13 @@ def _whole(config: RunConfig, found: Sequence[PlayedRow]) -> Evaluation | None:
 
 
 def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRows | None = None) -> Evaluation:
-    """Evaluate one model, `scripted:NAME` or `openai:MODEL[@URL]` over the config's seeds; None: the config's model.
+    """Evaluate a model over the config's seeds: a path, an id, `scripted:NAME`, `openai:MODEL[@URL]`; None: its own.
 
-    `rows` are there already, or receive what is played, so that an interrupted evaluation can go on.
+    `rows` holds rows that were played before and receives new ones, to go on after an interruption.
 
     Raises:
         UnknownNameError: no such model or scripted policy.
-        GymError: what `preflight.require_ready_to_evaluate` finds in the way.
+        GymError: what `preflight.require_ready_to_evaluate` finds.
         RolloutError: no episode could be scored.
     """
     from gspo_gym.config.build import trainer as build
@@ -217,7 +217,7 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
 
 
 def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
-    """Evaluate what nothing stands in the way of."""
+    """Evaluate after the checks have passed."""
     from gspo_gym.config.build import trainer as build
 
     if whole := _whole(config, rows.found):
@@ -254,7 +254,7 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
 
 
 async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
-    """By players that speak in messages: hand-written ones, and models behind an endpoint's chat route."""
+    """Evaluate a player that answers messages: a scripted policy, or a model behind a chat route."""
     from gspo_gym.config.build import trainer as build
     from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
     from gspo_gym.config.build.judge import build_judging
@@ -279,7 +279,7 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m gspo_gym.evaluate`."""
+    """Run `python -m gspo_gym.evaluate`."""
     from gspo_gym.cli.command_line import Parser, parse_and_run
 
     parser = Parser(prog="python -m gspo_gym.evaluate", description="Evaluate a model over seeded episodes.")

@@ -1,7 +1,4 @@
-"""`gspo-gym judge ...`: rubrics and judges from the command line.
-
-Each command has a module of its own; none loads torch.
-"""
+"""`gspo-gym judge ...`: rubrics and judges from the command line. No command loads torch."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from gspo_gym.cli import serve_judge as judge_serve_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `judge`."""
+    """Add the commands of `judge`."""
     commands = parser.add_subparsers(dest="judge_command", required=True, metavar="COMMAND")
     judge_check_command.add_command(commands)
     judge_serve_command.add_command(commands)

@@ -1,7 +1,4 @@
-"""`gspo-gym judge audit EPISODES --gold LABELS`: how far a judge can be believed, see `judge/audit/audit.py`.
-
-Loads no torch.
-"""
+"""`gspo-gym judge audit EPISODES --gold LABELS`: measure how far a judge can be believed (`judge/audit/audit.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Add `audit` to the commands of `judge` (Any: argparse keeps the type to itself)."""
+    """Add `audit` to the commands of `judge`."""
     audit = commands.add_parser("audit", help="compare a judge with gold labels; look for biases; attack it")
     audit.add_argument("episodes", type=Path, metavar="EPISODES", help="a run's folder; or a .jsonl file of episodes")
     audit.add_argument("--gold", type=Path, required=True, metavar="LABELS", help="a label a line, see judge/labels.py")
@@ -42,7 +39,7 @@ def add_command(commands: Any) -> None:
 
 
 def audit_episodes(arguments: argparse.Namespace) -> int:
-    """Print the report; 1 if an episode got no score."""
+    """Print the report; return 1 if an episode got no score."""
     from gspo_gym.base.loops import run_to_end
     from gspo_gym.judge.audit.audit import AuditSettings
     from gspo_gym.judge.audit.labels import labelled_episodes, read_labels

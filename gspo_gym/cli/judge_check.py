@@ -1,4 +1,4 @@
-"""`gspo-gym judge check RUBRIC`: everything that is wrong with a rubric, or what it will do; nothing is judged."""
+"""`gspo-gym judge check RUBRIC`: list everything that is wrong with a rubric, or describe it; nothing is judged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Add `check` to the commands of `judge` (Any: argparse keeps the type to itself)."""
+    """Add `check` to the commands of `judge`."""
     check = commands.add_parser("check", help="say everything that is wrong with a rubric, or what it will do")
     check.add_argument("rubric", help="a YAML, TOML or JSON file, or an id such as support_desk/bundle@v1")
     check.add_argument(
@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
 
 
 def check_rubric(arguments: argparse.Namespace) -> int:
-    """Print VALID, the criteria, and what to think about; an invalid rubric is an error that lists everything."""
+    """Print VALID, the criteria and notes; an invalid rubric is one error that lists all its problems."""
     from gspo_gym.judge.rubric import strict_problems
     from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_task_app_rubric
 
@@ -50,7 +50,7 @@ def check_rubric(arguments: argparse.Namespace) -> int:
 
 
 def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
-    """Lines: the part, its goal, and a table of its criteria with their shares in the total."""
+    """Yield lines about a part of the rubric: its goal, and its criteria with their shares of the total."""
     yield f"{name}: version {rubric.version}, {rubric.aggregation}, total {_range_of(rubric)}"
     if rubric.goal_text:
         yield f"  goal: {' '.join(rubric.goal_text.split())}"
@@ -65,7 +65,7 @@ def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
 
 
 def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
-    """What is allowed and may still not be meant, a sentence each."""
+    """Yield a sentence about each thing that is allowed but perhaps not intended."""
     graded = [c.id for c in rubric.criteria if c.scale in ("bounded", "custom")]
     if graded:
         yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded)}"
@@ -84,7 +84,7 @@ def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
 
 
 def _range_of(rubric: Rubric) -> str:
-    """From the lowest to the highest total, as far as they are known."""
+    """Format the lowest and the highest total, as far as they are known."""
     if rubric.aggregation == "custom":
         return "from a function"
     low = rubric.total(rubric.lowest_scores)

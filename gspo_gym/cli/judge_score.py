@@ -1,4 +1,4 @@
-"""`gspo-gym judge score RUN`: stored episodes judged again, beside what the run's judge said; no model plays.
+"""`gspo-gym judge score RUN`: rejudge stored episodes and print the scores beside the run's own; no model plays.
 
 The run's own files stay as they are. Loads no torch.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Add `score` to the commands of `judge` (Any: argparse keeps the type to itself)."""
+    """Add `score` to the commands of `judge`."""
     score = commands.add_parser("score", help="judge a run's stored episodes again, with another rubric or judge")
     score.add_argument("source", type=Path, metavar="RUN", help="a run's folder; or a .jsonl file of episodes")
     add_judge_arguments(score)
@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
 
 
 def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Who judges, and by what; what `load_judge_config` and `load_judge_rubrics` read."""
+    """Add the arguments that `load_judge_config` and `load_judge_rubrics` read."""
     parser.add_argument("--rubric", metavar="FILE_OR_ID", help="instead of the configuration's; judges all its parts")
     parser.add_argument("--folder", action="append", default=[], type=Path, metavar="DIR", help="where ids are found")
     parser.add_argument("--config", type=Path, metavar="FILE", help="whose [judge] is asked; absent: RUN/config.toml")
@@ -39,7 +39,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def score_run(arguments: argparse.Namespace) -> int:
-    """Judge again, write, and print both side by side; 1 if an episode got no score."""
+    """Rejudge, write, and print both side by side; return 1 if an episode got no score."""
     from gspo_gym.base.loops import run_to_end
     from gspo_gym.judge.records import JudgementRecorder
     from gspo_gym.judge.rescoring import new_file, side_by_side, stored_episodes
@@ -57,7 +57,7 @@ def score_run(arguments: argparse.Namespace) -> int:
 
 
 def load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig:
-    """The configuration with its judge enabled, so that everything about the judge is checked.
+    """Load the configuration with its judge enabled, which checks all settings of the judge.
 
     Raises:
         ConfigError: there is none, or it is wrong.
@@ -74,10 +74,10 @@ def load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig:
 
 
 def load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episodes: Sequence[Trajectory]) -> Rubrics:
-    """The rubric that is named, whole, or the configuration's.
+    """Load the rubric that the command line names, or the configuration's.
 
     Raises:
-        ConfigError, UnknownNameError: it is not as it must be.
+        ConfigError, UnknownNameError: it is not valid.
     """
     from gspo_gym.base.loops import run_to_end
     from gspo_gym.config.build.judge import build_rubrics
@@ -100,7 +100,7 @@ def load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episode
 
 
 def parts_only(config: RunConfig, rubrics: Rubrics) -> RewardBlend:
-    """The configuration's blend, without parts that the rubric does not have."""
+    """Return the configuration's blend without the parts that the rubric does not have."""
     assert config.judge is not None  # it was enabled
     weights = config.judge.blend
     return weights.model_copy(update={part: 0.0 for part in ("event", "outcome") if part not in rubrics.parts})

@@ -1,7 +1,4 @@
-"""The `gspo-gym` command: a thin front of the modules that do the work.
-
-Nothing heavy is imported before the chosen command runs, so `--help` answers at once.
-"""
+"""The `gspo-gym` command. A command's heavy imports wait until it runs: `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from gspo_gym.cli.search import command as search
 
 
 class _Version(argparse.Action):
-    """Prints the versions of what a report of a fault should name; they are looked up only then."""
+    """Print the versions that a bug report should name."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version as version_of
@@ -34,7 +31,7 @@ class _Version(argparse.Action):
 
 
 class _Completion(argparse.Action):
-    """Prints what shtab makes of the parser; the package is an extra, loaded only then."""
+    """Print the shell completion that shtab makes of the parser."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, __: object = None) -> None:
         try:
@@ -68,7 +65,7 @@ def command_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; return the exit status."""
     if not sys.flags.safe_path and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that MODULE:NAME finds modules of the present folder
     return parse_and_run(command_parser(), argv)

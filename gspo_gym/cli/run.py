@@ -1,7 +1,4 @@
-"""A whole run, from a config to a summary, inside its folder: fresh or resumed.
-
-Knows the order of things (build, warm up, train, sum up); each is done elsewhere.
-"""
+"""A whole run in its folder, fresh or resumed: build, warm up, train, summarize."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ _FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
 
 
 def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
-    """See `train.run_training`."""
+    """Run `train.run_training`."""
     if resume:
         with telling(console) as progress:
             return run_to_end(_resume(config, progress))
@@ -95,7 +92,7 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
 
 
 def folder_is_taken(config: RunConfig) -> str | None:
-    """Return what to do about a run that is in the folder already; None: a new one may begin there."""
+    """Return advice about a run that is in the folder already; None if a new one may begin there."""
     folder = config.run_folder
     if not folder.exists() or not any(folder.iterdir()):
         return None
@@ -106,7 +103,7 @@ def folder_is_taken(config: RunConfig) -> str | None:
 
 
 async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
-    """Run from the beginning. What fails before the first evaluation begins leaves everything as it was."""
+    """Run from the beginning; a failure before the first evaluation leaves everything as it was."""
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(leaving_at_sigterm(config.run_folder))
         begin = stack.enter_context(folder_of_a_new_run(config.run_folder, progress))
@@ -189,7 +186,7 @@ async def _train(
     weight_sync: WeightSync,
     judging: Judging | None,
 ) -> dict[str, Any]:
-    """Train and write summary.json, also when the run fails: then its status says how."""
+    """Train and write summary.json, also when the run fails: its status then names the failure."""
     trainer = build.build_trainer(
         config,
         player,
@@ -226,7 +223,7 @@ async def _train(
 def _tell_who_samples(
     config: RunConfig, player: build.Player, recorder: RunRecorder, progress: Progress, *, step: int
 ) -> None:
-    """Write it down if the episodes that are learned from are not the policy's."""
+    """Record it if the episodes to learn from are sampled from another model than the policy."""
     if player.endpoint is None or config.services is None:
         return
     urls, mode = config.services.engine_urls, player.endpoint.capabilities.logprob_mode
@@ -235,7 +232,7 @@ def _tell_who_samples(
 
 
 def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progress, *, step: int) -> None:
-    """Write it down if an earlier start ended because an environment held the interpreter."""
+    """Record it if an earlier start ended because an environment held the interpreter."""
     frozen = read_frozen(config.run_folder / MARKER)
     if frozen.env_ids:
         recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})
@@ -244,7 +241,7 @@ def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progres
 
 
 async def _enter_judging(config: RunConfig, player: build.Player, stack: contextlib.AsyncExitStack) -> Judging | None:
-    """The run's judge, closed with the stack; None if there is none."""
+    """Return the run's judge, closed with the stack; None if it has none."""
     judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
     if judging is not None:
         stack.push_async_callback(judging.close)
@@ -256,7 +253,7 @@ def _checkpoints(config: RunConfig) -> CheckpointStore:
 
 
 def _require_named_run(folder: Path, checkpoint: Path) -> None:
-    """Refuse a checkpoint that names its run in a folder that does not say which run it holds.
+    """Refuse a checkpoint that names its run, in a folder that does not name the run it holds.
 
     Raises:
         CheckpointError: says what to restore.
@@ -270,7 +267,7 @@ def _require_named_run(folder: Path, checkpoint: Path) -> None:
 
 
 def _require_same_run(config: RunConfig) -> None:
-    """Refuse to go on under other settings than the run began with, but for those that only say how long or how often.
+    """Refuse to go on under other settings, except those that only set how long or how often.
 
     Raises:
         ConfigError: names the keys that differ.
@@ -308,7 +305,7 @@ def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any
 
 
 def _ended_without_checkpoint(config: RunConfig) -> bool:
-    """Whether the folder's run has ended, and left nothing to go on from; then another may take its place."""
+    """Return whether the folder's run has ended without a checkpoint; another run may then take its place."""
     folder = config.run_folder
     if not (folder / "summary.json").exists() or _checkpoints(config).steps():
         return False

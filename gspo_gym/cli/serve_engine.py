@@ -15,7 +15,7 @@ from gspo_gym.engine.vllm.settings import VllmSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `serve`."""
+    """Add the arguments of `serve`."""
     parser.add_argument("model", metavar="MODEL", help="folder in transformers layout, or a name that vLLM knows")
     parser.add_argument("--engine", choices=["vllm"], default="vllm", help="what serves it (default vllm)")
     where = parser.add_argument_group("where it listens; other machines never reach it")
@@ -61,11 +61,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; prints the URL once clients may connect. 1 if the server ended by itself.
+    """Serve until told to stop; print the URL once clients may connect. Return 1 if the server ended by itself.
 
     Raises:
         ConfigError: other machines could reach it, or a size is wrong.
-        EngineError: it did not start; says the end of its log.
+        EngineError: it did not start; the message ends with the tail of its log.
         MissingExtraError: vLLM is not installed.
     """
     server = VllmServer(
@@ -86,7 +86,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(arguments: argparse.Namespace) -> VllmSettings:
-    """What the command line says of the engine."""
+    """Return the engine's settings from the command line."""
     return VllmSettings(
         model=arguments.model,
         max_model_len=arguments.max_model_len,

@@ -1,6 +1,6 @@
-"""`gspo-gym env serve NAME`: an environment for trainers elsewhere, until SIGTERM or Ctrl-C.
+"""`gspo-gym env serve NAME`: serve an environment to other trainers, until SIGTERM or Ctrl-C.
 
-As a task app, which brings its own agent and is given a model; step by step over OpenEnv's protocol; or both.
+As a task app, with an agent of its own that calls the caller's model; step by step over OpenEnv's protocol; or both.
 Sessions are closed before the command ends. Loads FastAPI, and no torch.
 """
 
@@ -27,12 +27,12 @@ _SPOKEN = {
 
 # Any: argparse has no public name for what add_subparsers returns.
 def add_command(commands: Any) -> None:
-    """The command `serve` among those of `env`."""
+    """Add `serve` to the commands of `env`."""
     add_arguments(commands.add_parser("serve", help="serve an environment to trainers elsewhere"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `serve`."""
+    """Add the arguments of `serve`."""
     add_environment(parser)
     parser.add_argument("--protocol", choices=list(_SPOKEN), default="task_app", help="default task_app")
     parser.add_argument("--host", default="127.0.0.1", help="another than loopback needs --api-key-env")
@@ -104,9 +104,9 @@ def _add_callers(callers: Any) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; prints the URL once clients may connect.
+    """Serve until told to stop; print the URL once clients may connect.
 
-    An environment that holds the interpreter ends the server (`watchdog.py`): its clients would wait for ever.
+    An environment that holds the interpreter ends the server (`watchdog.py`); its clients would wait for ever.
 
     Raises:
         ConfigError, UnknownNameError: the environment, the address or a key.
@@ -128,10 +128,10 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def served_of(arguments: argparse.Namespace) -> ServedEnv:
-    """What the command line asks for.
+    """Return the served environment's settings from the command line.
 
     Raises:
-        ConfigError: a limit, or a key is not set.
+        ConfigError: a limit is out of range, or a key is not set.
     """
     from gspo_gym.remote.serve.env_source import ANY_OPTION
     from gspo_gym.remote.serve.served_env import ServedEnv

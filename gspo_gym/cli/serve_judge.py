@@ -1,8 +1,8 @@
-"""`gspo-gym judge serve` and `gspo-gym judge fake`: a judge for other trainers, and a model that is none.
+"""`gspo-gym judge serve` and `gspo-gym judge fake`: serve a judge, or a fake model for it, until SIGTERM or Ctrl-C.
 
 `serve` puts a judging model, or a function, behind the hosted trainer's judge contract. `fake` is an OpenAI-compatible
-endpoint whose verdicts follow a rule (`judge/service/fake_server.py`), to rehearse a configuration without cost. Both
-run until SIGTERM or Ctrl-C; they load FastAPI, and no torch.
+endpoint whose verdicts follow a rule (`judge/service/fake_server.py`), to rehearse a configuration without cost. They
+load FastAPI, and no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BODY_BYTES = 16_000_000  # a long episode, as JSON
 
 # Any: argparse has no public name for what add_subparsers returns.
 def add_command(commands: Any) -> None:
-    """The commands `serve` and `fake` among those of `judge`."""
+    """Add `serve` and `fake` to the commands of `judge`."""
     _add_serve(commands.add_parser("serve", help="a judge over HTTP, for other trainers"))
     _add_fake(commands.add_parser("fake", help="an OpenAI-compatible model that judges by a rule, for rehearsals"))
 
@@ -59,7 +59,7 @@ def _add_address(parser: argparse.ArgumentParser, *, port: int) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve the judge until told to stop; prints the URL once clients may connect.
+    """Serve the judge until told to stop; print the URL once clients may connect.
 
     Raises:
         ConfigError, UnknownNameError: the judge, the rubric, the address or a key.
@@ -84,7 +84,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def serve_fake(arguments: argparse.Namespace) -> int:
-    """Serve the fake model until told to stop; prints the URL once clients may connect.
+    """Serve the fake model until told to stop; print the URL once clients may connect.
 
     Raises:
         ConfigError: the address or the key. MissingExtraError: FastAPI or uvicorn is not installed.

@@ -1,7 +1,7 @@
 """`python -m gspo_gym.train CONFIG.toml [section.key=value ...]`: train a model as a config file says.
 
-`run_training` is the same from Python. What happens in a step is `trainer.py`; what is built is
-`config/build/trainer.py`; this file puts a run folder around it. Heavy imports wait until a command runs.
+From Python, call `run_training`. A training step is in `run/trainer.py`; what it uses is built in
+`config/build/trainer.py`. Heavy imports wait until a command runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_task_url(parser: argparse.ArgumentParser) -> None:
-    """The argument that names a task app, of `train` and `evaluate`."""
+    """Add the argument that names a task app."""
     parser.add_argument(
         "--task-url",
         metavar="URL",
@@ -27,7 +27,7 @@ def add_task_url(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `train`."""
+    """Add the arguments of `train`."""
     parser.add_argument("config", help="a TOML file; configs/ holds examples")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
     add_task_url(parser)
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run the `train` command; 0 when the plan is done."""
+    """Run the `train` command; return 0 when the plan is done."""
     from rich.console import Console
 
     from gspo_gym.config.apps import with_task_url
@@ -57,16 +57,16 @@ def run_command(arguments: argparse.Namespace) -> int:
 def run_training(
     config: RunConfig, *, resume: bool = False, set_aside: bool = False, console: Console | None = None
 ) -> dict[str, Any]:
-    """Train, and return what is also in summary.json.
+    """Train and return the contents of summary.json.
 
     Args:
-        config: what to do.
-        resume: go on from the newest checkpoint of `config.run_folder`; without one there, an error.
-        set_aside: an earlier run of the same label is moved away; without it, its presence is an error.
-        console: where progress goes; None: nowhere.
+        config: the run's settings.
+        resume: go on from the newest checkpoint in `config.run_folder`; without one, an error.
+        set_aside: move an earlier run of the same label away; without it, its presence is an error.
+        console: where progress is printed; None: nowhere.
 
     Raises:
-        ConfigError: the config asks for what this machine, model or environment cannot do; or the folder is taken.
+        ConfigError: this machine, model or environment cannot do what the config asks for, or the folder is taken.
         RolloutError, NonFiniteError, EngineError: the run cannot go on; its folder holds everything up to then.
     """
     from gspo_gym.cli.run import execute
@@ -75,7 +75,7 @@ def run_training(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m gspo_gym.train`."""
+    """Run `python -m gspo_gym.train`."""
     from gspo_gym.cli.command_line import Parser, parse_and_run
 
     parser = Parser(prog="python -m gspo_gym.train", description="Train a model as a config file says.")

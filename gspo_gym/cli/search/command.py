@@ -3,13 +3,13 @@
     runs/<label>/
         search.toml         the resolved settings
         base.toml           a copy of the base, which all trials use
-        journal.log         Optuna's: all trials
+        journal.log         Optuna's journal of all trials
         trials/trial_0003/  an ordinary run's folder; its log is trials/trial_0003.log
         leaderboard.json    all trials, best first; written after each
-        best.toml           the best trial's configuration, to be trained again or longer
+        best.toml           the best trial's configuration, to train again or longer
 
-Who proposes values is `study.py`, what a trial does `trial.py`. A trial's weights are not handed on to
-later trials: each starts from the base, as a run that is to be repeated must.
+`study.py` proposes values, `trial.py` runs one trial. Every trial starts from the base and not from another trial's
+weights, because a run must be repeatable.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `search`."""
+    """Add the arguments of `search`."""
     parser.add_argument("search", help="a TOML file; examples/search.toml is one")
     parser.add_argument("--resume", action="store_true", help="go on with the search in the same folder")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run the `search` command; 1 if no trial came to its end."""
+    """Run the `search` command; return 1 if no trial finished."""
     from rich.console import Console
 
     from gspo_gym.cli.search.study import load_search
@@ -68,13 +68,13 @@ def run_search(
     command: Sequence[str] | None = None,
     poll_seconds: float = 1.0,
 ) -> dict[str, Any]:
-    """Run all trials, and return what is also in leaderboard.json.
+    """Run all trials and return the contents of leaderboard.json.
 
     Args:
         settings: what to search; see `load_search`.
-        resume: go on with the search in the folder; trials that were interrupted start again.
-        console: where each trial's end is told; None: nowhere.
-        command: what trains, in place of `python -m gspo_gym.train`.
+        resume: go on with the search in the folder; interrupted trials start again.
+        console: where each trial's end is printed; None: nowhere.
+        command: the training command, in place of `python -m gspo_gym.train`.
         poll_seconds: between looks at a run's evaluations.
 
     Raises:
@@ -95,7 +95,7 @@ def run_search(
 
 
 class _Search:
-    """Gives trials to as many workers as may run at a time, and writes down how they end."""
+    """The workers of a search: they take trials from the study and record their results."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Search:
         self._reported: set[tuple[int, int]] = set()  # (trial, iteration)
 
     async def run(self) -> None:
-        """Until there are no more trials; a mistake of ours in one worker stops the others and their runs."""
+        """Run until there are no more trials; an unexpected error in one worker stops the others and their runs."""
         async with asyncio.TaskGroup() as workers:
             for _ in range(self._settings.search.max_parallel):
                 workers.create_task(self._work())
@@ -157,7 +157,7 @@ class _Search:
         self._finish(trial, result)
 
     def _copy(self, trial: optuna.Trial, twin: optuna.trial.FrozenTrial) -> None:
-        """Count the twin's result again: a parent that is its own child survives, and costs nothing."""
+        """Record the twin's result again: an unchanged parent survives at no cost."""
         trial.set_user_attr("same_as", twin.number)
         for name, value in twin.user_attrs.items():
             trial.set_user_attr(name, 0.0 if name == "seconds" else value)
@@ -166,9 +166,10 @@ class _Search:
         self._say(trial, f"has the values of trial {twin.number}, whose result it takes")
 
     def _is_behind(self, trial: optuna.Trial, evaluations: Sequence[tuple[int, float]]) -> bool:
-        """Whether the pruner stops it at what is new; it counts what it is asked about, so it is asked of every run.
+        """Return whether the pruner stops the trial at its newest evaluation.
 
-        The evaluation before the first iteration says nothing about a trial's values.
+        Every run's evaluations are reported, because the pruner counts them; the one before the first iteration is not,
+        since it says nothing about a trial's values.
         """
         is_behind = False
         for iteration, value in evaluations:
@@ -207,7 +208,7 @@ class _Search:
             self._console.print(f"trial {trial.number}: {what}; {values}", highlight=False, markup=False)
 
     def write_leaderboard(self) -> dict[str, Any]:
-        """Write leaderboard.json and best.toml; returns the former. Any: JSON values."""
+        """Write leaderboard.json and best.toml; return the former."""
         from gspo_gym.base.files import replace_file
 
         rows = [self._row(trial) for trial in self._study.trials()]
@@ -244,7 +245,7 @@ class _Search:
 
 
 def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
-    """Make or check the search's folder; returns its copy of the base."""
+    """Create or check the search's folder; return its copy of the base."""
     from gspo_gym.base.files import make_folder, replace_file, writing
     from gspo_gym.cli.search.study import load_search, require_same_search
 
@@ -266,7 +267,7 @@ def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
 
 
 def _table(leaderboard: dict[str, Any]) -> Any:
-    """The leaderboard for people (Any: a rich table)."""
+    """Return the leaderboard as a rich table."""
     from rich.table import Table
 
     keys = list(leaderboard["trials"][0]["parameters"]) if leaderboard["trials"] else []

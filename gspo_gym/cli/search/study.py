@@ -1,10 +1,7 @@
-"""A search's trials in Optuna: who proposes the next one, who is stopped, and where they are kept.
+"""A search: the file SEARCH.toml, and its trials in Optuna (proposal, pruning, a journal to go on from).
 
-Optuna keeps them in a journal of JSON lines, so that a search can go on after whatever ended it.
-
-SEARCH.toml: which runs a search tries, who chooses them, and what counts as good. Read strictly; imports no torch.
-
-The base is an ordinary configuration file. [parameters] names keys of it and the values that may be tried:
+The file is read strictly; nothing here imports torch. The base is an ordinary configuration file. [parameters] names
+keys of it and the values to try:
 
     [parameters]
     training.learning_rate = { low = 1e-4, high = 1e-2, log = true }
@@ -21,7 +18,7 @@ What AgileRL 2.7 calls population training is the sampler "evolution", with thes
 | Mutations(rl_hp, no_mutation) | sampler.mutation_prob, for each parameter; and crossover, which it lacks |
 | Mutations(architecture, parameters, activation) | none (its language-model agents have none either) |
 | evo_steps: selection every so many steps | selection between whole runs |
-| a child goes on with its parent's weights | no: every trial starts from the base, so that its run can be repeated |
+| a child goes on with its parent's weights | no: every trial starts from the base, because a run must be repeatable |
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ _INTERRUPTED = "interrupted"
 
 
 def require_optuna() -> Any:
-    """The optuna package (Any: loaded only where a search runs).
+    """Import and return optuna.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -68,8 +65,8 @@ class SearchStudy:
     """The trials of one search.
 
     Args:
-        settings: what is searched.
-        journal: the file that keeps the trials; made if it is not there.
+        settings: the search.
+        journal: the file that keeps the trials; created if missing.
     """
 
     def __init__(self, settings: SearchSettings, journal: Path) -> None:
@@ -88,9 +85,9 @@ class SearchStudy:
         )
 
     def restart_interrupted(self) -> int:
-        """Put trials that nobody runs any more back into the queue, as new ones with the same values; says how many.
+        """Queue abandoned trials again, as new ones with the same values; return how many.
 
-        To be called before the first `ask`: afterwards a running trial is one of ours.
+        Call it before the first `ask`: afterwards a running trial is one of this process.
         """
         states = self._optuna.trial.TrialState
         running = self.study.get_trials(deepcopy=False, states=[states.RUNNING])
@@ -103,9 +100,9 @@ class SearchStudy:
         return len(running)
 
     def ask(self) -> optuna.Trial | None:
-        """The next trial, with its values; None: all have been given out.
+        """Return the next trial with its values, or None when all have been given out.
 
-        Each draws from a generator of its own: one that all share would begin anew when a search goes on, and propose
+        Each trial draws from a generator of its own: a shared one would begin anew when a search goes on, and propose
         the first values again.
         """
         trials = self.trials()
@@ -120,11 +117,11 @@ class SearchStudy:
         return self.study.ask(self._distributions)
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """All trials that count, by number: not those that an interruption ended."""
+        """Return all trials by number, except those that an interruption ended."""
         return [trial for trial in self.study.get_trials(deepcopy=False) if _INTERRUPTED not in trial.user_attrs]
 
     def twin_of(self, trial: optuna.Trial) -> optuna.trial.FrozenTrial | None:
-        """An earlier trial with the same values that came to its end or was stopped as behind; None: there is none."""
+        """Return an earlier trial with the same values that finished or was pruned, or None."""
         states = self._optuna.trial.TrialState
         return next(
             (
@@ -138,14 +135,14 @@ class SearchStudy:
         )
 
     def values_of(self, trial: optuna.Trial | optuna.trial.FrozenTrial) -> dict[str, Any]:
-        """A trial's values by configuration key (Any: as the configuration takes them)."""
+        """Return a trial's values by configuration key."""
         ranges = self._settings.parameters
         return {
             key: json.loads(value) if ranges[key].choices is not None else value for key, value in trial.params.items()
         }
 
     def _enqueue_next_of_grid(self) -> None:
-        """The first combination that no trial has (Optuna's own grid sampler stops a loop that is not running here)."""
+        """Queue the first combination that no trial has; Optuna's own grid sampler expects to run the loop."""
         ranges = self._settings.parameters
         axes = [[_stored(ranges[key], value) for value in ranges[key].all_values() or ()] for key in ranges]
         tried = [dict(trial.system_attrs.get("fixed_params", {})) | trial.params for trial in self.trials()]
@@ -157,7 +154,7 @@ class SearchStudy:
 
 
 def _stored(values: ParameterRange, value: Any) -> Any:
-    """As Optuna holds it: a choice may be anything, so it is held as JSON (Any: a configuration's value)."""
+    """Return a value as Optuna holds it: a choice may be anything and is held as JSON."""
     return json.dumps(value) if values.choices is not None else value
 
 
@@ -231,7 +228,7 @@ Metric = Literal["final_success_rate", "best_success_rate", "final_mean_return",
 
 
 class SearchSection(Settings):
-    """[search]: how many runs of what, and which number says how good one is."""
+    """[search]: how many runs of which base, and the metric that ranks them."""
 
     base: str = Field(min_length=1, description="the configuration file that every trial starts from")
     overrides: tuple[str, ...] = Field(default=(), description='over the base in every trial: "section.key=value"')
@@ -257,7 +254,7 @@ class SearchSection(Settings):
 
 
 class SamplerSection(Settings):
-    """[sampler]: who chooses the values of the next trial; Optuna's samplers."""
+    """[sampler]: the Optuna sampler that proposes values."""
 
     type: Literal["evolution", "tpe", "random", "grid"] = Field(
         default="evolution",
@@ -291,7 +288,7 @@ class SamplerSection(Settings):
 
 
 class PrunerSection(Settings):
-    """[pruner]: which runs are stopped early, judged by the search's metric at their evaluations."""
+    """[pruner]: which runs are stopped early, by the search's metric at their evaluations."""
 
     type: Literal["none", "median", "successive_halving"] = Field(
         default="none",
@@ -323,9 +320,9 @@ class PrunerSection(Settings):
 
 
 class ParameterRange(Settings):
-    """The values that may be tried: `choices`, or all from `low` to `high`, both included.
+    """The values to try: `choices`, or all from `low` to `high`, both included.
 
-    Two integers are a range of integers, anything else one of numbers (so write 1.0 and not 1 for a number).
+    Two integers are a range of integers, anything else one of floats (write 1.0 and not 1 for a float).
     """
 
     low: int | float | None = Field(default=None, description="smallest value")
@@ -355,7 +352,7 @@ class ParameterRange(Settings):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def all_values(self) -> tuple[Any, ...] | None:
-        """Every value, for a grid; None: there are endlessly many."""
+        """Return every value, for a grid; None if there are infinitely many."""
         if self.choices is not None:
             return self.choices
         assert self.low is not None and self.high is not None  # noqa: PT018 - checked above
@@ -366,7 +363,7 @@ class ParameterRange(Settings):
         return tuple(min(self.low + index * step, self.high) for index in range(count))  # 0.1 + 2 * 0.1 > 0.3
 
     def extremes(self) -> tuple[Any, ...]:
-        """Values that show whether the configuration takes them: all choices, or both ends."""
+        """Return values to try the configuration with: all choices, or both ends."""
         return (self.low, self.high) if self.choices is None else self.choices
 
 
@@ -380,11 +377,11 @@ class SearchSettings(Settings):
 
     @property
     def search_folder(self) -> Path:
-        """Where the search writes."""
+        """Return the folder that the search writes to."""
         return Path(self.search.folder) / self.search.label
 
     def to_toml(self) -> str:
-        """The resolved settings; reading them gives equal ones."""
+        """Return the resolved settings as TOML that reads back equal."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
@@ -417,7 +414,7 @@ def load_search(path: str | Path) -> SearchSettings:
 
 
 def require_same_search(began: SearchSettings, now: SearchSettings) -> None:
-    """Refuse to go on under other settings than the search began with, but for how many and how long.
+    """Refuse to go on under other settings than the search began with, except how many trials and how long.
 
     Raises:
         ConfigError: names the keys that differ.
@@ -431,7 +428,7 @@ def require_same_search(began: SearchSettings, now: SearchSettings) -> None:
 
 
 def as_override(key: str, value: Any) -> str:
-    """`section.key=value` as a configuration reads it (Any: a configuration's value).
+    """Return `section.key=value` as a configuration reads it.
 
     >>> as_override("training.learning_rate", 1e-05), as_override("model.dtype", "float32")
     ('training.learning_rate=1e-05', 'model.dtype="float32"')
@@ -440,7 +437,7 @@ def as_override(key: str, value: Any) -> str:
 
 
 def _contradictions(settings: SearchSettings) -> list[str]:
-    """Problems of settings that are well-formed: with each other, and with the base."""
+    """Return problems of well-formed settings, among themselves and with the base."""
     search, problems = settings.search, []
     if not settings.parameters:
         return ["parameters: expected at least one key to vary, got none"]
@@ -479,7 +476,7 @@ def _require_owner(section: Settings, owners: Mapping[str, str], chosen: str) ->
 
 
 def _ranges(values: Any) -> tuple[dict[str, ParameterRange], list[str]]:
-    """The ranges by dotted key, however they are nested, and what is wrong (Any: read from a file)."""
+    """Return the ranges by dotted key, however nested, and their problems."""
     ranges, problems = {}, []
     for key, table in _leaves(values):
         if not isinstance(table, dict) or not set(table) & set(ParameterRange.model_fields):
@@ -493,7 +490,7 @@ def _ranges(values: Any) -> tuple[dict[str, ParameterRange], list[str]]:
 
 
 def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A table that holds no tables is a range, any other one a section."""
+    """Yield each range with its dotted key; a table that holds no table is a range, any other one a section."""
     if not isinstance(values, dict) or (prefix and not any(isinstance(value, dict) for value in values.values())):
         yield prefix, values
         return
@@ -502,7 +499,7 @@ def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _texts(error: ValidationError, values: Any) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it); the key is empty where it is the whole (Any: read from a file)."""
+    """Yield (key, problem); the key is empty for a problem of the whole."""
     model = SearchSettings if error.title == SearchSettings.__name__ else ParameterRange
     for problem in find_problems(error, model, values if isinstance(values, Mapping) else {}):
         name = problem.key.rpartition(".")[2]
@@ -523,7 +520,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _as_tuples(value: Any) -> Any:
-    """Tables with tuples for lists: a strict tuple field takes no list, and TOML has nothing else."""
+    """Replace lists by tuples: a strict tuple field takes no list, and TOML has nothing else."""
     if isinstance(value, dict):
         return {key: _as_tuples(entry) for key, entry in value.items()}
     return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value

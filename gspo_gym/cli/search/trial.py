@@ -1,6 +1,6 @@
-"""One trial of a search: an ordinary run in a process of its own, watched through its folder.
+"""One trial of a search: an ordinary run in its own process, watched through its folder.
 
-A process, so that whatever ends a run (a crash, the memory, the deadline) ends nothing else.
+In a process, because whatever ends a run (a crash, lack of memory, the deadline) must not end the search.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ShouldStop = Callable[[list[tuple[int, float]]], bool]  # is shown all evaluatio
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """How a run ended.
+    """The result of a trial's run.
 
     Attributes:
         evaluations: (iteration, value of the search's metric), in order.
-        error: why it counts for nothing; None: it came to its end.
+        error: why the trial does not count; None if it finished.
         is_pruned: it was stopped because others were better.
         seconds: wall-clock.
     """
@@ -44,7 +44,7 @@ class TrialResult:
     seconds: float
 
     def score(self, metric: Metric) -> float:
-        """The last evaluation's value or the best one's, as the metric says."""
+        """Return the last evaluation's value or the best one's, as the metric says."""
         values = [value for _, value in self.evaluations]
         return max(values) if metric.startswith("best_") else values[-1]
 
@@ -52,8 +52,8 @@ class TrialResult:
 def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False) -> list[tuple[int, float]]:
     """Return (iteration, value) of every evaluation that a run has recorded.
 
-    An evaluation in which every episode was cut off before it was decided has a success rate of 0; a run that is over
-    and has only such evaluations has none.
+    An evaluation in which every episode was cut off before it was decided has a success rate of 0; a finished run that
+    has only such evaluations has none.
 
     Raises:
         ConfigError: the environment declares no success, and the metric is a success rate.
@@ -67,7 +67,7 @@ def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False)
 
 
 def _ends_without_success(evaluation: Mapping[str, Any]) -> bool:
-    """Whether an environment ended an episode by itself and declared nothing. Any: JSON of an evaluation's event."""
+    """Return whether an environment ended an episode by itself without declaring success or failure."""
     ended = Outcome.TERMINATED.value
     return any(row["outcome"] == ended and row["success"] is None for row in evaluation.get("rows", ()))
 
@@ -84,9 +84,9 @@ async def run_trial(
     poll_seconds: float,
     command: Sequence[str] = TRAIN,
 ) -> TrialResult:
-    """Run `command` with the arguments to its end, and look at its evaluations every `poll_seconds`.
+    """Run `command` with the arguments to its end, and read its evaluations every `poll_seconds`.
 
-    What it prints goes to `log`. If this is cancelled, the process is stopped.
+    Its output goes to `log`. Cancelling this stops the process.
 
     Args:
         num_parallel: how many share the machine; without OMP_NUM_THREADS in the environment, the cores are divided.
@@ -128,7 +128,7 @@ async def _has_ended(process: asyncio.subprocess.Process, seconds: float) -> boo
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """As from the keyboard, so that a run writes its summary; if that does not help, at once."""
+    """Interrupt the run as from the keyboard, which lets it write its summary; kill it if that does not help."""
     if process.returncode is not None:
         return
     process.send_signal(signal.SIGINT)
