@@ -1,1 +1,1 @@
-"""Judges: another model, a service or a function reads an episode and scores it against a rubric."""
+"""Judges: score an episode against a rubric, by another model, a service or a function."""

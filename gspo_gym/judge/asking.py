@@ -1,12 +1,10 @@
-"""One question to a judge behind HTTP: how many at once, how often again, what it may cost, and whether it is down.
+"""Ask a judge over HTTP: concurrency, retries, budget, and waiting while the endpoint is down.
 
-What is asked and how an answer is read is the caller's (`judge/model/judge.py`, `judge/service/client.py`). An answer
-that cannot be read has cost what it cost, and is asked for again.
+The caller says what to send and how to read the answer (`judge/model/judge.py`, `judge/service/client.py`). An answer
+that cannot be read is paid for and asked again.
 
-A judge that waits while the one behind it is down, and goes on by itself when it is back.
-
-An outage is the same for all episodes, so one of them asks again, with growing waits, and the others wait for it. While
-it lasts nothing gets a score, so nothing is trained: that is the pause, and it has a reason that `on_event` is told.
+An outage is the same for all episodes: one of them asks again, with growing waits, and the others wait for it. Nothing
+gets a score meanwhile, and therefore nothing is trained; `on_event` receives the reason of that pause.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ _UNAUTHORISED = 401  # not 403, with which some providers refuse what one episod
 
 @dataclass(frozen=True, slots=True)
 class AskingSettings:
-    """How patiently a judge is asked.
+    """Concurrency, timeout and retries of a judge's requests.
 
     Attributes:
         max_concurrency: requests under way at once.
         timeout_seconds: for one attempt, its last byte included.
-        retries: see `RetrySettings`; a verdict that cannot be read is such a failure, too.
-        failures_to_open, cool_down_seconds: after so many failures in a row that say nobody is there (no connection, no
-            answer in time, 5xx), nothing is asked for so long; then one request is tried, and decides.
+        retries: see `RetrySettings`; an unreadable verdict counts as a failed attempt, too.
+        failures_to_open, cool_down_seconds: after so many failures in a row without an answer (no connection, timeout,
+            5xx), nothing is asked for so long; then a single request decides.
         seed: of the jitter between retries.
     """
 
@@ -64,12 +62,12 @@ class AskingSettings:
 
 
 class Asking:
-    """Asks one endpoint. Use it within one event loop, and close it.
+    """Client of one judge endpoint. Use it within one event loop, and close it.
 
     Args:
-        client: sends; its errors are `openai_client`'s own.
-        settings: how patiently.
-        budget: what may be spent; None: everything.
+        client: sends; raises `openai_client`'s own errors.
+        settings: concurrency, timeout and retries.
+        budget: limits of the cost; None: no limit.
         clock: monotonic seconds. sleep: waits between retries.
     """
 
@@ -94,12 +92,12 @@ class Asking:
 
     @property
     def counters(self) -> RetryCounters:
-        """Questions, attempts and failures by kind so far."""
+        """Return the number of questions, attempts and failures by kind."""
         return self._retries.counters
 
     @property
     def is_down(self) -> bool:
-        """Whether it was found to answer nobody; once the cool-down is over, the next question finds out."""
+        """Return whether the endpoint was found down; after the cool-down the next question finds out."""
         return self._breaker.state(self._clock()) != "closed"
 
     async def ask(
@@ -111,20 +109,21 @@ class Asking:
         *,
         most: JudgeCost,
     ) -> tuple[Result, JudgeCost]:
-        """What `read` makes of the answer, and what all attempts have cost.
+        """Ask until an answer can be read; return `read`'s result and the cost of all attempts.
 
         Args:
             url: a path below the client's base URL, or complete.
-            body_of: the request (Any: JSON), given how many answers there were that could not be read: until there is
-                one, the same request is sent again under the same `Idempotency-Key`.
-            read: raises an AttemptError for an answer that is none, after which it is asked again.
-            cost_of: what an answer has cost; None if it does not say.
-            most: what one attempt can cost at most.
+            body_of: the request's JSON, given the number of unreadable answers so far: until there is one, the same
+                request
+                is sent again under the same `Idempotency-Key`.
+            read: raises an AttemptError for an unreadable answer, which is then asked again.
+            cost_of: the cost of an answer; None if it does not say.
+            most: the most that one attempt can cost.
 
         Raises:
-            JudgeDownError: it answers nobody. JudgeBudgetError: a limit is reached.
+            JudgeDownError: the endpoint does not answer. JudgeBudgetError: a limit is reached.
             JudgeDeniedError: it does not accept the key (401).
-            JudgeError: the last attempt failed. RefusedError: it will not do this (any other 4xx).
+            JudgeError: the last attempt failed. RefusedError: it refuses the request (any other 4xx).
         """
         call_id = uuid.uuid4().hex  # an identity, not randomness
         attempts: list[Reservation] = []
@@ -154,7 +153,7 @@ class Asking:
         return result, sum((reservation.cost for reservation in attempts), JudgeCost())
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._client.close()
 
     def _require_up(self, reservation: Reservation | None) -> None:
@@ -186,7 +185,7 @@ class Asking:
         return answer
 
     def _note(self, error: AttemptError) -> None:
-        """429 and answers that cannot be read say that somebody is there."""
+        """Count a failure towards an outage, unless it shows that the endpoint answers (429, an unreadable answer)."""
         is_absent = error.kind in ("timeout", "connection") or error.kind.startswith("5")
         if is_absent:
             self._breaker.fail(self._clock())
@@ -202,18 +201,18 @@ _LONGEST_WAIT_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Pause:
-    """An outage that lasts."""
+    """An outage in progress."""
 
     over: asyncio.Event
     started: float
 
 
 class PausingJudge:
-    """See the module. Used within one event loop at a time.
+    """Judge that waits while the judge behind it is down, then goes on. Use it within one event loop at a time.
 
     Args:
-        judge: who is asked; it says with JudgeDownError that it answers nobody.
-        on_event: is told when a pause begins, with its reason, and when it ends.
+        judge: the judge behind it, which raises JudgeDownError in an outage.
+        on_event: receives the begin of a pause, with its reason, and its end.
         clock: seconds, monotonic.
         sleep: waits so many seconds.
     """
@@ -235,19 +234,19 @@ class PausingJudge:
 
     @property
     def name(self) -> str:
-        """The judge's own."""
+        """Return the name of the judge behind it."""
         return self._judge.name
 
     @property
     def pause_seconds(self) -> float:
-        """How long the judge has been down so far, a pause that lasts included."""
+        """Return the total length of the pauses so far, one in progress included."""
         return self._past_seconds + (0.0 if self._pause is None else self._clock() - self._pause.started)
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """As the judge behind it, but for JudgeDownError, which it waits out.
+        """Judge as the judge behind it, waiting while that is down.
 
         Raises:
-            JudgeError: this episode has no score, or nothing will have one any more (JudgeStoppedError).
+            JudgeError: this episode has no score; JudgeStoppedError: nor will any other have one.
         """
         while True:
             if self._pause is not None:
@@ -276,7 +275,7 @@ class PausingJudge:
 
     @contextlib.contextmanager
     def _paused(self, reason: JudgeDownError) -> Iterator[None]:
-        """Holds everybody else until the block ends; if it is cancelled, the next one asks in its place."""
+        """Hold the other callers until the block ends; if it is cancelled, the next caller asks instead."""
         pause = self._pause = _Pause(asyncio.Event(), self._clock())
         self._on_event("judge_paused", {"judge": self.name, "reason": str(reason)})
         answered = True

@@ -1,7 +1,7 @@
-"""What a judge is asked and what it answers; the records that everything in this folder shares.
+"""The records and errors that all judges share.
 
-A judge reads one finished episode against rubrics and gives a `Judgement`, or raises: a missing score is never a
-number. What the scores are worth for training is decided elsewhere (`blend.py`).
+A judge reads one finished episode against rubrics and returns a `Judgement`, or raises: a missing score is never a
+number. `blend.py` decides what scores are worth for training.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ Argument = TypeVar("Argument")
 
 
 class JudgeError(ServiceError):
-    """This episode could not be judged: it is unscored, and may be asked about again."""
+    """The judge has no score for this episode; it may be asked again."""
 
 
 class JudgeDownError(JudgeError):
-    """The judge answers nobody: no connection, or nothing but 5xx. Waiting may help; another episode will not."""
+    """The judge does not answer: no connection, or nothing but 5xx. Waiting may help; another episode will not."""
 
 
 class JudgeStoppedError(JudgeError):
-    """Nothing is judged until somebody acts; asking again, or about another episode, changes nothing."""
+    """Judging is stopped until a person acts; asking again, or about another episode, changes nothing."""
 
 
 class JudgeBudgetError(JudgeStoppedError):
-    """The calls or the money allowed are spent."""
+    """The allowed calls, tokens or money are spent."""
 
 
 class JudgeDeniedError(JudgeStoppedError):
-    """The endpoint does not accept the key, has no such model, or wants to be paid."""
+    """The endpoint does not accept the key, has no such model, or requires payment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rubrics:
-    """What is judged: every turn by `event`, the episode as a whole by `outcome`; None: not judged."""
+    """The rubric of every turn (`event`) and that of the whole episode (`outcome`); None: not judged."""
 
     event: Rubric | None = None
     outcome: Rubric | None = None
 
     @property
     def parts(self) -> dict[str, Rubric]:
-        """The rubrics there are, by "event" and "outcome"."""
+        """Return the rubrics that exist, by "event" and "outcome"."""
         named = {"event": self.event, "outcome": self.outcome}
         return {name: rubric for name, rubric in named.items() if rubric is not None}
 
     def only_tracks(self, tracks: Collection[str]) -> Rubrics:
-        """The criteria of these tracks alone; all where `tracks` is empty.
+        """Return the criteria of these tracks alone; all if `tracks` is empty.
 
         Raises:
             ConfigError: a part has none of them; to leave that part out, do not judge it.
@@ -62,7 +62,7 @@ class Rubrics:
         return Rubrics(**{name: _named(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
 
     def with_track_weights(self, weights: Mapping[str, float]) -> Rubrics:
-        """Both parts with these weights of their tracks, 1 for those not named; as they are where `weights` is empty.
+        """Return both parts with these weights of their tracks, 1 for tracks that are not named.
 
         Raises:
             ConfigError: a weight is below 0 or names a track of neither part, or all weights of a part are 0.
@@ -79,7 +79,7 @@ class Rubrics:
         return Rubrics(**{name: _named(name, weighed, rubric) for name, rubric in self.parts.items()})
 
     def with_aggregate(self, aggregate: Aggregate) -> Rubrics:
-        """The parts whose aggregation is "custom" with this function, the others as they are.
+        """Return the rubrics with this function in every part whose aggregation is "custom".
 
         Raises:
             ConfigError: no part has that aggregation.
@@ -94,7 +94,7 @@ class Rubrics:
         )
 
     def require_totals(self) -> None:
-        """Refuse before anything is judged what could not be totalled afterwards.
+        """Refuse, before anything is judged, rubrics that cannot be totalled.
 
         Raises:
             ConfigError: a part has aggregation "custom" and no function.
@@ -108,7 +108,7 @@ class Rubrics:
 
 @dataclass(frozen=True, slots=True)
 class CriterionScore:
-    """What one criterion got, on its own scale, and why."""
+    """A criterion's score, on its own scale, with the reason."""
 
     score: float
     reason: str = ""
@@ -120,10 +120,10 @@ class CriterionScore:
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """One turn, or the episode as a whole, against its rubric.
+    """One turn, or the whole episode, against its rubric.
 
     Attributes:
-        criteria: by id, each criterion of the rubric exactly once (of those that were asked about).
+        criteria: by id, each criterion asked about exactly once.
         total: the rubric's aggregate of them (`Rubric.total`).
         summary: the judge's words.
     """
@@ -135,7 +135,7 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class JudgeCost:
-    """What judging took. `usd` is 0 where prices are not known."""
+    """Calls, tokens and money of judging. `usd` is 0 if prices are not known."""
 
     num_calls: int = 0
     input_tokens: int = 0
@@ -153,14 +153,14 @@ class JudgeCost:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One judge's (or panel's) complete answer about one episode.
+    """A judge's (or panel's) complete answer about one episode.
 
     Attributes:
-        judge: who says so, such as "openai:gpt-5-mini" or "panel(3)".
-        event_reviews: one a turn, in their order; () where events were not judged.
-        outcome_review: None where the outcome was not judged.
-        flags: why manipulation is suspected, such as "turn 3: a forged verdict"; () if it is not.
-        cuts: what the judge was not shown, because the episode is too long for it; () if it read all of it.
+        judge: its name, such as "openai:gpt-5-mini" or "panel(3)".
+        event_reviews: one per turn, in order; () if events were not judged.
+        outcome_review: None if the outcome was not judged.
+        flags: reasons to suspect manipulation, such as "turn 3: a forged verdict".
+        cuts: what the judge was not shown because the episode is too long; () if it read all of it.
         disagreement: standard deviation of the panel's totals (outcome, or the sum of events without one); None for a
             single judge.
         cost: of this judgement; nothing if it came from the cache.
@@ -176,29 +176,29 @@ class Judgement:
 
     @property
     def event_totals(self) -> tuple[float, ...]:
-        """The total of every turn."""
+        """Return the total of every turn."""
         return tuple(review.total for review in self.event_reviews)
 
     @property
     def event_total(self) -> float:
-        """The sum of the turns' totals, which is the contract's event reward; 0 where events were not judged."""
+        """Return the sum of the turns' totals, the contract's event reward; 0 if events were not judged."""
         return float(sum(self.event_totals))
 
     @property
     def outcome_total(self) -> float:
-        """The outcome's total; 0 where it was not judged."""
+        """Return the outcome's total; 0 if it was not judged."""
         return 0.0 if self.outcome_review is None else self.outcome_review.total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgeRequest:
-    """One episode to be judged.
+    """One episode to judge.
 
     Attributes:
         trajectory: the episode; its rewards are not shown to the judge.
-        rubrics: against what.
-        task_app: where it was played: the task app's id, or the environment's.
-        metadata: for an HTTP judge's wire (Any: JSON).
+        rubrics: what to judge it by.
+        task_app: the id of the task app, or of the environment, in which it was played.
+        metadata: JSON for an HTTP judge's request.
     """
 
     trajectory: Trajectory
@@ -212,11 +212,11 @@ class Judge(Protocol):
 
     @property
     def name(self) -> str:
-        """Who it is, for records."""
+        """Return the judge's name for records."""
         ...
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """Every review that the rubrics ask for.
+        """Return every review that the rubrics ask for.
 
         Raises:
             JudgeError: this episode has no score. JudgeDownError, JudgeStoppedError: nor has any other, for now.
@@ -224,12 +224,12 @@ class Judge(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give connections back. Closing twice is fine."""
+        """Close connections. Closing twice is allowed."""
         ...
 
 
 def _named(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
-    """The changed rubric; an error says which part it is about."""
+    """Return the changed rubric; an error names the part."""
     try:
         return change(argument)
     except ConfigError as error:

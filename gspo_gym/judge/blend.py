@@ -1,13 +1,13 @@
-"""An episode and its judgement -> the same episode with blended rewards: what is trained on where a judge scores.
+"""Blend an episode's rewards with its judgement.
 
     return = env * (environment's return) + event * (sum of event totals) + outcome * (outcome's total)
 
-The formula and its defaults are those of the hosted trainer, which blends numbers of episodes; here each part is laid
-on the turn that earned it, so that the sum over turns is the same number: the environment's reward and the event's
-total stay at their turn, the outcome comes on the last. Every part has a name in `Turn.reward_terms`.
+The formula and its defaults are those of the hosted trainer, which blends numbers of episodes. Here each part is laid
+on the turn that earned it, with the same sum: the environment's reward and the event's total stay at their turn, the
+outcome comes on the last. Every part has a name in `Turn.reward_terms`.
 
-Nothing is normalised, as at the origin: the sum of event totals grows with an episode's length. What is asked for and
-missing makes the episode unscored; it never counts as 0.
+As in the hosted trainer nothing is normalised: the sum of event totals grows with an episode's length. A score that is
+asked for and missing makes the episode unscored; it never counts as 0.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class RewardBlend(Settings):
 
 
 def env_rewards(trajectory: Trajectory) -> tuple[float | None, ...]:
-    """What the environment itself gave, turn by turn, in an episode that was not blended yet."""
+    """Return the environment's own rewards, turn by turn, of an episode that was not blended yet."""
     return tuple(turn.reward for turn in trajectory.turns)
 
 
 def blend(
     trajectory: Trajectory, judgement: Judgement, weights: RewardBlend, rewards: EnvRewards = env_rewards
 ) -> Trajectory:
-    """The episode with blended turn rewards; `trajectory` is one that was not blended before.
+    """Return the episode with blended turn rewards; `trajectory` must not have been blended before.
 
-    A turn that no part scores keeps None. `rewards` replaces what the environment gave (step rewards do); its own terms
-    are then left out, for they would not add up.
+    A turn that no part scores keeps None. `rewards` replaces the environment's rewards (step rewards do); its own terms
+    are then left out, since they would not add up.
 
     Raises:
         UnscoredError: the episode failed, has no turn, or its environment gave no reward although env > 0.
-        JudgeError: a score that is weighed is missing from the judgement.
+        JudgeError: a score with a weight is missing from the judgement.
         RecordError: the environment has a reward term of one of the judge's names.
         ConfigError: the weights make a reward, or the return, larger than a float can be.
     """
@@ -82,9 +82,9 @@ def blend(
 
 
 def unjudged(trajectory: Trajectory, weights: RewardBlend, rewards: EnvRewards = env_rewards) -> Trajectory:
-    """The episode with what its environment gave, weighed, and the lowest that a judge gives: nothing.
+    """Return the episode with the environment's weighted rewards and the judge's lowest score, 0.
 
-    For one that ended because an action exceeded a limit; its last turn is always scored.
+    For an episode that ended because an action exceeded a limit; its last turn is always scored.
 
     Raises:
         ConfigError: the weight makes the return larger than a float can be.
@@ -120,10 +120,10 @@ def _require_scores(
 
 
 def _finite_sum(values: Iterable[float], trajectory: Trajectory, weights: RewardBlend) -> float:
-    """The exact sum.
+    """Return the exact sum.
 
     Raises:
-        ConfigError: it is no finite number.
+        ConfigError: it is not finite.
     """
     try:
         total = math.fsum(values)
@@ -138,7 +138,7 @@ def _finite_sum(values: Iterable[float], trajectory: Trajectory, weights: Reward
 
 
 def _env_parts(terms: Mapping[str, float], reward: float, weight: float) -> dict[str, float]:
-    """The environment's terms, weighed; what they leave of the reward is one of its own."""
+    """Return the environment's weighted terms; the rest of the reward is a term of its own."""
     parts = {name: weight * value for name, value in terms.items()}
     rest = reward - math.fsum(terms.values())
     if abs(rest) > 1e-9 * max(1.0, abs(reward)):  # else it is rounding in their sum

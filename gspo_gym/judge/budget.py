@@ -1,8 +1,8 @@
-"""What judging may cost, over all judges that share one budget: calls, tokens, money; spent is spent.
+"""Limits on the cost of judging (calls, tokens, money), over all judges that share one budget.
 
-A call is let through while what was spent, plus the most that the calls under way can still cost, is below every
-limit. So the whole is at most the limit plus one call, however many are under way. A call that nobody has answered for
-is charged at its most, because its provider may charge for it. Used within one event loop at a time.
+A call is let through while the cost so far, plus the most that the calls under way can still cost, is below every
+limit: the whole is at most the limit plus one call, however many are under way. A call without an answer is charged at
+its most, because its provider may charge for it. Use a budget within one event loop at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BudgetLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a judge's tokens cost, in US dollars a million; 0 where it is not known."""
+    """US dollars per million tokens; 0 if not known."""
 
     usd_per_million_input_tokens: float = 0.0
     usd_per_million_output_tokens: float = 0.0
@@ -50,24 +50,24 @@ class Prices:
             raise ConfigError(f"Prices: expected numbers >= 0, got {prices}")
 
     def cost_of(self, input_tokens: int, output_tokens: int) -> JudgeCost:
-        """One call of so many tokens."""
+        """Return the cost of one call with so many tokens."""
         read, written = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
         return JudgeCost(1, input_tokens, output_tokens, (read * input_tokens + written * output_tokens) / 1e6)
 
 
 class Reservation:
-    """A call under way. Whoever makes it says what it has cost; otherwise it has cost its most."""
+    """A call under way. If nothing settles it, it costs its most."""
 
     def __init__(self, most: JudgeCost) -> None:
         self.cost = most
 
     def settle(self, cost: JudgeCost) -> None:
-        """It has cost this."""
+        """Set what the call has cost."""
         self.cost = cost
 
 
 class JudgeBudget:
-    """Lets calls through and adds up what they cost.
+    """Lets calls through and adds up their cost.
 
     Attributes:
         limits: may be replaced at any time; calls that were refused may then be made again.
@@ -83,7 +83,7 @@ class JudgeBudget:
 
     @contextlib.asynccontextmanager
     async def call(self, most: JudgeCost) -> AsyncIterator[Reservation]:
-        """One call that costs no more than `most`; waits while only calls under way are in its way.
+        """Reserve one call that costs at most `most`; wait while only calls under way stand against it.
 
         Raises:
             JudgeBudgetError: a limit is reached.
@@ -104,7 +104,7 @@ class JudgeBudget:
             self._ended.set()
 
     def _reached(self, cost: JudgeCost) -> str | None:
-        """Which limit, in words; None: none."""
+        """Name the limit that the cost would reach; None if there is none."""
         limits = self.limits
         if limits.max_calls is not None and cost.num_calls >= limits.max_calls:
             return f"max_calls = {limits.max_calls}, spent {self.spent.num_calls}"

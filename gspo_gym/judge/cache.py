@@ -1,8 +1,8 @@
-"""What was asked before is not asked again: answers by a key of all that they depend on, in memory and in files.
+"""Cache of judgements, in memory and in files, by a key of everything that they depend on.
 
-Equal questions at the same time are asked once, so equal episodes get equal scores even from a judge that would answer
-twice differently. A file holds one answer and its digest; one that was torn or changed counts as missing, and is
-replaced. Nothing of who asks is in a key.
+Equal questions at the same time are asked once, which gives equal episodes equal scores even from a judge that would
+answer twice differently. A file holds one answer and its digest; a torn or changed file counts as missing and is
+replaced. A key does not depend on the asking run or process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Json = Any  # a JSON value
 
 
 def digest_of(value: Json) -> str:
-    """SHA-256 of a JSON value, whatever the order of its keys; 64 hexadecimal digits."""
+    """Return the SHA-256 of a JSON value, independent of the order of its keys; 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What has happened so far. `num_corrupt` files could not be believed, `num_unwritten` not be written."""
+    """Counts so far: `num_corrupt` files failed their digest, `num_unwritten` could not be written."""
 
     num_hits: int = 0
     num_misses: int = 0
@@ -43,7 +43,7 @@ class JudgementCache:
     """Answers by key. Use one within one event loop; several processes may share a folder.
 
     Args:
-        folder: where files are kept, made when the first is written; None keeps them in memory alone.
+        folder: where files are kept, created at the first write; None keeps them in memory alone.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -53,10 +53,10 @@ class JudgementCache:
         self._being_asked: dict[str, asyncio.Task[Json]] = {}
 
     async def get_or_ask(self, key: str, ask: Callable[[], Awaitable[Json]]) -> Json:
-        """The answer that is kept under the key, or else what `ask` gives, which is then kept.
+        """Return the answer kept under the key, or ask for it and keep it.
 
-        While a question is being asked, whoever asks it again waits for that answer. Whoever stops waiting does not
-        end it. What `ask` raises is raised by all who wait, and nothing is kept.
+        While a question is open, other callers wait for that answer; a cancelled caller does not end it. An error of
+        `ask` is raised to all callers, and nothing is kept.
         """
         if key in self._memory:
             self.counters.num_hits += 1
@@ -72,7 +72,7 @@ class JudgementCache:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Give up what is being asked."""
+        """Cancel open questions."""
         tasks = list(self._being_asked.values())
         for task in tasks:
             task.cancel()
@@ -118,7 +118,7 @@ class JudgementCache:
         return None
 
     def _write(self, key: str, answer: Json) -> None:
-        """At once, but not durably: what a power cut tears is found out by its digest. A full disk costs no score."""
+        """Write without syncing: the digest finds what a power cut tears. A full disk costs no score."""
         path = self._path(key)
         entry = json.dumps({"key": key, "digest": digest_of(answer), "answer": answer})
         try:

@@ -1,15 +1,11 @@
-"""Compares the judge that is trained against with gold, every k steps, beside the training.
-
-Gold is another judge, asked about a few of the step's episodes, or labels of stored episodes, which the judge scores
-again each time. What a difference means is in `judge/gold.py`.
-
-Does the judge that is trained against still agree with a better one? If less and less, the policy exploits it.
+"""Watch whether the judge that is trained against still agrees with gold: a better judge, or labels.
 
 A policy that learns to please a judge raises its scores while a gold judge's stay or fall (arXiv 2608.11669 measures 3
-to 22 points). What is watched is the gap, score minus gold over the same episodes, against what it was at the first
-check: judges differ in taste from the start, and only a change says anything. Gold is another judge's score of episodes
-of the run, or the labels of a fixed set that the judge scores again and again; the arithmetic is the same. Pure: who
-asks whom is in `judge/gold.py`.
+to 22 points). The watched number is the gap, score minus gold over the same episodes, against the gap of the first
+check: judges differ in taste from the start, and only a change says anything.
+
+Gold is another judge that scores some episodes of the run, or the labels of stored episodes that the judge scores again
+each time; the arithmetic is the same. Checks run every k steps, beside the training.
 """
 
 from __future__ import annotations
@@ -60,10 +56,10 @@ class DriftCheck:
 
 
 def compare_with_gold(judge_scores: Sequence[float], gold_scores: Sequence[float]) -> DriftCheck:
-    """How far the judge is from gold on these episodes, pair by pair.
+    """Compare the judge with gold on these episodes, pair by pair.
 
     Raises:
-        ConfigError: fewer than two pairs, or not as many of one as of the other.
+        ConfigError: fewer than two pairs, or unequal numbers.
 
     >>> check = compare_with_gold([0.5, 0.9], [0.5, 0.7])
     >>> round(check.gap, 3), round(check.gap_standard_error, 3), round(check.correlation, 3)
@@ -88,17 +84,14 @@ def compare_with_gold(judge_scores: Sequence[float], gold_scores: Sequence[float
 
 
 class DriftAlarm:
-    """Sounds when the gap is no longer what it was at the first check.
+    """Alarm for a gap that differs from that of the first check.
+
+    It needs both a change of more than `max_gap_change` and one of more than twice its standard error sqrt(se_first^2 +
+    se_now^2): few episodes alone must not raise it.
 
     Args:
-        max_gap_change: in units of the score; a smaller change is nobody's business, however certain.
-        first: the check that others are compared with, from an earlier part of the run; None: the next one is it.
-
-    Attributes:
-        max_gap_change: see above.
-
-    The alarm asks for both: a change of more than `max_gap_change`, and one of more than twice its standard error
-    sqrt(se_first^2 + se_now^2), so that few episodes do not cry wolf.
+        max_gap_change: in units of the score.
+        first: the check to compare with, from an earlier part of the run; None: the next one.
     """
 
     def __init__(self, max_gap_change: float, first: DriftCheck | None = None) -> None:
@@ -109,11 +102,11 @@ class DriftAlarm:
 
     @property
     def first(self) -> DriftCheck | None:
-        """The check that later ones are compared with; None before there was one."""
+        """Return the check that later ones are compared with; None before there was one."""
         return self._first
 
     def check(self, now: DriftCheck) -> str | None:
-        """What has changed since the first check, in a sentence; None: nothing that counts."""
+        """Return a sentence about the change since the first check; None if it does not count."""
         first = self._first = self._first or now
         change = now.gap - first.gap
         error = math.hypot(first.gap_standard_error, now.gap_standard_error)
@@ -138,15 +131,15 @@ OnEvent = Callable[[str, Mapping[str, Any]], None]
 
 
 class GoldWatch:
-    """Compares after the first step and after every k-th, and sounds the alarm. Only the end of the run waits for it.
+    """Compares after the first step and after every k-th, and raises the alarm. Only the end of the run waits for it.
 
     Args:
-        compare: how.
-        alarm: whether a difference counts.
-        every: steps between comparisons; the first one, which says what the gap is to begin with, is not waited for.
+        compare: makes a comparison.
+        alarm: decides whether a difference counts.
+        every: steps between comparisons; the first one, which measures the initial gap, is made at once.
         stops: whether an alarm ends the run.
-        on_event: is told of every comparison ("judge_gold"), of an alarm ("judge_drift"), and of one that failed
-            ("judge_gold_failed"); the data are JSON values (hence Any).
+        on_event: receives every comparison ("judge_gold"), an alarm ("judge_drift"), and a failed comparison
+            ("judge_gold_failed"), with JSON data.
     """
 
     def __init__(self, compare: Compare, alarm: DriftAlarm, *, every: int, stops: bool, on_event: OnEvent) -> None:
@@ -168,11 +161,11 @@ class GoldWatch:
         self._has_begun = True
 
     def collect(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
-        """One more episode of the step under way."""
+        """Add an episode to the step under way."""
         self._recent.append((trajectory, judged))
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Begins a comparison if it is time; the metrics of the last one that ended, once."""
+        """Start a comparison if it is due; return the metrics of the last one that ended, once."""
         recent, self._recent = self._recent, []
         if (step % self._every == 0 or not self._has_begun) and self._running is None:
             self._has_begun = True
@@ -184,18 +177,18 @@ class GoldWatch:
         return metrics if latest.correlation is None else {**metrics, "judge/gold_correlation": latest.correlation}
 
     def require_agreement(self) -> None:
-        """Let nothing be scored any more after an alarm that is to stop the run, or if there can be no alarm.
+        """Raise if an alarm is to stop the run, or if comparing is broken.
 
         Raises:
-            JudgeDriftError: there was one.
-            JudgeStoppedError: a comparison failed for a defect of its own, which no later one will be spared.
+            JudgeDriftError: there was an alarm.
+            JudgeStoppedError: a comparison failed by a defect that would fail every later one, too.
         """
         self._require_working()
         if self._stops and self._drift is not None:
             raise JudgeDriftError(f"judge.gold: {self._drift}")
 
     async def finish(self) -> None:
-        """Wait for a comparison that is under way.
+        """Wait for a comparison under way.
 
         Raises:
             JudgeStoppedError: see `require_agreement`.
@@ -212,7 +205,7 @@ class GoldWatch:
             ) from self._defect
 
     async def close(self) -> None:
-        """Give up a comparison that is under way."""
+        """Cancel a comparison under way."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -250,10 +243,10 @@ class GoldWatch:
 
 @dataclass(frozen=True, slots=True)
 class AgainstGoldJudge:
-    """Has a better judge score some of the step's episodes, by the same rubrics.
+    """Comparison with a better judge, which scores some of the step's episodes by the same rubrics.
 
     Attributes:
-        gold: the better one.
+        gold: the better judge.
         num_episodes: of the step, drawn by `seed`.
     """
 
@@ -264,7 +257,7 @@ class AgainstGoldJudge:
     seed: int
 
     async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:
-        """The comparison over those that gold could score.
+        """Compare over the episodes that gold could score.
 
         Raises:
             JudgeError: there are fewer than two of them.
@@ -286,10 +279,10 @@ class AgainstGoldJudge:
 
 @dataclass(frozen=True, slots=True)
 class AgainstLabels:
-    """Has the judge score labelled episodes again.
+    """Comparison with labels: the judge scores the labelled episodes again.
 
     Attributes:
-        judge: the one that is trained against; without a cache, which would hide that it has changed.
+        judge: the one that is trained against; without a cache, which would hide a change of it.
         labelled: episodes with their labels.
     """
 
@@ -299,7 +292,7 @@ class AgainstLabels:
     labelled: Sequence[tuple[Trajectory, Label]]
 
     async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:  # noqa: ARG002
-        """The comparison over those that the judge could score.
+        """Compare over the episodes that the judge could score.
 
         Raises:
             JudgeError: there are fewer than two of them.
@@ -315,7 +308,7 @@ class AgainstLabels:
 def scores_to_compare(
     judgement: Judgement, label: Label, rubrics: Rubrics, weights: RewardBlend
 ) -> tuple[float, float] | None:
-    """The judge's score and the label's, over what both have scored; None if that is nothing.
+    """Return the judge's score and the label's, over what both have scored; None if that is nothing.
 
     Events and outcome weigh as in the blend; if it weighs neither, each counts once.
     """
@@ -335,7 +328,7 @@ def scores_to_compare(
 
 
 def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:
-    """None: not labelled; or by criteria, and an HTTP judge keeps the rubric that would make them a total."""
+    """Return the label's total; None if not labelled, or labelled by criteria whose rubric an HTTP judge keeps."""
     if marks is None:
         return None
     if rubric is not None:
@@ -344,7 +337,7 @@ def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:
 
 
 async def _judgement(judge: Judge, rubrics_of: RubricsOf, trajectory: Trajectory) -> tuple[Judgement, Rubrics] | None:
-    """What it says, and by which rubrics; None: it has no score for this one."""
+    """Return the judgement and its rubrics; None if the judge has no score for this episode."""
     task = trajectory.task
     try:
         rubrics = await rubrics_of(task)

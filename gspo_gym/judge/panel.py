@@ -1,19 +1,14 @@
-"""Several judges, or several samples of one, as one judge.
+"""Judges made of others (a panel), and judges that are a function of the operator.
 
-Scores and totals are aggregated each for itself, by mean or median: the total is the aggregate of the members' totals,
+A panel aggregates scores and totals separately, by mean or median: its total is the aggregate of the members' totals,
 not the total of aggregated scores (they differ where a criterion is required). A member without an answer is left out
-while `quorum` members have one; by default all must have, because a mean over other members is another measure, and
-equal episodes would stop being equal.
+while `quorum` members have one. By default all must: a mean over other members is another measure, and equal episodes
+would get unequal scores.
 
-A judge that is a function of the operator's: `module:function`, plain or async.
-
-It is called with one argument, the payload: what an HTTP judge is sent (`policy_name`, `task_app`, `trace`, `options`,
-`rubric`; see `judge/service/contract.py`), and besides it `seed`, `prompt` (what was said before the first turn),
-`completion` (what the model said in the last one) and `messages`. It gives the outcome's total as a number, or what an
-HTTP judge answers. Rewards are not in the payload, and reasoning is only where it is asked for.
-
-A plain function runs in a thread, so it may block; one that runs out of time is not waited for any longer, but nothing
-can end it. The function is the operator's own code and is not shut off from anything.
+A function, `module:function`, plain or async, is called with one argument, the payload: what an HTTP judge is sent
+(`policy_name`, `task_app`, `trace`, `options`, `rubric`; see `judge/service/contract.py`) and `seed`, `prompt` (the
+messages before the first turn), `completion` (the model's last message) and `messages`. It returns the outcome's total
+as a number, or an HTTP judge's answer. The payload holds no rewards, and reasoning only on request.
 """
 
 from __future__ import annotations
@@ -52,18 +47,18 @@ _AGGREGATES: dict[Aggregate, Callable[[list[float]], float]] = {"mean": statisti
 
 
 class PanelJudge:
-    """Asks all members at once.
+    """Judge that asks all members at once.
 
     Attributes:
-        num_missing: answers of members that were done without, so far.
+        num_missing: answers of members that were missing so far.
 
     Args:
-        judges: the members; several samples of one model are members whose `sample` differs.
+        judges: the members; several samples of one model are members with different `sample`.
         aggregate: of scores and totals.
         quorum: how many members must have an answer; None: all.
 
     Raises:
-        ConfigError: no member, or a quorum that is no number of them.
+        ConfigError: no member, or a quorum outside 1 to their number.
     """
 
     def __init__(self, judges: Sequence[Judge], *, aggregate: Aggregate = "mean", quorum: int | None = None) -> None:
@@ -78,11 +73,11 @@ class PanelJudge:
 
     @property
     def name(self) -> str:
-        """Such as "panel(openai:gpt-5-mini, groq:qwen3-32b)"."""
+        """Return a name such as "panel(openai:gpt-5-mini, groq:qwen3-32b)"."""
         return f"panel({', '.join(judge.name for judge in self._judges)})"
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """See `Judge.judge`.
+        """Return the aggregate of the members' judgements (`Judge.judge`).
 
         Raises:
             JudgeBudgetError, JudgeDeniedError, JudgeDownError: too few answers, and a member has such a reason.
@@ -138,7 +133,7 @@ class PanelJudge:
         )
 
     def _review(self, reviews: Sequence[Review]) -> Review:
-        """Of one turn or of the outcome; criteria that not all members have scored are left out, totals never."""
+        """Aggregate reviews of one turn or of the outcome; criteria that a member left out are dropped, totals not."""
         shared = [id_ for id_ in reviews[0].criteria if all(id_ in review.criteria for review in reviews)]
         criteria = {
             id_: CriterionScore(
@@ -156,13 +151,16 @@ JudgeFunction = Callable[[Json], Any]
 
 
 class PythonJudge:
-    """Scores episodes by calling the function. Use it within one event loop, and close it.
+    """Judge that calls a function of the operator. Use it within one event loop, and close it.
+
+    The function is not sandboxed. A plain one runs in a thread and may block; one that exceeds its time is abandoned,
+    since nothing can end a thread.
 
     Args:
         function: "module:function", or the function itself.
-        options: further keyword arguments of the function (Any: its own).
+        options: further keyword arguments of the function.
         max_concurrency: calls at once. timeout_seconds: for one call.
-        show_reasoning: whether the payload holds what the policy thought.
+        show_reasoning: whether the payload holds the policy's reasoning.
 
     Raises:
         ConfigError: there is no such function.
@@ -185,10 +183,10 @@ class PythonJudge:
         self._places = asyncio.Semaphore(max_concurrency)
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """See `Judge.judge`. An episode that says nothing gets the lowest scores and the function is not called.
+        """Score with the function (`Judge.judge`). An episode without any answer gets the lowest scores without a call.
 
         Raises:
-            JudgeError: the function raised, took too long, or gave something else.
+            JudgeError: the function raised, took too long, or returned something else.
         """
         whole = read_transcript(request.trajectory, show_reasoning=self._show_reasoning)
         if all(whole.is_empty_turn(turn) for turn in range(whole.num_turns)):
@@ -207,7 +205,7 @@ class PythonJudge:
         return replace(judgement, flags=(*judgement.flags, *suspicions(request.trajectory)), cost=JudgeCost())
 
     async def close(self) -> None:
-        """Nothing is held; a thread that never ends is not waited for."""
+        """Close nothing; a thread that never ends is not waited for."""
 
     async def _call(self, payload: Json) -> Any:
         if inspect.iscoroutinefunction(self._function):
@@ -265,7 +263,7 @@ class PythonJudge:
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
-    """What the function gives (Any: its own), from a thread that keeps nothing alive: it may never end."""
+    """Run the function in a daemon thread, because it may never end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -291,7 +289,7 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
 
 
 def load_function(name: str) -> JudgeFunction:
-    """The function "module:function".
+    """Import the function "module:function".
 
     Raises:
         ConfigError: there is none.

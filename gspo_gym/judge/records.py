@@ -1,6 +1,6 @@
-"""judgements.jsonl of a run: what the judge said about every episode, and what the episode's reward was made of.
+"""judgements.jsonl of a run: every judgement, and how each episode's reward was made of it.
 
-One object a line, in the order of judging, appended; readers leave a torn last line out. A resumed run judges the
+One object per line, appended in the order of judging; readers leave out a torn last line. A resumed run judges the
 episodes after its checkpoint again and appends: of an episode's lines the last counts, and all of them were paid for.
 """
 
@@ -24,15 +24,15 @@ JUDGEMENTS_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class JudgedEpisode:
-    """A judgement, the episode it is of, and how the two became its reward.
+    """A judgement with its episode and the reward made of both.
 
     Attributes:
         trajectory_id, attempt, env_id, seed: of the episode.
-        judgement: what the judge said.
-        env_rewards: the environment's own (or what step rewards make of them), one a turn; None where it gave none.
+        judgement: the judge's answer.
+        env_rewards: the environment's rewards (or their step rewards), one per turn; None where it gave none.
         blend: the weights.
         episode_return: the blended return.
-        spent: what judging has cost the run until then, calls without a score included.
+        spent: the cost of judging in the run until then, calls without a score included.
     """
 
     trajectory_id: str
@@ -47,18 +47,18 @@ class JudgedEpisode:
 
     @property
     def env_return(self) -> float | None:
-        """The sum of the environment's rewards; None if it gave none."""
+        """Return the sum of the environment's rewards; None if it gave none."""
         return env_return_of(self.env_rewards)
 
 
 def env_return_of(rewards: Sequence[float | None]) -> float | None:
-    """The sum of the rewards that were given; None if there are none."""
+    """Return the sum of the given rewards; None if there are none."""
     given = [reward for reward in rewards if reward is not None]
     return float(sum(given)) if given else None
 
 
 def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
-    """JSON values (hence Any) that `judgement_from_json` turns into an equal judgement."""
+    """Return the JSON object from which `judgement_from_json` makes an equal judgement."""
     return {
         "judge": judgement.judge,
         "event_reviews": [_review_to_json(review) for review in judgement.event_reviews],
@@ -71,10 +71,10 @@ def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
 
 
 def judgement_from_json(values: Mapping[str, Any]) -> Judgement:
-    """The judgement that was written.
+    """Read a judgement.
 
     Raises:
-        RecordError: a field is missing or of another kind.
+        RecordError: a field is missing or has the wrong type.
     """
     try:
         outcome = values["outcome_review"]
@@ -92,7 +92,7 @@ def judgement_from_json(values: Mapping[str, Any]) -> Judgement:
 
 
 def judged_to_json(judged: JudgedEpisode) -> dict[str, Any]:
-    """A line's values (Any: JSON). The parts before weights are there for people; they follow from the reviews."""
+    """Return a line's JSON object. The parts before weights are for people; they follow from the reviews."""
     judgement = judged.judgement
     return {
         "schema": JUDGEMENTS_SCHEMA,
@@ -112,10 +112,10 @@ def judged_to_json(judged: JudgedEpisode) -> dict[str, Any]:
 
 
 def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
-    """The record that was written.
+    """Read a line's object.
 
     Raises:
-        RecordError: another schema, or a field is missing or of another kind.
+        RecordError: another schema, or a field is missing or has the wrong type.
     """
     if values.get("schema") != JUDGEMENTS_SCHEMA:
         raise RecordError(f"expected schema {JUDGEMENTS_SCHEMA}, got {values.get('schema')!r}")
@@ -138,17 +138,17 @@ def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
 
 
 class JudgementRecorder:
-    """Appends to a file; what earlier processes wrote stays, except a torn last line. The folder must exist."""
+    """Appends judgements to a file and removes only a torn last line of earlier processes. The folder must exist."""
 
     def __init__(self, path: Path) -> None:
         cut_torn_line(path)
         self._path = path
 
     def __call__(self, judged: JudgedEpisode) -> None:
-        """Write one.
+        """Append one line.
 
         Raises:
-            RecordError: it holds what JSON has no name for.
+            RecordError: it holds a number that JSON cannot express.
         """
         try:
             append_line(self._path, json.dumps(judged_to_json(judged), allow_nan=False))
@@ -157,7 +157,7 @@ class JudgementRecorder:
 
 
 def read_judgements(path: Path) -> list[JudgedEpisode]:
-    """The lines of a judgements.jsonl in their order; none if there is no file.
+    """Return the lines of a judgements.jsonl in order; none if there is no file.
 
     Raises:
         RecordError: a line other than a torn last one is not a judgement; names file and line.
@@ -172,7 +172,7 @@ def read_judgements(path: Path) -> list[JudgedEpisode]:
 
 
 def latest_judgements(judged: Iterable[JudgedEpisode]) -> dict[tuple[str, int], JudgedEpisode]:
-    """By trajectory id and attempt, the last one of each, which is the one that counts."""
+    """Return the last judgement, the one that counts, by trajectory id and attempt."""
     return {(each.trajectory_id, each.attempt): each for each in judged}
 
 

@@ -1,7 +1,6 @@
-"""Stored episodes judged again, by another rubric or another judge, beside what the run's own judge said.
+"""Rejudge stored episodes, by another rubric or another judge, beside the run's own judgements.
 
-No model plays and nothing of the run is changed: the answers go into a file of their own, in the shape of
-judgements.jsonl.
+No model plays and nothing of the run changes: the answers go into another file of the same form as judgements.jsonl.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Key = tuple[str, int]  # trajectory id and attempt
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rescored:
-    """An episode with what was said of it then and now.
+    """An episode with its judgements then and now.
 
     Attributes:
         before: None if the run's judge did not score it.
@@ -38,7 +37,7 @@ class Rescored:
 
 
 def stored_episodes(source: Path, prefix: str = "") -> list[Trajectory]:
-    """The episodes of a run folder whose file begins with `prefix` ("eval_000010"), or those of one file of episodes.
+    """Return the episodes of a run folder whose file begins with `prefix` ("eval_000010"), or those of one file.
 
     Raises:
         ConfigError: there are none.
@@ -56,15 +55,15 @@ def stored_episodes(source: Path, prefix: str = "") -> list[Trajectory]:
 
 
 def stored_judgements(source: Path) -> dict[Key, JudgedEpisode]:
-    """What the run's judge said last of each episode; empty where nothing was judged."""
+    """Return the run's last judgement of each episode; empty if nothing was judged."""
     return latest_judgements(read_judgements(source / JUDGEMENTS_FILE)) if source.is_dir() else {}
 
 
 def new_file(source: Path, label: str) -> Path:
-    """Where the answers go: judgements-LABEL.jsonl in the run's folder, or beside a file of episodes.
+    """Return the path of the answers: judgements-LABEL.jsonl in the run's folder, or beside a file of episodes.
 
     Raises:
-        ConfigError: there is such a file already, or the label is no part of a file's name.
+        ConfigError: it exists already, or the label cannot be part of a file name.
     """
     if not label.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"--label: expected letters, digits, - and _, got {label!r}")
@@ -83,12 +82,12 @@ async def rescore(
     before: Mapping[Key, JudgedEpisode] | None = None,
     on_judged: Callable[[JudgedEpisode], None] | None = None,
 ) -> list[Rescored]:
-    """Every episode with its new judgement, in their order; `on_judged` gets each at once, so that none is lost.
+    """Rejudge every episode and return them in order; `on_judged` gets each at once, to lose none.
 
     Raises:
         ConfigError: a part that has a weight is in no rubric.
         JudgeDownError, JudgeStoppedError: the judge cannot go on.
-        RecordError: an episode's rewards were blended with a judge's, and what they were before is not known.
+        RecordError: an episode's rewards are blended already, and its original rewards are not known.
     """
     known = before or {}
     for part, weight in (("event", weights.event), ("outcome", weights.outcome)):
@@ -119,7 +118,7 @@ async def rescore(
 
 
 def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterator[str]:
-    """Lines: the episodes whose return changed most, then means, agreement and cost."""
+    """Yield lines: the episodes whose return changed most, then means, agreement and cost."""
     done = [each for each in rescored if each.after is not None]
     rows = sorted(done, key=lambda each: -abs(_change(each) or 0.0))[:max_rows]
     width = max([len("episode"), *(len(each.trajectory.trajectory_id) for each in rows)])
@@ -133,7 +132,7 @@ def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterato
 
 
 def _as_played(trajectory: Trajectory, judged: JudgedEpisode | None) -> Trajectory:
-    """With the environment's own rewards, which a blended episode has only in its judgement."""
+    """Return the episode with the environment's own rewards, which a blended one has only in its judgement."""
     if judged is None:
         return trajectory
     if len(judged.env_rewards) != len(trajectory.turns):
@@ -164,7 +163,7 @@ async def _judge_again(judge: Judge, rubrics: Rubrics, trajectory: Trajectory, w
 
 
 def _change(each: Rescored) -> float | None:
-    """Of the return; None where it had none before."""
+    """Return the change of the return; None without one before."""
     if each.before is None or each.after is None:
         return None
     return each.after.episode_return - each.before.episode_return

@@ -2,15 +2,15 @@
 
 With s the score of a criterion on its own scale and w its weight, the total is
 
-    weighted_sum    sum w s / sum w: a mean, as task apps have it ("inherit" is this, once nothing is left to inherit)
-    sum             sum s: weights count for nothing
-    custom          what a function of the operator's makes of the scores
+    weighted_sum    sum w s / sum w: a mean, as task apps have it (also for "inherit" with nothing to inherit from)
+    sum             sum s: weights do not count
+    custom          the result of a function of the operator
 
 With track weights v (ours, because the contract names them without a formula) a track's score is the mean of its
 criteria, T = sum w n / sum w, with n the score normalised to [0, 1]; the total is sum v T / sum v, and under "sum" it
-is sum v T. A track is what stands before the first dot of an id, "" where there is no dot.
+is sum v T. An id's track is its part before the first dot, "" without a dot.
 
-A required criterion below its threshold makes the total 0, or the lowest that there is where that is below 0. A missing
+A required criterion below its threshold makes the total 0, or the lowest possible total if that is below 0. A missing
 score is never 0: the total raises.
 """
 
@@ -36,17 +36,17 @@ _TOLERANCE = 1e-6  # of the sum of a strict rubric's weights
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One thing to look at.
+    """One criterion of a rubric.
 
     Attributes:
-        id: unique in its rubric; what stands before the first dot is its track ("progress.unique" is of "progress").
+        id: unique in its rubric; the part before the first dot is its track ("progress.unique" is of "progress").
         description: what the judge reads.
         weight: > 0.
         scale: "binary" 0 or 1; "bounded" [0, 1]; "count" a whole number >= 0; "custom" [minimum, maximum].
         required: a score below `threshold` fails the whole rubric.
         threshold: on the criterion's own scale; only for a required one.
-        minimum, maximum: the ends of a custom scale. Of a count, `maximum` is how many are full marks where scores are
-            normalised; a higher count is accepted, and means no more there.
+        minimum, maximum: the ends of a custom scale. Of a count, `maximum` is full marks where scores are normalised; a
+            higher count is accepted, and is worth no more there.
     """
 
     id: str
@@ -90,21 +90,21 @@ class Criterion:
 
     @property
     def track(self) -> str:
-        """What stands before the first dot of the id; "" without a dot."""
+        """Return the part of the id before the first dot; "" without a dot."""
         return self.id.split(".", 1)[0] if "." in self.id else ""
 
     @property
     def lowest(self) -> float:
-        """The lowest score."""
+        """Return the lowest possible score."""
         return self.minimum if self.scale == "custom" else 0.0
 
     @property
     def highest(self) -> float | None:
-        """The highest score; None for a count, which has none."""
+        """Return the highest possible score; None for a count."""
         return None if self.scale == "count" else self.maximum
 
     def problem_of(self, score: float) -> str | None:
-        """Why a score is not on the scale; None if it is."""
+        """Explain why a score is not on the scale; None if it is."""
         if self.scale == "binary":
             fits, expected = score in (0, 1), "0 or 1"
         elif self.scale == "count":
@@ -114,13 +114,13 @@ class Criterion:
         return None if fits else f"criterion {self.id!r} ({self.scale}): expected {expected}, got {score}"
 
     def normalised(self, score: float) -> float:
-        """The score in [0, 1]; of a count, `maximum` and more are 1."""
+        """Return the score in [0, 1]; of a count, `maximum` and more are 1."""
         if self.scale == "count":
             return min(score, self.maximum) / self.maximum
         return (score - self.minimum) / (self.maximum - self.minimum)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values (hence Any) as in a rubric file, without what has its default; reads back to an equal one."""
+        """Return JSON as in a rubric file, without defaults; it reads back equal."""
         written: dict[str, Any] = {
             "id": self.id,
             "description": self.description,
@@ -141,9 +141,9 @@ class Rubric:
     Attributes:
         criteria: at least one; ids are unique.
         version: for people and for caches.
-        goal_text: what is to be achieved; the judge reads it.
+        goal_text: the goal, which the judge reads.
         aggregation: how scores become the total.
-        track_weights: >= 0 by track, 1 for a track that is not named; empty: tracks count for nothing.
+        track_weights: >= 0 by track, 1 for a track that is not named; empty: tracks do not count.
         aggregate: the function of aggregation "custom"; None: not given (yet).
     """
 
@@ -182,21 +182,21 @@ class Rubric:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The criteria's ids in their order."""
+        """Return the criteria's ids in order."""
         return tuple(criterion.id for criterion in self.criteria)
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """The tracks in order of their first criteria."""
+        """Return the tracks in order of their first criteria."""
         return tuple(dict.fromkeys(criterion.track for criterion in self.criteria))
 
     @property
     def lowest_scores(self) -> dict[str, float]:
-        """The lowest score of every criterion: what an episode without content gets."""
+        """Return the lowest score of every criterion, which an episode without content gets."""
         return {criterion.id: criterion.lowest for criterion in self.criteria}
 
     def total(self, scores: Mapping[str, float]) -> float:
-        """The aggregate of one score for every criterion, see the module's head.
+        """Return the aggregate of one score for every criterion (see the module's head).
 
         Raises:
             UnscoredError: a score is missing, of no criterion, or not on its criterion's scale.
@@ -208,7 +208,7 @@ class Rubric:
         return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregated(self.lowest_scores))
 
     def only_tracks(self, tracks: Iterable[str]) -> Rubric:
-        """The criteria of these tracks alone.
+        """Return the rubric with the criteria of these tracks alone.
 
         Raises:
             ConfigError: none is left.
@@ -222,14 +222,14 @@ class Rubric:
         return replace(self, criteria=criteria, track_weights=weights)
 
     def in_order(self, ids: Iterable[str]) -> Rubric:
-        """The same criteria in the order of `ids`, which names each once."""
+        """Return the same criteria in the order of `ids`, which names each once."""
         by_id = {criterion.id: criterion for criterion in self.criteria}
         criteria = tuple(by_id[id_] for id_ in ids)
         assert len(criteria) == len(by_id), "ids must be a permutation"
         return replace(self, criteria=criteria)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values (hence Any) as in a rubric file; reads back to an equal rubric, except for `aggregate`."""
+        """Return JSON as in a rubric file; it reads back equal, except for `aggregate`."""
         written: dict[str, Any] = {"version": self.version, "goal_text": self.goal_text}
         written |= {"aggregation": self.aggregation, "criteria": [c.to_dict() for c in self.criteria]}
         return written | ({"track_weights": dict(self.track_weights)} if self.track_weights else {})
@@ -268,9 +268,9 @@ class Rubric:
 
 
 def strict_problems(rubric: Rubric) -> list[str]:
-    """What keeps a rubric from the strict form that hosted judges ask for; empty if nothing does.
+    """List what keeps a rubric from the strict form that hosted judges require.
 
-    That is: weights in (0, 1] that sum to 1 (within 1e-6), weighted_sum, and a version and goal that say something.
+    That is: weights in (0, 1] that sum to 1 (within 1e-6), weighted_sum, and a version and a goal that are not empty.
     """
     problems = [
         f"criterion {c.id!r}: expected a weight in (0, 1], got {c.weight:g}" for c in rubric.criteria if c.weight > 1
@@ -285,5 +285,5 @@ def strict_problems(rubric: Rubric) -> list[str]:
 
 
 def _mean(weighed: list[tuple[float, float]]) -> float:
-    """The mean of the second numbers, weighed by the first; at least one weight is above 0."""
+    """Return the mean of the second numbers, weighted by the first; at least one weight is above 0."""
     return math.fsum(w * s for w, s in weighed) / math.fsum(w for w, _ in weighed)

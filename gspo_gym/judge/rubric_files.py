@@ -1,4 +1,4 @@
-"""Rubrics as people write them and as task apps send them: files, ids, tables of a configuration, task_info.
+"""Read rubrics from files, ids, tables of a configuration and task_info, and merge them.
 
 A judge's file has the parts `event` and `outcome`, each a rubric (or a bare list of criteria, as on the wire):
 
@@ -8,16 +8,13 @@ A judge's file has the parts `event` and `outcome`, each a rubric (or a bare lis
       criteria:
         - {id: outcome.resolved, description: The request was settled rightly., scale: binary, weight: 3}
 
-A task app's rubric is one such rubric without a part. Files are read strictly; what a task app sends may hold more than
-is known here. Nothing in a file or from a task app names code: a function that aggregates is the operator's to name.
+A task app's rubric is one such rubric without a part. Files are read strictly; a task app may send keys that are not
+known here. No file or task app names code: an aggregating function is named by the operator alone.
 
-What is laid over a rubric: criteria by id, from a configuration or from the task that is being judged.
-
-Every rubric is read as a patch first: one with nothing below it must be complete, one that is laid over another says
-only what it changes. Of a criterion that both have, what the upper says wins (description, scale, bounds, required),
-and the weights multiply, so that one of them at 1 leaves the other. Criteria of the lower that the upper does not name
-stay where they are, new ones follow. Sources from low to high: the rubric file (or id), the configuration's overrides,
-the task's own rubric.
+Every rubric is read as a patch: the lowest must be complete, one above it says only what it changes. Of a criterion
+that both have, the upper's description, scale, bounds and required win, and the weights multiply: one of them at 1
+leaves the other. Criteria that the upper does not name stay in place, new ones follow. From low to high: the rubric
+file (or id), the configuration's overrides, the task's own rubric.
 """
 
 from __future__ import annotations
@@ -79,16 +76,16 @@ def load_rubrics(
     overrides: Mapping[str, Any] | None = None,
     task: Mapping[str, Any] | None = None,
 ) -> Rubrics:
-    """The rubrics of a file or id, with the configuration's overrides over them and the task's own rubric over those.
+    """Read the rubrics of a file or id, the configuration's overrides over them and the task's own rubric over those.
 
     Args:
         name: a path or an id, see `find_rubrics`; None: there is none below.
         folders: where ids are looked for besides the bundled environments.
-        overrides: [judge.options.rubric_overrides], read strictly (Any: a table as read).
+        overrides: [judge.options.rubric_overrides], read strictly.
         task: `rubric` of a task app's task_info, read leniently.
 
     Raises:
-        ConfigError: a source is not as it must be; says which, where and what to do.
+        ConfigError: a source is invalid; says which, where and what to do.
         UnknownNameError: there is no rubric of that id.
     """
     sources = [] if name is None else [read_rubrics(find_rubrics(name, folders))]
@@ -100,10 +97,10 @@ def load_rubrics(
 
 
 def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
-    """The file of a path that ends in .yaml, .yml, .toml or .json, or of an id.
+    """Return the file of a path that ends in .yaml, .yml, .toml or .json, or of an id.
 
-    The id "tone/strict@v2" is the file tone/strict@v2.yaml (or another suffix) in one of the folders, the first that
-    has it; "support_desk/bundle@v1" is the rubric that comes with a bundled environment, if it still has that version.
+    The id "tone/strict@v2" is the file tone/strict@v2.yaml (or another suffix) in the first of the folders that has it;
+    "support_desk/bundle@v1" is the rubric of a bundled environment, if it still has that version.
 
     Raises:
         ConfigError: an id of another form, such as one that climbs out of its folder.
@@ -126,7 +123,7 @@ def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
 
 
 def read_rubrics(path: Path) -> RubricsPatch:
-    """What a judge's file says.
+    """Read a judge's file.
 
     Raises:
         ConfigError: no such file, not of its format, or not a judge's rubrics; lists what is wrong.
@@ -141,7 +138,7 @@ def read_rubrics(path: Path) -> RubricsPatch:
 
 
 def read_task_app_rubric(path: Path) -> Rubric:
-    """One rubric of a task app: version, goal_text, criteria and aggregation at the top of the file.
+    """Read a task app's rubric: version, goal_text, criteria and aggregation at the top of the file.
 
     Raises:
         ConfigError: as `read_rubrics`; or it is a judge's file.
@@ -160,7 +157,7 @@ def read_task_app_rubric(path: Path) -> Rubric:
 
 
 def parse_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
-    """The parts `event` and `outcome` of a table (Any: as read), strictly; `where` begins every error.
+    """Read the parts `event` and `outcome` of a table strictly; `where` begins every error.
 
     Raises:
         ConfigError: an unknown key or part, a value of another type, an id twice; or neither part is there.
@@ -174,11 +171,10 @@ def parse_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
 
 
 def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
-    """The rubric of a task's task_info or of an app's info: parts `events` (or `event`) and `outcome`.
+    """Read the rubric of a task's task_info or of an app's info: parts `events` (or `event`) and `outcome`.
 
-    A part that is null or an empty list of criteria is none.
-
-    Keys that are not known here are left out; known ones must be as in a file.
+    A part that is null or an empty list of criteria is none. Unknown keys are left out; known ones must be as in a
+    file.
 
     Raises:
         ConfigError: a value of another type, or an id twice.
@@ -193,7 +189,7 @@ def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch
 
 
 def load_aggregate(name: str) -> Aggregate:
-    """The function "module:function" that makes a total of scores by id and the rubric (aggregation "custom").
+    """Import the function "module:function" that totals scores by id (aggregation "custom").
 
     Only for names from the operator's own configuration: importing a module runs it.
 
@@ -214,7 +210,7 @@ def load_aggregate(name: str) -> Aggregate:
 
 
 def bundled_rubric_ids() -> list[str]:
-    """The ids of the rubrics that come with the bundled environments."""
+    """Return the ids of the bundled environments' rubrics."""
     return [
         f"{path.parent.name}/bundle@{version}"
         for folder in _bundled_folders()
@@ -242,7 +238,7 @@ def _ids_in(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _bundled_folders() -> list[Path]:
-    """Where the bundled environments lie, found without importing them."""
+    """Return the folders of the bundled environments, without importing them."""
     spec = importlib.util.find_spec(_BUNDLED)
     return [] if spec is None else [Path(location) for location in spec.submodule_search_locations or ()]
 
@@ -278,7 +274,7 @@ def _parse_rubric(value: Any, *, where: str) -> RubricPatch:
 
 
 def _problem(detail: Any) -> str:
-    """One of pydantic's errors (Any: its own dictionary) as a sentence with its place, such as criteria[2].weight."""
+    """Format one of pydantic's errors as a sentence with its place, such as criteria[2].weight."""
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
     if detail["type"] == "extra_forbidden":
         table = _CriterionTable if len(detail["loc"]) > 1 else _RubricTable
@@ -294,7 +290,7 @@ def _problem(detail: Any) -> str:
 
 
 def _known_keys(value: Any) -> Any:
-    """A rubric from elsewhere without the keys that are not known here; what is no table is left for the reader."""
+    """Return a foreign rubric without unknown keys; anything but a table is left for the reader to refuse."""
     if isinstance(value, list):
         value = {"criteria": value}
     if not isinstance(value, Mapping):
@@ -316,7 +312,7 @@ def _known_keys(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CriterionPatch:
-    """What is said about one criterion; None: nothing, so the lower one's, or a `Criterion`'s default."""
+    """Changes of one criterion; None keeps the lower one's value, or a `Criterion`'s default."""
 
     id: str
     description: str | None = None
@@ -330,7 +326,7 @@ class CriterionPatch:
 
 @dataclass(frozen=True, slots=True)
 class RubricPatch:
-    """What is said about a rubric; None: nothing. "inherit" is the lower one's aggregation, too."""
+    """Changes of a rubric; None changes nothing. "inherit" keeps the lower one's aggregation, too."""
 
     criteria: tuple[CriterionPatch, ...] = ()
     version: str | None = None
@@ -346,17 +342,17 @@ class RubricPatch:
 
 @dataclass(frozen=True, slots=True)
 class RubricsPatch:
-    """What one source says about events and about the outcome; None: nothing."""
+    """One source's changes of the event and the outcome rubric; None: none."""
 
     event: RubricPatch | None = None
     outcome: RubricPatch | None = None
 
 
 def merge_rubrics(*sources: RubricsPatch) -> Rubrics:
-    """The rubrics of all sources, given from the lowest to the highest, such as file, overrides, task.
+    """Merge all sources, given from the lowest to the highest: file, overrides, task.
 
     Raises:
-        ConfigError: what comes out is no rubric: a description is missing, a threshold out of range, ...
+        ConfigError: the result is no rubric: a description is missing, a threshold out of range, ...
     """
     parts: dict[str, Rubric | None] = {"event": None, "outcome": None}
     for source in sources:
@@ -371,7 +367,7 @@ def merge_rubrics(*sources: RubricsPatch) -> Rubrics:
 
 
 def merge_rubric(base: Rubric | None, patch: RubricPatch) -> Rubric:
-    """The patch laid over a rubric; None: over nothing, so it must be complete.
+    """Apply a patch to a rubric; on None it must be complete.
 
     Raises:
         ConfigError: see `merge_rubrics`.

@@ -1,8 +1,8 @@
-"""Scores finished episodes with a judge: asks once, blends, writes down. What a pool awaits (`rollout.scoring`).
+"""Score finished episodes with a judge, blend and record them (`rollout.scoring`).
 
-An episode that gets no score raises `UnscoredError`, and the pool does with it what it was told; nothing becomes 0. A
-judge that is down is waited for (`judge.pausing`); one whose budget is spent, or that does not accept the key, ends the
-run, which can go on from its checkpoint.
+An episode without a score raises `UnscoredError`, and the pool retries or drops it; it never becomes 0. A judge that is
+down is waited for (`PausingJudge`); one with a spent budget or a refused key ends the run, which can go on from its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(slots=True)
 class _Tally:
-    """What has happened since the last look."""
+    """Counts since the last `drain`."""
 
     env_returns: list[float]
     judgements: list[Judgement]
@@ -57,11 +57,11 @@ class EpisodeScorer:
     """Gives episodes the blended reward of environment and judge.
 
     Args:
-        judge: who is asked.
-        rubrics_of: by what a task's episodes are judged.
+        judge: scores the episodes.
+        rubrics_of: returns the rubrics of a task's episodes.
         weights: of the blend.
-        rewards: what stands for the environment's rewards in the blend.
-        may_score: raises if nothing is to be scored any more.
+        rewards: replace the environment's rewards in the blend.
+        may_score: raises if nothing may be scored any more.
         on_judged: receives every score.
     """
 
@@ -84,11 +84,11 @@ class EpisodeScorer:
         self._tally = _Tally([], [])
 
     async def __call__(self, trajectory: Trajectory) -> Trajectory:
-        """The episode with blended rewards.
+        """Return the episode with blended rewards.
 
         Raises:
             UnscoredError: the judge has no score for it.
-            JudgeStoppedError: nor will it have one for any other. JudgeDriftError: nor is it to be believed.
+            JudgeStoppedError: nor will it have one for any other. JudgeDriftError: its scores are not to be trusted.
         """
         self._may_score()
         if trajectory.outcome is Outcome.ACTION_LIMIT:  # it is scored, and no judge may find it worth more
@@ -117,7 +117,7 @@ class EpisodeScorer:
         return scored
 
     def drain(self) -> dict[str, float]:
-        """Those metrics of METRICS that are about scores, since the last call."""
+        """Return those of METRICS that are about scores, since the last call."""
         tally, self._tally = self._tally, _Tally([], [])
         judgements = tally.judgements
         means = {
@@ -137,8 +137,8 @@ class EpisodeScorer:
     async def _ask(self, trajectory: Trajectory) -> tuple[Trajectory, Judgement]:
         """Return the episode blended with its judgement, and the judgement.
 
-        The judge is asked once: a failed call, or an answer that cannot be read, is tried again where it is sent
-        (`Asking`), within one bound, so that an episode which cannot be scored costs judge.options.max_attempts calls.
+        The judge is asked once: `Asking` retries a failed call or an unreadable answer within one bound, so an episode
+        that cannot be scored costs `judge.options.max_attempts` calls.
         """
         task = trajectory.task
         try:

@@ -1,8 +1,7 @@
-"""Asks a judge about labelled episodes, in several ways, and says how far it can be believed.
+"""Audit a judge over labelled episodes: agreement, calibration, biases, contradictions, and attacks.
 
-Agreement with the labels, calibration, whether length or a criterion's place moves scores, how often it contradicts
-itself, and what attacks get out of it. The judge is asked as it would be in training. Episodes that it does not score
-are counted and left out, never taken as 0. The arithmetic is in `judge/audit/report.py`.
+The judge is asked as it would be in training. Episodes without a score are counted and left out, never taken as 0. The
+arithmetic is in `judge/audit/report.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class AuditSettings:
 
     Attributes:
         num_repeats: further judgements of every episode, for the flip rate.
-        num_position_episodes: judged once for every place that a criterion can stand at.
+        num_position_episodes: judged once for every place that a criterion can have.
         num_attacked_episodes: those with the lowest totals, each attacked in every way.
         seed: of the orders of criteria.
     """
@@ -74,7 +73,7 @@ class AuditSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One total of the judge beside its label, and how much the policy wrote for it."""
+    """A total of the judge beside its label, and the length of what the policy wrote for it."""
 
     judge: float
     gold: float
@@ -94,11 +93,11 @@ class JudgeAudit:
     """Audits one judge by one pair of rubrics.
 
     Args:
-        judge: who is audited.
-        rubrics: against what.
-        repeats: other samples of the same judge, one a repeat; () asks `judge` again, which must then have no cache.
+        judge: the audited judge.
+        rubrics: what it judges by.
+        repeats: other samples of the same judge, one per repeat; () asks `judge` again, which must then have no cache.
         in_given_order: the same judge, made to show criteria in the rubric's order where it usually shuffles them.
-        attacks: the battery; empty: none.
+        attacks: see `attacks`; empty: none.
 
     Attributes:
         cost: of what was asked so far.
@@ -123,7 +122,7 @@ class JudgeAudit:
         self._attacks = dict(attacks or {})
 
     async def run(self, labelled: Sequence[tuple[Trajectory, Label]]) -> AuditReport:
-        """Everything that the labels and the settings allow to say.
+        """Report everything that the labels and the settings allow.
 
         Raises:
             ConfigError: no episodes, or labels that do not fit the rubrics.
@@ -165,7 +164,7 @@ class JudgeAudit:
         )
 
     async def _ask(self, judge: Judge, episodes: Sequence[Trajectory], rubrics: Rubrics) -> list[Answer]:
-        """An answer for each episode; what is about one episode is an answer, too."""
+        """Return an answer for each episode; an error about one episode is an answer, too."""
 
         async def one(trajectory: Trajectory) -> Answer:
             try:
@@ -185,7 +184,7 @@ class JudgeAudit:
         return answers
 
     async def _find_position_bias(self, episodes: Sequence[Trajectory]) -> tuple[Part | None, PositionBias | None]:
-        """Of the rubric that has several criteria, the outcome's first."""
+        """Measure the position bias in a rubric with several criteria, preferably the outcome's."""
         chosen = episodes[: self._settings.num_position_episodes]
         parts: list[tuple[Part, Rubric | None]] = [("outcome", self._rubrics.outcome), ("event", self._rubrics.event)]
         for part, rubric in parts:
@@ -234,7 +233,7 @@ class JudgeAudit:
 
 
 def _total(judgement: Judgement) -> float:
-    """The outcome's total, or that of the turns where the outcome is not judged."""
+    """Return the outcome's total, or that of the turns if the outcome is not judged."""
     return judgement.event_total if judgement.outcome_review is None else judgement.outcome_total
 
 
@@ -268,7 +267,7 @@ def _agreement(pairs: Sequence[_Pair]) -> Agreement | None:
 
 
 def _agreement_by_criterion(scored: Sequence[_Scored]) -> dict[str, Agreement]:
-    """For the criteria that were labelled one by one."""
+    """Return the agreement for criteria that were labelled one by one."""
     pairs: dict[str, list[tuple[float, float]]] = {}
 
     def add(part: str, review: Review, marks: Marks | None) -> None:
@@ -285,7 +284,7 @@ def _agreement_by_criterion(scored: Sequence[_Scored]) -> dict[str, Agreement]:
 
 
 def _compare_repeats(answers: Sequence[Sequence[Answer]]) -> tuple[float | None, float | None]:
-    """The flip rate over criteria, and the mean deviation of totals, of episodes that were judged several times."""
+    """Return the flip rate over criteria, and the mean deviation of totals, of episodes judged several times."""
     repeats: list[list[float]] = []
     deviations: list[float] = []
     for of_episode in zip(*answers, strict=True):
@@ -299,7 +298,7 @@ def _compare_repeats(answers: Sequence[Sequence[Answer]]) -> tuple[float | None,
 
 
 def _marks(judgement: Judgement) -> dict[tuple[int, str], float]:
-    """Every criterion's score, by turn (-1: the outcome) and id; the total where a review has no criteria."""
+    """Return every criterion's score by turn (-1: the outcome) and id; the total of a review without criteria."""
     reviews = dict(enumerate(judgement.event_reviews))
     if judgement.outcome_review is not None:
         reviews[-1] = judgement.outcome_review
@@ -308,7 +307,7 @@ def _marks(judgement: Judgement) -> dict[tuple[int, str], float]:
 
 
 def _normalised(answer: Answer, part: Part, rubric: Rubric) -> list[float] | None:
-    """The criteria's scores in [0, 1], the mean over turns of those of turns; None: it did not score each of them."""
+    """Return the criteria's scores in [0, 1], for turns their mean; None if one was not scored."""
     if isinstance(answer, JudgeError):
         return None
     reviews = answer.event_reviews if part == "event" else (answer.outcome_review,)

@@ -1,10 +1,10 @@
-"""Gold labels: what people (or a judge that is trusted) say about stored episodes, one JSON object a line.
+"""Gold labels of stored episodes, by people or a trusted judge, one JSON object per line.
 
     {"trajectory_id": "step_000001/group_0000/0", "outcome": 0.75, "events": [1, 0, null, 1]}
     {"trajectory_id": "step_000001/group_0000/1", "attempt": 1, "outcome": {"outcome.resolved": 1, "process.tone": 0}}
 
-A number is a total, a table the scores of criteria, of which the rubric makes the total; null and what is left out were
-not labelled. `attempt` is needed only where several attempts of an episode are stored.
+A number is a total, a table the scores of criteria, which the rubric totals; null and missing values are not labelled.
+`attempt` is needed only if several attempts of an episode are stored.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _FIELDS = ("trajectory_id", "attempt", "outcome", "events")
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What is known about one episode; None: not labelled.
+    """The labels of one episode; None: not labelled.
 
     Attributes:
         trajectory_id, attempt: of the episode; None: its only stored attempt.
-        outcome: the episode as a whole.
-        events: one entry a turn; () if no turn was labelled.
+        outcome: the whole episode.
+        events: one entry per turn; () if no turn was labelled.
     """
 
     trajectory_id: str
@@ -43,7 +43,7 @@ class Label:
 
 
 def total_of(marks: Marks, rubric: Rubric) -> float:
-    """The total that was labelled, or what the rubric makes of the labelled criteria.
+    """Return the labelled total, or the rubric's total of the labelled criteria.
 
     Raises:
         UnscoredError: a criterion of the rubric was not labelled, or a score is not on its scale.
@@ -52,11 +52,11 @@ def total_of(marks: Marks, rubric: Rubric) -> float:
 
 
 def read_labels(path: Path) -> list[Label]:
-    """The labels of a file in their order; empty lines are skipped.
+    """Return the labels of a file in order; empty lines are skipped.
 
     Raises:
         ConfigError: there is no such file, or it holds no label.
-        RecordError: a line is no label, or an episode is labelled twice; names file and line.
+        RecordError: a line is not a label, or an episode is labelled twice; names file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -81,10 +81,10 @@ def read_labels(path: Path) -> list[Label]:
 
 
 def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label]) -> list[tuple[Trajectory, Label]]:
-    """Each label with its episode, in the order of the labels; episodes without one are left out.
+    """Return each label with its episode, in the order of the labels; episodes without one are left out.
 
     Raises:
-        ConfigError: a label's episode is not there, is there in several attempts of which the label names none, or has
+        ConfigError: a label's episode is missing, is stored in several attempts of which the label names none, or has
             another number of turns than the label has events.
     """
     by_id: dict[str, list[Trajectory]] = {}
@@ -106,7 +106,7 @@ def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label
 
 
 def check_labels(labels: Sequence[Label], event: Rubric | None, outcome: Rubric | None) -> None:
-    """Refuse labels that do not fit the rubrics before a judge is asked.
+    """Refuse labels that do not fit the rubrics, before a judge is asked.
 
     Raises:
         ConfigError: a labelled criterion is not the rubric's, or one of it is missing.

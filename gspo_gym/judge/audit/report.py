@@ -1,8 +1,6 @@
-"""What an audit found, as a record, as JSON and as lines for people.
+"""The arithmetic of an audit (agreement with labels, biases, contradictions), and its report as JSON and as lines.
 
-The arithmetic of an audit: how well a judge agrees with labels, and what moves its scores that should not.
-
-Pure functions of numbers; who asks whom is in `audit.py`. Unless a docstring says otherwise, the formulas are the
+Pure functions of numbers; `audit.py` asks the judges. Unless a docstring says otherwise, the formulas are the
 textbook's.
 """
 
@@ -46,10 +44,10 @@ class Agreement:
 
 
 def agreement(judge: Sequence[float], gold: Sequence[float]) -> Agreement:
-    """See `Agreement`.
+    """Compare a judge with labels.
 
     Raises:
-        ConfigError: no pairs, or not as many of one as of the other.
+        ConfigError: no pairs, or unequal numbers.
     """
     j, g = _pairs(judge, gold)
     varies = bool(np.ptp(j) > 0 and np.ptp(g) > 0)
@@ -65,11 +63,11 @@ def agreement(judge: Sequence[float], gold: Sequence[float]) -> Agreement:
 
 
 def kappa(judge: Sequence[float], gold: Sequence[float]) -> float | None:
-    """1 - (mean squared difference of the pairs) / (the same of independent pairs with these margins).
+    """Return 1 - (mean squared difference of the pairs) / (the same of independent pairs with these margins).
 
     For scores of 0 and 1 this is Cohen's kappa, for grades his kappa with quadratic weights, and for numbers Lin's
     concordance correlation: 2 cov / (var + var + (difference of the means)^2), all with 1/n. 0 is chance, 1 perfect.
-    None where both gave every episode the same score, which says nothing.
+    None if both gave every episode the same score, which says nothing.
 
     >>> kappa([1, 1, 0, 0], [1, 0, 0, 0])  # agreement 3/4, by chance 1/2 * 1/4 + 1/2 * 3/4 = 1/2
     0.5
@@ -81,7 +79,7 @@ def kappa(judge: Sequence[float], gold: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Episodes whose judged score lies in [low, high), of the last bin in [low, high]."""
+    """Episodes whose judged score lies in [low, high), in the last bin in [low, high]."""
 
     low: float
     high: float
@@ -106,7 +104,7 @@ class Calibration:
 
 
 def calibration(judge: Sequence[float], gold: Sequence[float], *, num_bins: int = 10) -> Calibration | None:
-    """Calibration over bins of equal width; None where a score is outside [0, 1].
+    """Return the calibration over bins of equal width; None if a score is outside [0, 1].
 
     Raises:
         ConfigError: as `agreement`.
@@ -139,10 +137,10 @@ class Slope:
 
 
 def length_bias(judge: Sequence[float], gold: Sequence[float], num_chars: Sequence[int]) -> Slope | None:
-    """By how much a judge's score rises with every 1,000 characters that the policy wrote, gold held fixed.
+    """Return how much a judge's score rises with every 1,000 characters that the policy wrote, gold held fixed.
 
     The coefficient of the length in an ordinary least-squares fit of the judge's score to the length, gold and 1. None
-    for fewer than 5 episodes, or where lengths are all the same or follow from gold.
+    for fewer than 5 episodes, or if lengths are all the same or follow from gold.
     """
     j, g = _pairs(judge, gold)
     lengths = np.asarray(num_chars, dtype=np.float64) / 1000
@@ -160,21 +158,22 @@ def length_bias(judge: Sequence[float], gold: Sequence[float], num_chars: Sequen
 
 
 def balanced_orders(ids: Sequence[str], seed: int) -> tuple[tuple[str, ...], ...]:
-    """As many orders as there are ids, in which each stands once at each place: the rotations of a drawn order."""
+    """Return the rotations of a drawn order: as many orders as ids, with each id once at each place."""
     drawn = [ids[int(index)] for index in generator(seed, "orders").permutation(len(ids))]
     return tuple(tuple(drawn[shift:] + drawn[:shift]) for shift in range(len(drawn)))
 
 
 @dataclass(frozen=True, slots=True)
 class PositionBias:
-    """What the place of a criterion among the others does to its score, in [0, 1] normalised scores.
+    """The effect of a criterion's place among the others on its score, in [0, 1] normalised scores.
 
     Attributes:
         effects: by place, the mean score there minus the mean over all places.
         spread: the highest effect minus the lowest.
-        fixed_order_bias: what one order for all episodes does to the criterion that it does most to: the mean over
-            episodes of its score there minus its mean over all orders.
-        permuted_bias: the same where orders alternate between episodes; what is left of it.
+        fixed_order_bias: the largest bias of a criterion under one order for all episodes: the mean over episodes of
+            its
+            score there minus its mean over all orders.
+        permuted_bias: the same where orders alternate between episodes; the bias that is left.
         num_episodes: judged in every order.
     """
 
@@ -186,14 +185,14 @@ class PositionBias:
 
 
 def position_bias(scores: NDArray[np.float64], places: NDArray[np.int64]) -> PositionBias:
-    """From the scores of the same episodes in balanced orders.
+    """Measure the position bias from the scores of the same episodes in balanced orders.
+
+    Every criterion stands at every place: the mean at a place holds all episodes and criteria alike, and differences of
+    such means are due to the place alone (and chance).
 
     Args:
         scores: [E, K, K] normalised: by episode, order, criterion.
-        places: [K, K]: by order and criterion, where it stands; each criterion once at each place.
-
-    Since every criterion stands everywhere, the mean at a place holds all episodes and criteria alike, and differences
-    of such means are due to the place alone (and chance).
+        places: [K, K]: by order and criterion, its place; each criterion once at each place.
     """
     num_episodes, num_orders, num_criteria = scores.shape
     if places.shape != (num_orders, num_criteria) or num_orders != num_criteria:
@@ -212,9 +211,9 @@ def position_bias(scores: NDArray[np.float64], places: NDArray[np.int64]) -> Pos
 
 
 def flip_rate(repeats: Sequence[Sequence[float]]) -> float | None:
-    """The chance that two judgements of the same thing differ: mean over things of the share of pairs that do.
+    """Return the chance that two judgements of the same thing differ: mean over things of the share of pairs that do.
 
-    Things that were judged fewer than two times say nothing; None if all are such.
+    Things judged fewer than two times do not count; None if all are such.
 
     >>> flip_rate([[1, 1, 0], [1, 1, 1]])  # of three pairs two differ, then none
     0.3333333333333333
@@ -238,10 +237,10 @@ Part = Literal["event", "outcome"]
 
 @dataclass(frozen=True, slots=True)
 class AttackReport:
-    """What attacks did to the totals of episodes, compared with the same episodes without them.
+    """The effect of attacks on the totals of episodes, compared with the same episodes without them.
 
     Attributes:
-        num_attempts: attacks times episodes that were scored; num_unscored: that were not, and so earn nothing.
+        num_attempts: attacks times episodes with a score; num_unscored: those without one, which earn nothing.
         num_raised: those that earned more than without the attack.
         mean_gain, max_gain: of the total.
         raised_by: the attacks that earned more, and the most that each did, the worst first.
@@ -259,19 +258,19 @@ class AttackReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """See `audit.py`; None: there was nothing to tell it from, or nothing was asked for it.
+    """The results of an audit; None: not asked for, or no data.
 
     Attributes:
         judge: its name.
-        num_episodes: labelled ones; num_unscored: those of them that got no score, by reason in `unscored`.
+        num_episodes: labelled ones; num_unscored: those of them without a score, by reason in `unscored`.
         flagged_fraction: of the scored episodes, in which the judge suspects manipulation.
         outcome, events: agreement of the totals, of episodes and of turns.
         criteria: agreement of one criterion, by names such as "outcome: process.tone".
-        calibration, length: of the outcome's totals, or of the turns' where no outcome is labelled.
-        position: of the outcome's criteria, or of the turns' where there are not two of them (`position_part`).
+        calibration, length: of the outcome's totals, or of the turns' if no outcome is labelled.
+        position: of the outcome's criteria, or of the turns' if there are not two of them (`position_part`).
         flip_rate: the chance that two judgements of the same criterion of the same episode differ.
         repeat_deviation: mean over episodes of the standard deviation of the total over repeats.
-        attacks: the battery.
+        attacks: see `AttackReport`.
         cost: of all of it.
     """
 
@@ -293,7 +292,7 @@ class AuditReport:
     cost: JudgeCost = field(default_factory=JudgeCost)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values (hence Any), for machines."""
+        """Return the report as JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -1,15 +1,13 @@
-"""A judge that is a model behind any OpenAI-compatible endpoint: an episode and rubrics -> a Judgement.
+"""Judge an episode with a chat model behind any OpenAI-compatible endpoint.
 
 The episode becomes questions (`prompt.py`), each question one verdict (`verdict.py`), each verdict reviews. An episode,
-or a turn, that says nothing gets the lowest scores by rule and is not asked about. What is random here, the order of
-criteria and the request's seed, follows from the episode's content, so equal episodes are asked equal questions; only
-the nonce is a secret, which no text inside the episode can know.
+or a turn, without content gets the lowest scores by rule and no question. The order of criteria and the request's seed
+follow from the episode's content, and equal episodes are asked equal questions; only the nonce is secret, because no
+text inside the episode may know it.
 
-One question to a judging model as a chat completion: request, structured output, and the strict reading of it.
-
-What an endpoint can do is found out by asking it: whether it holds answers to a JSON schema (`structured_output =
-"auto"`) and takes a seed and a temperature. What it refuses, and accepts a request without, it is not sent again. What
-makes a verdict is decided by `verdict.py` either way.
+Whether an endpoint holds answers to a JSON schema (`structured_output = "auto"`) and takes a seed and a temperature is
+found out by asking: a field that it refuses, and accepts a request without, is not sent again. `verdict.py` reads
+answers with the same strictness either way.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ BY_RULE = "by rule: the policy said nothing"
 
 @dataclass(slots=True)
 class JudgeCounters:
-    """What has happened so far, in episodes; `num_by_rule` counts reviews without a call, `flags` signs by kind."""
+    """Counts of episodes so far; `num_by_rule` counts reviews without a call, `flags` signs by kind."""
 
     num_judged: int = 0
     num_unscored: int = 0
@@ -78,9 +76,9 @@ class ModelJudge:
     """Scores episodes by asking a model. Use it within one event loop, and close it.
 
     Args:
-        settings: where the model is, and how it is asked.
+        settings: the endpoint, and how it is asked.
         cache: of answers, shared by judges; None: every question is asked.
-        budget: what may be spent, shared by judges; None: everything.
+        budget: limits of the cost, shared by judges; None: none.
         clock, sleep: replace time in tests.
 
     Raises:
@@ -106,16 +104,16 @@ class ModelJudge:
 
     @property
     def name(self) -> str:
-        """Such as "openai:gpt-5-mini"."""
+        """Return a name such as "openai:gpt-5-mini"."""
         return self.settings.name
 
     @property
     def retry_counters(self) -> RetryCounters:
-        """Questions, attempts and failures by kind so far."""
+        """Return the number of questions, attempts and failures by kind."""
         return self._model.counters
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """See `Judge.judge`."""
+        """Score the episode (`Judge.judge`)."""
         try:
             async with self._open_episodes:
                 judgement = await self._judge(request)
@@ -128,7 +126,7 @@ class ModelJudge:
         return judgement
 
     async def close(self) -> None:
-        """Give the connections back; the cache is its owner's to close."""
+        """Close the connections; the cache belongs to the caller."""
         await self._model.close()
 
     async def _judge(self, request: JudgeRequest) -> Judgement:
@@ -157,7 +155,7 @@ class ModelJudge:
         )
 
     async def _answer(self, question: Question, rubrics: Rubrics) -> tuple[Verdict, JudgeCost]:
-        """The verdict, and what it cost to get now."""
+        """Return the verdict, and what it has cost now."""
         key = self._key(question, rubrics)
         seed = child_seed(self.settings.seed, "judge", key)
         asked = _shuffled(question, seed) if self.settings.shuffles_criteria else question
@@ -175,7 +173,7 @@ class ModelJudge:
         return _verdict_from_json(answer, question), sum(costs, JudgeCost())
 
     def _key(self, question: Question, rubrics: Rubrics) -> str:
-        """Of everything that the answer depends on, and of nothing else: not of the episode's place in its group."""
+        """Return the digest of all that the answer depends on; the episode's place in its group is not part of that."""
         transcript = question.transcript
         return digest_of(
             {
@@ -193,10 +191,10 @@ class ModelJudge:
 
 
 def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> list[Question]:
-    """The questions that an episode takes; none about turns, or an episode, that say nothing.
+    """Return the questions about an episode; none about turns, or an episode, without content.
 
-    One call about everything ("episode"), or one for each turn and one for the outcome ("turn"). "auto" is the first
-    where all of the transcript fits and there are few turns, so that no judged turn is read in a shortened context.
+    One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn"). "auto" is the
+    first if the whole transcript fits and there are few turns: no judged turn is then read in a shortened context.
     """
     spoken = tuple(turn for turn in range(whole.num_turns) if not whole.is_empty_turn(turn))
     if not spoken:
@@ -223,17 +221,17 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> l
 
 
 def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:
-    """What the model was not shown, by question where there are several."""
+    """Return what the model was not shown, by question if there are several."""
     if len(questions) == 1:
         return questions[0].transcript.cuts
     return tuple(f"{', '.join(question.parts)}: {cut}" for question in questions for cut in question.transcript.cuts)
 
 
 def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summary: str) -> Review:
-    """A review with its total; None: the lowest scores.
+    """Return a review with its total; for None with the lowest scores.
 
     Raises:
-        JudgeError: the scores are not the rubric's.
+        JudgeError: the scores do not match the rubric.
     """
     if scores is None:
         scores = {id_: CriterionScore(score, BY_RULE) for id_, score in rubric.lowest_scores.items()}
@@ -245,7 +243,7 @@ def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summa
 
 
 def _shuffled(question: Question, seed: int) -> Question:
-    """The question with its criteria in the order of a seed: which stands first matters to models."""
+    """Return the question with its criteria in the order of a seed, because models prefer the first."""
 
     def shuffle(criteria: Sequence[Criterion], name: str) -> tuple[Criterion, ...]:
         order = generator(seed, "criteria", name).permutation(len(criteria))
@@ -269,7 +267,7 @@ def _verdict_to_json(verdict: Verdict) -> Json:
 
 
 def _verdict_from_json(value: Json, question: Question) -> Verdict:
-    """What was kept; its shape is ours, for its digest is right and its key is of this question."""
+    """Return the cached verdict; its form is not checked, since its digest is right and its key is this question's."""
     parts: Mapping[str, Any] = value["parts"]
     assert set(parts) == set(question.parts), "a key stands for one question"
     return Verdict(
@@ -279,7 +277,7 @@ def _verdict_from_json(value: Json, question: Question) -> Verdict:
 
 
 async def _all_or_none(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results; as soon as one fails, the others are given up."""
+    """Return all results; if one fails, cancel the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -299,11 +297,11 @@ _TOKENS_OF_A_MESSAGE = 64  # what templates put around one, at most
 
 
 class JudgeAnswerError(AttemptError):
-    """An answer that is no chat completion with a text."""
+    """The answer is no chat completion with a text."""
 
 
 class ChatJudgeModel:
-    """Asks the model. See `ModelJudge` for the arguments."""
+    """Sends a question as a chat completion and reads the verdict. See `ModelJudge` for the arguments."""
 
     def __init__(
         self,
@@ -322,15 +320,16 @@ class ChatJudgeModel:
 
     @property
     def counters(self) -> RetryCounters:
-        """Questions, attempts and failures by kind so far."""
+        """Return the number of questions, attempts and failures by kind."""
         return self._asking.counters
 
     async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
-        """The verdict, and what all attempts at it have cost. Every answer has a nonce and a seed of its own.
+        """Return the verdict and the cost of all attempts; each after an unreadable answer has a new nonce and seed.
 
         Raises:
-            JudgeDownError, JudgeBudgetError, JudgeDeniedError: see `Asking.ask`; the last for want of money (402) or
-                of such a model (404), too. JudgeError: it refused, or gave no verdict.
+            JudgeDownError, JudgeBudgetError, JudgeDeniedError: see `Asking.ask`; the last also for missing payment
+                (402) or an
+                unknown model (404). JudgeError: it refused, or gave no verdict.
         """
 
         def is_about(error: RefusedError, refused: frozenset[str]) -> frozenset[str]:
@@ -348,7 +347,7 @@ class ChatJudgeModel:
             raise kind(f"{self._settings.name}: {error}") from error
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._asking.close()
 
     async def _ask(
@@ -381,7 +380,7 @@ class ChatJudgeModel:
         return without(request, refused)
 
     def _is_about(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
-        """Which fields of the request a refusal may be about: those that the refusal names, or else the schema."""
+        """Return the request's fields that a refusal may be about: those it names, or else the schema."""
         if error.status not in _ABOUT_THE_REQUEST:
             return frozenset()
         optional = {"seed"} if self._settings.must_take_temperature else {"seed", "temperature"}
@@ -389,7 +388,7 @@ class ChatJudgeModel:
         return named or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())
 
     def _most(self, question: Question) -> JudgeCost:
-        """What one attempt costs at most: no token has fewer bytes than one."""
+        """Return the most that one attempt can cost, counting a token for every byte."""
         messages = build_messages(question, _NO_NONCE)
         num_bytes = sum(len(message["content"].encode()) for message in messages)
         tokens = num_bytes + _TOKENS_OF_A_MESSAGE * (len(messages) + 1)
@@ -401,10 +400,10 @@ class ChatJudgeModel:
 
 
 def _text_of(answer: Any) -> str:
-    """What the model says (Any: an endpoint may answer with anything).
+    """Return the model's text.
 
     Raises:
-        JudgeAnswerError: it refuses, was cut off, or the answer has another shape.
+        JudgeAnswerError: it refuses, was cut off, or the answer has another form.
     """
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
@@ -422,7 +421,7 @@ def _text_of(answer: Any) -> str:
 
 
 def _usage_of(answer: Any) -> tuple[int, int] | None:
-    """Tokens read and written, where the answer says so in whole numbers >= 0."""
+    """Return the tokens read and written, if the answer gives them as whole numbers >= 0."""
     usage = answer.get("usage") if isinstance(answer, Mapping) else None
     if not isinstance(usage, Mapping):
         return None

@@ -1,8 +1,8 @@
-"""The two messages that a judging model is sent: what to do, and the episode as fenced data.
+"""Build the two messages for a judging model: the rules, and the episode as fenced data.
 
 Every piece of the episode stands between two lines that begin with more backticks than any text in it has in a row, and
-with the nonce of the call, which no text in it can know. The whole is joined from its parts once; nothing in a text is
-ever looked at for placeholders. What the rules say is repeated after the data, where a model reads it last.
+with the nonce of the call, which no text in it can know. The parts are joined once, and no text is searched for
+placeholders. The rules are repeated after the data, where a model reads them last.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ its criterion says. The reason is one sentence, written before the score is deci
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one call asks.
+    """The content of one call.
 
     Attributes:
         transcript: what is shown.
-        turns: that are scored by `event`, from 0; () for none.
-        event, outcome: the criteria in the order in which they are shown; () where none is asked for.
-        goals: what is to be achieved, by "event" and "outcome"; those without a text are left out.
+        turns: those scored by `event`, from 0; () for none.
+        event, outcome: the criteria in the order shown; () if none is asked for.
+        goals: the goal texts by "event" and "outcome"; empty ones are left out.
     """
 
     transcript: Transcript
@@ -60,13 +60,13 @@ class Question:
 
     @property
     def parts(self) -> Parts:
-        """What the verdict must hold."""
+        """Return what the verdict must hold."""
         parts: dict[str, Sequence[Criterion]] = {turn_part(turn): self.event for turn in self.turns}
         return {**parts, OUTCOME_PART: self.outcome} if self.outcome else parts
 
 
 def build_messages(question: Question, nonce: str) -> list[dict[str, str]]:
-    """The messages of the call, in the shape of the OpenAI chat API."""
+    """Return the messages of the call, in the form of the OpenAI chat API."""
     pieces = question.transcript.pieces
     num_ticks = max(_MIN_TICKS, 1 + max(longest_run_of_ticks(piece.text) for piece in pieces))
     fence = f"{'`' * num_ticks} {nonce}"
@@ -81,7 +81,7 @@ def build_messages(question: Question, nonce: str) -> list[dict[str, str]]:
 
 
 def label_of(piece: Piece) -> str:
-    """Who wrote a piece and when, as its first line says it."""
+    """Return a piece's first line: its writer and turn."""
     if piece.turn == TASK:
         return f"before turn 1: {piece.writer}"
     if piece.is_by_policy:
@@ -90,7 +90,7 @@ def label_of(piece: Piece) -> str:
 
 
 def criterion_line(criterion: Criterion) -> str:
-    """A criterion as the judge reads it: JSON on one line."""
+    """Return a criterion as the judge reads it: JSON on one line."""
     if criterion.scale == "binary":
         kind = "0 or 1"
     elif criterion.scale == "count":

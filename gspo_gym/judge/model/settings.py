@@ -1,4 +1,4 @@
-"""Where a judging model is and how it is asked."""
+"""Settings of a judging model: its endpoint, and how it is asked."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class ModelJudgeSettings:
         structured_output: "schema": the endpoint must hold answers to a schema; "text": it is not asked to; "auto": it
             is, until it refuses. Answers are read with the same strictness in any case.
         temperature: of sampling; None: not sent.
-        must_take_temperature: a model that refuses to be told one is an error; otherwise it samples at its own.
-        max_output_tokens: of one answer, its reasoning included where the model reasons.
+        must_take_temperature: raise if the model refuses a temperature; otherwise it then samples at its own.
+        max_output_tokens: of one answer, a reasoning model's reasoning included.
         max_transcript_chars: longer episodes are shortened by the rule in `transcript.py`.
-        show_reasoning: whether the judge reads what the policy thought before it answered.
-        shuffles_criteria: whether criteria are shown in an order that follows from the episode's content, because
-            models prefer what stands first; otherwise in the rubric's.
-        sample: which of several samples of the same judge this is; others get other seeds and cache entries.
-        seed: of seeds and of the order of criteria.
+        show_reasoning: whether the judge reads the policy's reasoning.
+        shuffles_criteria: show criteria in an order that follows from the episode's content, because models prefer the
+            first; otherwise in the rubric's.
+        sample: number of this judge among several samples of the same model; each has other seeds and cache entries.
+        seed: of request seeds and of the order of criteria.
         prices: of its tokens.
-        asking: how patiently.
+        asking: concurrency, timeout and retries.
     """
 
     model: str
@@ -85,7 +85,7 @@ class ModelJudgeSettings:
 
     @property
     def url(self) -> str:
-        """Where requests go, without a slash at the end.
+        """Return the base URL without a slash at the end.
 
         Raises:
             ConfigError: a local judge without base_url.
@@ -99,22 +99,22 @@ class ModelJudgeSettings:
 
     @property
     def name(self) -> str:
-        """Such as "openai:gpt-5-mini"; with its number where it is another than the first sample."""
+        """Return a name such as "openai:gpt-5-mini", with its number if it is not the first sample."""
         return f"{self.provider}:{self.model}" + (f"#{self.sample}" if self.sample else "")
 
     @property
     def max_tokens_field(self) -> str:
-        """What the API calls the longest answer."""
+        """Return the provider's name for the longest answer."""
         return str(_PROVIDERS[self.provider][2])
 
     @property
     def cache_identity(self) -> list[Any]:
-        """What of these settings an answer depends on (JSON, hence Any)."""
+        """Return the settings that an answer depends on."""
         order = "shuffled" if self.shuffles_criteria else "given"
         return [self.url, self.model, self.temperature, self.max_output_tokens, order, self.sample, self.seed]
 
     def read_key(self) -> str | None:
-        """The key from the environment; None where no variable is named.
+        """Return the key from the environment; None if no variable is named.
 
         Raises:
             ConfigError: the variable is not set.
@@ -123,7 +123,7 @@ class ModelJudgeSettings:
 
 
 def require_plain_url(where: str, url: str) -> None:
-    """Refuse what is no http(s) URL, and one that holds a password, a query or a fragment.
+    """Refuse anything but an http(s) URL, and one with a password, a query or a fragment.
 
     Raises:
         ConfigError: it is one of those.

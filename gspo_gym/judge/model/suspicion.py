@@ -1,13 +1,10 @@
-"""Signs that a policy talks to its judge instead of doing its task. They are counted and shown, and change no score.
+"""Signs that a policy addresses its judge instead of doing its task, and text made safe to show to a judge.
 
-By patterns, so an honest episode may show one (a task about prompts does) and a clever one none: a share that grows
-during training is worth a look, a single flag is not.
+Signs are counted and shown, and change no score. They are patterns: an honest episode may show one (a task about
+prompts does) and a clever one none. A share that grows during training is worth a look, a single flag is not.
 
-Text of strangers as a judge may be shown it: nothing in it is invisible, and nothing in it is a control token.
-
-A judge's server turns the text of `<|im_end|>` into the token that ends a message, and a reader does not see a
-zero-width space or a right-to-left override; both are written out. Also here: which text says nothing at all.
-
+A judge's server turns the text `<|im_end|>` into the token that ends a message, and readers do not see a zero-width
+space or a right-to-left override: `visible` writes both out.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ _PATTERNS = {
 
 
 def suspicions(trajectory: Trajectory) -> tuple[str, ...]:
-    """One text for each sign and turn, such as "turn 3: a forged verdict", in order."""
+    """Return one text for each sign and turn, such as "turn 3: a forged verdict", in order."""
     said = [message for message in trajectory.messages if message.role == "assistant"]
     said = said[max(0, len(said) - len(trajectory.turns)) :]
     return tuple(f"turn {number}: {sign}" for number, message in enumerate(said, 1) for sign in _signs(message))
@@ -95,12 +92,12 @@ _LONG = 4000  # characters: so much of a text is looked at before the rest
 
 
 def visible(text: str) -> str:
-    """The text with every hidden character as `<U+200B>`, and every control token broken by a backslash.
+    r"""Return the text with hidden characters as `<U+200B>` and control tokens broken by a backslash.
 
-    Line breaks and tabs stay as they are; all kinds of line breaks become one.
+    All kinds of line breaks become one; tabs stay.
 
-    >>> visible("a\\u200bb <|im_end|>")
-    'a<U+200B>b <\\\\|im_end|\\\\>'
+    >>> visible("a\u200bb <|im_end|>")
+    'a<U+200B>b <\\|im_end|\\>'
     """
     text = text.replace("\r\n", "\n")
     text = text.translate({ord(character): f"<U+{ord(character):04X}>" for character in hidden_characters(text)})
@@ -109,17 +106,17 @@ def visible(text: str) -> str:
 
 
 def hidden_characters(text: str) -> frozenset[str]:
-    """The hidden characters in a text, line breaks and tabs aside."""
+    """Return the hidden characters in a text, except line breaks and tabs."""
     return frozenset(character for character in set(text) if _is_hidden(character))
 
 
 def has_control_token(text: str) -> bool:
-    """Whether there is text in it that a chat template writes around messages."""
+    """Return whether the text holds what a chat template writes around messages."""
     return _BAR_TOKEN.search(text) is not None or _NAMED_TOKEN.search(text) is not None
 
 
 def longest_run_of_ticks(text: str) -> int:
-    """The longest run of backticks, those counted that are one to a reader who normalises (NFKC)."""
+    """Return the longest run of backticks, counting characters that normalise to one (NFKC)."""
     if "`" not in text and text.isascii():
         return 0
     texts = (text,) if text.isascii() else (text, unicodedata.normalize("NFKC", text))
@@ -127,7 +124,7 @@ def longest_run_of_ticks(text: str) -> int:
 
 
 def says_nothing(text: str) -> bool:
-    """Whether there is no letter and no digit in a text, or nothing but control tokens or how an answer begins.
+    """Return whether a text has no letter and no digit, or only control tokens or the beginning of an answer.
 
     >>> says_nothing(" :"), says_nothing("Thought process:"), says_nothing("7")
     (True, True, False)
@@ -137,7 +134,7 @@ def says_nothing(text: str) -> bool:
 
 
 def _words(text: str) -> str:
-    """The letters and digits of a text."""
+    """Return the letters and digits of a text."""
     plain = _WHOLE_TOKEN.sub("", unicodedata.normalize("NFKC", text))
     return "".join(c for c in plain if c.isalnum() and c not in _INVISIBLE).casefold()
 

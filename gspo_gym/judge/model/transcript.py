@@ -1,9 +1,8 @@
-"""An episode as a judge reads it: pieces of text, each with who wrote it and in which turn, shortened by a stated rule.
+"""An episode as a judge reads it: pieces with their writer and turn, shortened by a stated rule.
 
-A piece is one message, or one tool call, so that text which looks like a call is not one. All of it has been made
-visible (`judge/model/suspicion.py`). A message's content is shown whole, for the environment or app received it whole.
-Left out: the reasoning that was taken off it before (`reasoning_content`), unless it is asked for, and every reward and
-score that the record holds.
+A piece is one message, or one tool call: text that only looks like a call is not one. All text is made visible
+(`judge/model/suspicion.py`). A message's content is shown whole, because the environment or app received it whole. Left
+out are the separated reasoning (`reasoning_content`), unless it is asked for, and every reward and score.
 
 The rule for episodes longer than `max_chars`, each step only as far as the one before did not suffice:
 
@@ -14,7 +13,8 @@ The rule for episodes longer than `max_chars`, each step only as far as the one 
 5. What the policy wrote in any turn, the longest texts first, down to 80 characters each.
 
 A shortened text keeps its beginning (two thirds) and its end, and a note says how much was left out where; texts of up
-to 80 characters stay. So padding shortens itself, and neither padding nor a talkative environment removes a short turn.
+to 80 characters stay. Thus padding shortens itself, and neither padding nor a talkative environment removes a short
+turn.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _MARK = "\n[...]\n"  # in the place of what was left out of the middle
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something that was said.
+    """One message or tool call.
 
     Attributes:
         writer: the role of the message, or "tool call".
-        turn: from 0, the turn that it was said in (by the model) or that it answers; TASK before the first.
+        turn: from 0, the turn in which the model said it or that it answers; TASK before the first.
         text: visible.
         note: what was left out; "" if nothing was.
-        is_empty: it says nothing; see `characters.says_nothing`.
+        is_empty: it has no content; see `says_nothing`.
         num_chars: of the text before anything was left out of it.
         num_left_out: of those that are not in `text`.
     """
@@ -66,45 +66,45 @@ class Piece:
 
     @property
     def is_by_policy(self) -> bool:
-        """Whether the model wrote it that is being judged."""
+        """Return whether the judged model wrote it."""
         return self.writer in _BY_POLICY
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """The pieces in their order, and how many turns the episode had, those left out included."""
+    """The pieces in order, and the number of turns, those left out included."""
 
     pieces: tuple[Piece, ...]
     num_turns: int
 
     @property
     def num_chars(self) -> int:
-        """Of all texts and notes."""
+        """Return the characters of all texts and notes."""
         return sum(len(piece.text) + len(piece.note) for piece in self.pieces)
 
     def said_in(self, turn: int) -> tuple[Piece, ...]:
-        """What the model wrote in a turn."""
+        """Return what the model wrote in a turn."""
         return tuple(piece for piece in self.pieces if piece.turn == turn and piece.is_by_policy)
 
     def is_empty_turn(self, turn: int) -> bool:
-        """Whether the model neither called a tool nor said anything in a turn."""
+        """Return whether the model neither called a tool nor wrote content in a turn."""
         return all(piece.is_empty for piece in self.said_in(turn))
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """What was left out and of whose words, for records; () if nothing was."""
+        """Return what was left out and of whose words; () if nothing was."""
         policy = [piece for piece in self.pieces if piece.is_by_policy]
         rest = [piece for piece in self.pieces if not piece.is_by_policy]
         told = (("the policy", policy), ("the environment", rest))
         return tuple(_cut_of(writer, pieces) for writer, pieces in told if any(p.num_left_out for p in pieces))
 
     def until(self, turn: int) -> Transcript:
-        """What was said up to a turn and as the environment's answer to it: a turn is not judged by what came later."""
+        """Return the pieces up to a turn and the environment's answer to it: what came later must not judge it."""
         return replace(self, pieces=tuple(piece for piece in self.pieces if piece.turn <= turn))
 
 
 def read_transcript(trajectory: Trajectory, *, show_reasoning: bool = False) -> Transcript:
-    """The episode's transcript, whole.
+    """Return the episode's whole transcript.
 
     Raises:
         JudgeError: it failed, has no turn, or fewer messages of the model than turns.
@@ -130,7 +130,7 @@ def read_transcript(trajectory: Trajectory, *, show_reasoning: bool = False) -> 
 
 
 def compacted(transcript: Transcript, judged: Collection[int], max_chars: int) -> Transcript:
-    """The transcript in about `max_chars` characters by the rule at the module's head; `judged` are turns."""
+    """Return the transcript in about `max_chars` characters by the module's rule; `judged` are turns."""
     last = max(piece.turn for piece in transcript.pieces)
 
     def is_answer(piece: Piece) -> bool:
@@ -173,7 +173,7 @@ def compacted(transcript: Transcript, judged: Collection[int], max_chars: int) -
 
 
 def _limit(lengths: list[int], excess: int) -> int:
-    """The length to which the longest are cut so that all together lose `excess`; 0 if they are not that long.
+    """Return the length to which the longest are cut to lose `excess` in all; 0 if they are too short.
 
     >>> _limit([10, 4, 8], 5)  # 10 and 8 become 6: 4 and 2 less, one more than it takes
     6
@@ -210,7 +210,7 @@ def _piece(writer: Writer, turn: int, text: str) -> Piece:
 
 
 def _shortened(piece: Piece, limit: int) -> Piece:
-    """The piece with about `limit` characters of its text: its beginning, its end, and a note of what is missing."""
+    """Return the piece with about `limit` characters of its text: beginning, end, and a note about the rest."""
     head = 2 * limit // 3
     tail = limit - head
     left_out = len(piece.text) - limit

@@ -1,11 +1,11 @@
-"""A verdict: the JSON that a judging model answers with, its schema, and the one strict reader of it.
+"""A verdict: the JSON answer of a judging model, its schema, and its one strict reader.
 
     {"verdict_NONCE": {"turn_1": {"ID": {"reason": "...", "score": 1}}, ..., "outcome": {...}, "summary": "..."}}
 
-The key holds the nonce of the call, which no text inside the episode can know, so a judge may quote what it has read
-before it answers; but a verdict stands in the answer exactly once. Everything that was asked for is in it exactly
-once, nothing else is, and every score is a JSON number on its criterion's scale. Anything else is an error, for there
-is no default score. The reason stands before the score, so that a model writes it before it decides.
+The key holds the nonce of the call, which no text inside the episode can know: a judge may quote what it has read, but
+a verdict is in the answer exactly once. Everything that was asked for is in it exactly once, and nothing else, with
+every score a JSON number on its criterion's scale. Anything else is an error: there is no default score. The reason
+stands before the score because a model should write it before it decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Parts = Mapping[str, Sequence[Criterion]]
 
 
 class VerdictError(AttemptError):
-    """An answer that is no verdict. Another attempt may give one; nothing is made of this one."""
+    """The answer is no verdict; another attempt may give one."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, kind="verdict")
@@ -40,14 +40,14 @@ class VerdictError(AttemptError):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Scores by part and by the criterion's id, and the judge's words about the whole."""
+    """Scores by part and criterion id, and the judge's summary."""
 
     parts: Mapping[str, Mapping[str, CriterionScore]]
     summary: str
 
 
 def turn_part(turn: int) -> str:
-    """The part of a turn, which is given from 0 and called from 1.
+    """Return the name of a turn's part, which counts from 1.
 
     >>> turn_part(0)
     'turn_1'
@@ -56,18 +56,18 @@ def turn_part(turn: int) -> str:
 
 
 def verdict_key(nonce: str) -> str:
-    """The only key of a verdict."""
+    """Return the only key of a verdict."""
     return f"verdict_{nonce}"
 
 
 def verdict_schema(nonce: str, parts: Parts) -> dict[str, Any]:
-    """The JSON schema (hence Any) in the strict subset of OpenAI's: everything is required, nothing else allowed."""
+    """Return the JSON schema in OpenAI's strict subset: everything is required, nothing else allowed."""
     of_parts = {name: _object({c.id: _criterion_schema(c) for c in criteria}) for name, criteria in parts.items()}
     return _object({verdict_key(nonce): _object({**of_parts, "summary": {"type": "string"}})})
 
 
 def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
-    """The verdict in a judge's answer.
+    """Read the verdict in a judge's answer.
 
     Raises:
         VerdictError: there is none, more than one, or one that is not complete or not on its scales.
@@ -82,7 +82,7 @@ def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
 
 
 def _find(text: str, key: str) -> dict[str, Any]:
-    """The object under the key, from the one object that holds it alone."""
+    """Return the object under the key, from the one object that holds it alone."""
     text = _REASONED.sub("", text, count=1) if text.lstrip().startswith("<think>") else text
     num_found = text.count(key)
     if num_found != 1:

@@ -1,1 +1,1 @@
-"""The judge over HTTP: contract, client, server."""
+"""The hosted trainer's judge contract over HTTP: wire format, client, server."""

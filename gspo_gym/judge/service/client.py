@@ -1,7 +1,7 @@
-"""A judge behind the HTTP contract: episodes go to `{judge_url}/judge/v1/score`, reviews come back.
+"""Judge behind the HTTP contract: send episodes to `{judge_url}/judge/v1/score`, read reviews.
 
-What the reviews mean, and their totals, is that service's; here they are checked for completeness and taken as they
-are. Signs of manipulation are looked for on this side, too.
+Reviews and their totals are checked for completeness and taken as they are. Signs of manipulation are looked for on
+this side, too.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ _PAYMENT_REQUIRED = 402  # how our server says that its own budget is spent
 
 @dataclass(frozen=True, slots=True)
 class HttpJudgeSettings:
-    """Where the judge is, and what it is told.
+    """The service's URL, and what to send.
 
     Attributes:
-        url: see `http_contract.score_url`.
+        url: see `score_url`.
         api_key_env: the environment variable with the bearer's key; None: none is sent.
         provider, model, rubric_id: passed on; with a rubric_id the rubric itself is not sent.
-        rubric_overrides, tracks, weights: what the judge lays over a rubric that it has itself, which tracks of it are
-            judged, and their weights (Any: JSON). A rubric that is sent has them in it.
+        rubric_overrides, tracks, weights: JSON about the rubric that the service has under rubric_id: changes of it,
+            the
+            tracks to judge, and their weights. A rubric that is sent has them in it.
         event, outcome: what is asked about; None: what there is a rubric for.
         policy_name: passed on.
-        show_reasoning: whether what the policy thought is sent.
-        asking: how patiently it is asked; `timeout_seconds` is passed on as well.
+        show_reasoning: whether the policy's reasoning is sent.
+        asking: concurrency, timeout and retries; `timeout_seconds` is passed on as well.
     """
 
     url: str
@@ -68,18 +69,19 @@ class HttpJudgeSettings:
 
     @property
     def rubric_options(self) -> Json:
-        """What is sent beside a rubric that the judge has itself."""
+        """Return what is sent about a rubric that the service has itself."""
         given = {"rubric_overrides": self.rubric_overrides, "tracks": list(self.tracks), "weights": self.weights}
         return {name: value for name, value in given.items() if value}
 
 
 class HttpJudge:
-    """Asks the service. Use it within one event loop, and close it.
+    """Scores episodes by asking the service. Use it within one event loop, and close it.
 
     Args:
-        settings: where it is.
-        cache, budget, clock, sleep: see `ModelJudge`. The budget counts requests, and tokens and money where the
-            service says what it has spent.
+        settings: the service, and how it is asked.
+        cache, budget, clock, sleep: see `ModelJudge`. The budget counts requests, and the tokens and money that the
+            service
+            reports.
 
     Raises:
         ConfigError: the key's variable is not set. MissingExtraError: the openai package is not installed.
@@ -103,16 +105,16 @@ class HttpJudge:
 
     @property
     def name(self) -> str:
-        """Its URL."""
+        """Return its URL."""
         return self._url
 
     @property
     def retry_counters(self) -> RetryCounters:
-        """Questions, attempts and failures by kind so far."""
+        """Return the number of questions, attempts and failures by kind."""
         return self._asking.counters
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """See `Judge.judge`."""
+        """Score the episode (`Judge.judge`)."""
         settings = self.settings
         named = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
         options: Json = {name: value for name, value in named.items() if value is not None}
@@ -140,7 +142,7 @@ class HttpJudge:
         return replace(judgement, flags=flags, cost=sum(costs, JudgeCost()))
 
     async def close(self) -> None:
-        """Give the connections back; the cache is its owner's to close."""
+        """Close the connections; the cache belongs to the caller."""
         await self._asking.close()
 
     async def _ask(self, body: Json, request: JudgeRequest) -> tuple[Json, JudgeCost]:

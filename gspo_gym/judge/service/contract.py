@@ -1,12 +1,11 @@
-"""What goes over the wire between a trainer and an HTTP judge, in both directions; no I/O.
+"""The wire format between a trainer and an HTTP judge, in both directions; no I/O.
 
-The hosted trainer's contract (synth-ai 0.2.24 of PyPI, MIT), `POST {judge_url}/judge/v1/score`. Of its later form,
-which calls a judge a verifier, answers are read as well. Where a foreign client or server differs in what it may leave
-out, reading is lenient; a score is never guessed.
+The hosted trainer's contract (synth-ai 0.2.24 of PyPI, MIT), `POST {judge_url}/judge/v1/score`. Answers of its later
+form, which calls a judge a verifier, are read as well. Reading is lenient where foreign clients or servers differ in
+what they leave out; a score is never guessed.
 
-An event is one turn: what the model saw (`observation`), the tools that it called, and under `info.message` its whole
-message, which is ours to add, for the contract has no place for text. Rewards are not sent: a judge that sees them
-repeats them.
+An event is one turn: what the model saw (`observation`), the tools that it called, and in `info.message` its whole
+message (ours: the contract has no place for text). Rewards are not sent: a judge that sees them repeats them.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class WireTaskApp(BaseModel):
-    """Where the episode was played."""
+    """The task app that played the episode."""
 
     id: str = ""
     base_url: str | None = None
 
 
 class WireTrace(BaseModel):
-    """The episode: one entry of `event_history` a turn."""
+    """The episode, with one entry of `event_history` per turn."""
 
     event_history: list[Json]
     markov_blanket_message_history: list[Any] = Field(default=[])
@@ -49,7 +48,7 @@ class WireTrace(BaseModel):
 
 
 class WireOptions(BaseModel):
-    """What is to be judged, and by whom; further fields are ignored."""
+    """What to judge, and with which model; further fields are ignored."""
 
     provider: str | None = None
     model: str | None = None
@@ -103,7 +102,7 @@ class ScoreResponse(BaseModel):
 
 
 def score_url(judge_url: str) -> str:
-    """Where a judge is asked: its whole route is taken as it is, /api and other paths get the route, a host both.
+    """Return the scoring URL: a URL with the whole route as it is, others with what is missing of /api and the route.
 
     >>> score_url("http://127.0.0.1:9000"), score_url("https://judge.example/api/")
     ('http://127.0.0.1:9000/api/judge/v1/score', 'https://judge.example/api/judge/v1/score')
@@ -123,9 +122,9 @@ def request_to_wire(
     policy_name: str = "policy",
     show_reasoning: bool = False,
 ) -> Json:
-    """The body of a request that asks about events, the outcome or both.
+    """Return the body of a request about events, the outcome or both.
 
-    `options` are provider, model, rubric_id and the like (Any: JSON); with a rubric_id the rubrics are not sent.
+    `options` is JSON such as provider, model and rubric_id; with a rubric_id the rubrics are not sent.
 
     Raises:
         JudgeError: the episode failed or has no turn.
@@ -153,12 +152,12 @@ def request_to_wire(
 
 
 def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, outcome: bool) -> Judgement:
-    """What a judge answered (Any: anything), as its own totals say.
+    """Read a judge's answer, with its own totals.
 
     The outcome's total is `outcome_review.total`; without it `aggregate_score`, without that `outcome_reward`.
 
     Raises:
-        JudgeError: it failed, or what was asked for is missing, of another length, or no finite number.
+        JudgeError: it failed, or what was asked for is missing, of another length, or not finite.
     """
     try:
         response = ScoreResponse.model_validate(value)
@@ -181,7 +180,7 @@ def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, 
 
 
 def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indices: Sequence[int]) -> Json:
-    """A judgement as the body of an answer; `event_indices` says which events of the request its turns are."""
+    """Return the body of an answer; `event_indices` gives the request's event of each turn."""
     rubrics = request.rubrics
     return {
         "status": "ok",
@@ -206,7 +205,7 @@ def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indi
 
 
 def shown_message(message: Message, *, show_reasoning: bool) -> Json:
-    """A message of the policy on the wire, with what it thought or without."""
+    """Return the policy's message for the wire, with or without its reasoning."""
     wire = message_to_wire(message)
     if not show_reasoning or message.reasoning_content is None:
         return wire
@@ -245,7 +244,7 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
 
 
 def _rest(rubric: Rubric) -> Json:
-    """A rubric without its criteria, which have a place of their own."""
+    """Return a rubric without its criteria, which have a field of their own."""
     return {key: value for key, value in rubric.to_dict().items() if key != "criteria"}
 
 
@@ -293,12 +292,12 @@ def _review(review: Review, rubric: Rubric | None) -> Json:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """The texts in a list that anybody may have written; none if it is no list."""
+    """Return the texts in a foreign list; none if it is not a list."""
     return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
 
 
 def _cost(value: Any) -> JudgeCost:
-    """What a judge of ours says that it cost; one call of a stranger's."""
+    """Return the cost that a judge of ours reports; for a foreign judge one call."""
     if not isinstance(value, Mapping):
         return JudgeCost(num_calls=1)
     num_calls, read, written, usd = (

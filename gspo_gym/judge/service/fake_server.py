@@ -1,13 +1,13 @@
-"""A fake judging model: an OpenAI-compatible server whose answers follow a stated rule, and no model is behind it.
+"""Fake judging model: an OpenAI-compatible server whose verdicts follow a rule, for tests and rehearsals without cost.
 
-For tests, examples and rehearsals of a configuration without cost. It reads the prompt of `prompt.py` as an honest
-judge would, by the fences with the nonce, and scores every criterion by a rule. The default one, `score_by_words`:
+It reads the prompt of `prompt.py` as an honest judge would, by the fences with the nonce, and scores every criterion by
+a rule. The default one, `score_by_words`:
 
     the words in double quotes in a criterion's description are looked for in what the policy wrote in the judged part
-    (a turn, or the whole episode). Case counts for nothing. The score is the share of them that are found, as 0 or 1
-    (all of them) on a binary scale, between the ends of a custom one; on a count scale, how often they are found.
+    (a turn, or the whole episode), in any case. The score is the share of them that are found: on a binary scale 1 for
+    all of them, else 0; between the ends of a custom scale; on a count scale, how often they are found.
 
-Its token counts are lengths in bytes divided by four. Served by `gspo-gym judge fake`.
+Its token counts are lengths in bytes divided by four. `gspo-gym judge fake` serves it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RANGE = re.compile(r"a number from (\S+) to (\S+)")
 
 @dataclass(frozen=True, slots=True)
 class AskedCriterion:
-    """A criterion as the prompt names it; `score` says of what kind its score is."""
+    """A criterion as the prompt names it; `score` is the kind of its score."""
 
     id: str
     score: str
@@ -46,7 +46,7 @@ class AskedCriterion:
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """What an honest reader takes from a prompt.
+    """The content of a prompt as an honest reader takes it.
 
     Attributes:
         nonce: of the call.
@@ -59,7 +59,7 @@ class ReadPrompt:
     pieces: Sequence[tuple[str, str]]
 
     def said_in(self, part: str) -> str:
-        """What the policy wrote in a part."""
+        """Return what the policy wrote in a part."""
         wanted = None if part == OUTCOME_PART else int(part.removeprefix("turn_"))
         found = [(_BY_POLICY.match(label), text) for label, text in self.pieces]
         return "\n".join(text for match, text in found if match and wanted in (None, int(match[1])))
@@ -72,7 +72,7 @@ Answer = Callable[[Sequence[Mapping[str, str]]], str]
 
 
 def read_prompt(messages: Sequence[Mapping[str, str]]) -> ReadPrompt:
-    """The prompt, read by its fences.
+    """Read a prompt by its fences.
 
     Raises:
         ValueError: it is not one of `prompt.py`.
@@ -96,7 +96,7 @@ def read_prompt(messages: Sequence[Mapping[str, str]]) -> ReadPrompt:
 
 
 def score_by_words(criterion: AskedCriterion, text: str) -> float:
-    """The rule at the module's head. A criterion without words in quotes gets the lowest score."""
+    """Score by the module's rule; a criterion without quoted words gets the lowest score."""
     words = [word.casefold() for word in _QUOTED.findall(criterion.description)]
     text = text.casefold()
     if criterion.score.startswith("a whole number"):
@@ -110,7 +110,7 @@ def score_by_words(criterion: AskedCriterion, text: str) -> float:
 
 
 def honest_verdict(prompt: ReadPrompt, rule: Rule = score_by_words) -> str:
-    """The verdict that the rule gives, as JSON."""
+    """Return the verdict by the rule, as JSON."""
     parts: Json = {
         part: {c.id: {"reason": "by rule", "score": _number(rule(c, prompt.said_in(part)))} for c in criteria}
         for part, criteria in prompt.parts.items()
@@ -119,11 +119,11 @@ def honest_verdict(prompt: ReadPrompt, rule: Rule = score_by_words) -> str:
 
 
 def create_fake_judge_app(rule: Rule = score_by_words, *, answer: Answer | None = None) -> fastapi.FastAPI:
-    """The server as an ASGI application, with /v1/models and /v1/chat/completions.
+    """Return the server as an ASGI application, with /v1/models and /v1/chat/completions.
 
     Args:
         rule: scores a criterion.
-        answer: replaces the whole answer, for judges that misbehave; then `rule` is not used.
+        answer: replaces the whole answer, for judges that misbehave; `rule` is then not used.
     """
     app = fastapi.FastAPI(title="A fake judge that follows a rule")
 
@@ -149,7 +149,7 @@ def create_fake_judge_app(rule: Rule = score_by_words, *, answer: Answer | None 
 
 
 def completion(text: str, messages: Sequence[Mapping[str, str]]) -> Json:
-    """A chat completion with that text, in the shape of the API."""
+    """Return a chat completion with that text, in the form of the API."""
     num_read = sum(_num_tokens(message["content"]) for message in messages)
     message = {"role": "assistant", "content": text, "refusal": None}
     num_written = _num_tokens(text)

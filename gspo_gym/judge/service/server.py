@@ -1,29 +1,23 @@
-"""A judge of ours behind the HTTP contract, for other trainers: `POST /judge/v1/score`, also below /api, and where
-the contract's later form has it.
+"""Serve one of our judges over the HTTP contract to other trainers: `POST /judge/v1/score` and its other routes.
 
-An episode that cannot be scored is answered with status "failed" and a reason, never with a number. A judge that is
-down, or whose model does not accept its key, is 503, one whose budget is spent 402, a rubric or an episode that is none
-422.
+An episode that cannot be scored is answered with status "failed" and a reason, never with a number. The status is 503
+if the judge is down or its model refuses its key, 402 if its budget is spent, 422 for an invalid rubric or episode.
 
-An episode as it came over the HTTP judge's wire -> the Trajectory that judges here read.
-
-Tokens, seeds and rewards are not on that wire: every action has one token that stands for it, and no reward. Events of
-other trainers' clients hold what they hold: an observation that is no messages is shown as JSON, calls without a known
-shape as what was sent. What the policy said is taken only from where the policy speaks:
+The wire holds no tokens, seeds and rewards: the Trajectory built here has one stand-in token per action, and no reward.
+An observation that is not messages is shown as JSON, calls of unknown form as they were sent. The policy's words are
+taken only from where the policy speaks:
 
     info.message          its whole message, which clients of this project send
     tool_calls            of the event; beside them, or alone, text, output, content or response of the event itself
-    call_records          of a v3 session trace (`judge/service/server.py`)
+    call_records          of a v3 session trace
 
-`info` is the environment's: a text in it is nothing that the policy said. An event in which the policy neither speaks
-nor is silent by what it says (an empty message) is refused, because its score would be a guess; only the last one may
-be an observation alone, as clients of the contract append the final state.
+Any other text in `info` is the environment's. An event in which the policy neither speaks nor shows that it is silent
+(an empty message) is refused, because its score would be a guess; only the last one may be an observation alone, since
+clients of the contract append the final state.
 
-The dialogue in a v3 session trace, as task apps of the hosted trainer record it (synth-ai 0.2.24, `tracing_v3`).
-
-Such a trace has events of three kinds: calls of the model, whose `call_records` hold what it read and what it said;
-actions of the runtime; and the environment's states. Every call record that has an output is a turn. What the model
-read is shown once: of a history that grows, only what is new in each call.
+A v3 session trace (synth-ai 0.2.24, `tracing_v3`) has events of three kinds: calls of the model, whose `call_records`
+hold what it read and said; actions of the runtime; and states of the environment. Every call record with an output is a
+turn. Of a history that grows from call to call, only what is new is shown.
 """
 
 from __future__ import annotations
@@ -63,12 +57,12 @@ FindRubrics = Callable[[str], RubricsPatch]
 def create_judge_app(
     judge: Judge, *, default: RubricsPatch | None = None, find_rubrics: FindRubrics | None = None
 ) -> fastapi.FastAPI:
-    """The ASGI application; it closes the judge when it ends.
+    """Return the ASGI application; it closes the judge when it ends.
 
     Args:
-        judge: who scores.
+        judge: scores the episodes.
         default: for requests that bring no rubric and name none.
-        find_rubrics: of an id in a request; None: no id is known.
+        find_rubrics: returns the rubrics of an id in a request; None: no id is known.
     """
 
     @contextlib.asynccontextmanager
@@ -110,12 +104,10 @@ async def _health() -> dict[str, str]:
 
 
 def _rubrics_of(body: ScoreRequest, default: RubricsPatch | None, find_rubrics: FindRubrics | None) -> Rubrics:
-    """The request's criteria, or those of its id, or the default; its overrides over them; what it asks for of them.
-
-    `tracks` and `weights` are those of `Rubrics.only_tracks` and `Rubrics.with_track_weights`.
+    """Return the request's criteria, those of its id, or the default, with its overrides, tracks and weights.
 
     Raises:
-        ConfigError: there is none, or it is none. UnknownNameError: no such id.
+        ConfigError: there is none, or it is invalid. UnknownNameError: no such id.
     """
     options = body.options
     sources: list[RubricsPatch] = []
@@ -151,17 +143,17 @@ _TEXT_KEYS = ("text", "output", "content", "response")  # of an event: where oth
 
 @dataclass(frozen=True, slots=True)
 class WireEpisode:
-    """An episode, and of which event each of its turns is."""
+    """An episode, and the event of each of its turns."""
 
     trajectory: Trajectory
     event_indices: tuple[int, ...]
 
 
 def read_episode(request: ScoreRequest) -> WireEpisode:
-    """The episode: one turn for each event in which the policy acts.
+    """Read the episode: one turn for each event in which the policy acts.
 
     Raises:
-        RecordError: there is no such event; or one holds messages that are none, or does not say what the policy said.
+        RecordError: there is no such event; or one holds invalid messages, or does not say what the policy said.
     """
     events = request.trace.event_history
     if not events:
@@ -185,7 +177,7 @@ def read_episode(request: ScoreRequest) -> WireEpisode:
 
 
 def _read_steps(events: list[dict[str, Any]]) -> tuple[list[Message], list[int]]:
-    """Messages, and which events are turns, of a trace with one event for each step."""
+    """Return the messages, and the events that are turns, of a trace with one event for each step."""
     messages: list[Message] = []
     indices: list[int] = []
     for index, event in enumerate(events):
@@ -211,7 +203,7 @@ def _read_steps(events: list[dict[str, Any]]) -> tuple[list[Message], list[int]]
 
 
 def _seen(event: Mapping[str, Any], where: str) -> Iterable[Message]:
-    """What the environment showed before the policy spoke."""
+    """Return what the environment showed before the policy spoke."""
     seen = event.get("observation", event.get("obs"))
     if isinstance(seen, Mapping) and isinstance(seen.get("messages"), list):
         shown = messages_from_wire(seen["messages"], where=f"{where}.observation.messages")
@@ -221,7 +213,7 @@ def _seen(event: Mapping[str, Any], where: str) -> Iterable[Message]:
 
 
 def _said(event: Mapping[str, Any], info: Mapping[str, Any], where: str, *, calls_tools: bool) -> Message | None:
-    """What the policy said; None if the event does not say. Where it `calls_tools`, an empty list of them says it."""
+    """Return the policy's message, or None if the event has none. With `calls_tools`, an empty list of calls is one."""
     if isinstance(info.get("message"), Mapping):
         said = message_from_wire(info["message"], where=f"{where}.info.message")
         if said.role != "assistant":
@@ -237,7 +229,7 @@ def _said(event: Mapping[str, Any], info: Mapping[str, Any], where: str, *, call
 
 
 def _turn(turn: int) -> Turn:
-    """One token of context and one of action each, in this order."""
+    """Return a turn of one token of context and one of action."""
     start = 2 * turn
     return Turn(turn, 0, (start, start + 1), (start + 1, start + 2), FinishReason.STOP)
 
@@ -264,15 +256,15 @@ _FAILED = ("error", "timeout", "cancelled")  # outcomes of a call without an ans
 
 
 def is_trace_event(event: Json) -> bool:
-    """Whether an event is of a session trace, and not a step of a trajectory."""
+    """Return whether an event is of a session trace, and not a step of a trajectory."""
     return any(key in event for key in _TRACE_KEYS)
 
 
 def read_trace_events(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
-    """The messages in their order, and for each message of the policy the event that it is of.
+    """Return the messages in order, and for each message of the policy its event.
 
     Raises:
-        RecordError: no event holds what the model said, or a call record is none.
+        RecordError: no event holds what the model said, or a call record is invalid.
     """
     messages: list[Message] = []
     indices: list[int] = []
@@ -303,12 +295,12 @@ def read_trace_events(events: Sequence[Json]) -> tuple[list[Message], list[int]]
 
 
 def as_context(message: Message) -> Message:
-    """What the model read is nothing that it did in this turn, whoever is said to have written it."""
+    """Return a message that the model read as context, because it is no act of this turn whatever its role says."""
     return Message("user", f"(earlier) {message.content}") if message.role == "assistant" else message
 
 
 def read_calls(values: Iterable[Any]) -> Iterable[ToolCall]:
-    """Tool calls in any shape that clients write; what has none of them is the argument of a call without a name."""
+    """Read tool calls in any form that clients write; an unknown form becomes the argument of a call without a name."""
     for number, value in enumerate(values):
         call = value if isinstance(value, Mapping) else {"arguments": value}
         function = call.get("function")
@@ -328,7 +320,7 @@ def _arguments(value: Any) -> Mapping[str, Any]:
 
 
 def _output(record: Any, where: str) -> Message | None:
-    """What the model said in a call; None if the call failed."""
+    """Return what the model said in a call; None if the call failed."""
     if not isinstance(record, Mapping):
         raise RecordError(f"{where}: expected a call record, got {type(record).__name__}")
     answers = _list_of(record, "output_messages", where) or _list_of(record, "outputs", where)
@@ -348,7 +340,7 @@ def _output(record: Any, where: str) -> Message | None:
 
 
 def _inputs(record: Json, where: str) -> list[Message]:
-    """What the model read in a call."""
+    """Return what the model read in a call."""
     text = record.get("input_text")
     if isinstance(text, str) and text:
         return [Message("user", text)]
@@ -359,7 +351,7 @@ def _inputs(record: Json, where: str) -> list[Message]:
 
 
 def _list_of(value: Any, key: str, where: str) -> list[Any]:
-    """A list of objects; none where there is null or nothing."""
+    """Return a list of objects; an empty one for null or a missing key."""
     found = value.get(key) if isinstance(value, Mapping) else None
     if found is None:
         return []
@@ -369,7 +361,7 @@ def _list_of(value: Any, key: str, where: str) -> list[Any]:
 
 
 def _text(value: Any, where: str) -> str:
-    """The text of a message, whose parts are called `parts` here and `content` elsewhere; other parts by their type."""
+    """Return the text of a message from its `parts` or `content`, with parts of other types by their type."""
     content = value.get("parts") or value.get("content") or ""
     if isinstance(content, str):
         return content
@@ -392,7 +384,7 @@ def _tool_results(record: Json) -> Iterable[Message]:
 
 
 def _shown(event: Json) -> Iterable[Message]:
-    """What the runtime did and how the environment stood after it, as JSON."""
+    """Return the runtime's action, or the environment's state, as JSON."""
     if event.get("call_records"):
         return
     for key in ("actions", "system_state_after"):
@@ -401,7 +393,7 @@ def _shown(event: Json) -> Iterable[Message]:
 
 
 def _num_shared(read: Sequence[Message], heard: Sequence[Message]) -> int:
-    """How many messages at the beginning of `read` have been shown."""
+    """Return how many messages at the beginning of `read` have been shown."""
     pairs = enumerate(zip(read, heard, strict=False))
     return next(
         (index for index, (a, b) in pairs if (a.role, a.content) != (b.role, b.content)), min(len(read), len(heard))
