@@ -39,6 +39,8 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.run.collect import Collector
+from gspo_gym.run.journal import Journal
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
@@ -134,28 +136,27 @@ async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
     model = copy.deepcopy(policy.model) if max_staleness else policy.model
     engine = LocalEngine(model, max_model_len=_MAX_MODEL_LEN, source=policy.model if max_staleness else None)
     recorder = RunRecorder.create(folder, "")
-    trainer = Trainer(
-        TrainPlan(
-            env_id=_ENV_ID,
-            size=RunSize(
-                num_epochs=1,
-                iterations_per_epoch=workload.num_steps,
-                episodes_per_batch=workload.num_groups * workload.group_size,
-                batch_size=workload.num_groups * workload.group_size,
-                group_size=workload.group_size,
-            ),
-            run=RunSettings(log_episodes_every_n_iters=0),
-            loop=LoopSettings(checkpoint_every_n_iters=workload.num_steps, max_staleness=max_staleness),
-            evaluation=EvaluationSettings(every_n_iters=workload.num_steps),
+    plan = TrainPlan(
+        env_id=_ENV_ID,
+        size=RunSize(
+            num_epochs=1,
+            iterations_per_epoch=workload.num_steps,
+            episodes_per_batch=workload.num_groups * workload.group_size,
+            batch_size=workload.num_groups * workload.group_size,
+            group_size=workload.group_size,
         ),
-        pool=_pool(workload, policy, engine),
-        publish=WeightSync(engine).publish,
+        run=RunSettings(log_episodes_every_n_iters=0),
+        loop=LoopSettings(checkpoint_every_n_iters=workload.num_steps, max_staleness=max_staleness),
+        evaluation=EvaluationSettings(every_n_iters=workload.num_steps),
+    )
+    trainer = Trainer(
+        plan,
+        collector=Collector(plan, _pool(workload, policy, engine), weight_version=lambda: engine.weight_version),
         learner=_learner(policy),
+        publish=WeightSync(engine).publish,
         evaluate=_evaluate_nothing,
         save_checkpoint=lambda _: None,
-        recorder=recorder,
-        progress=QuietProgress(lambda _: None),
-        weight_version=lambda: engine.weight_version,
+        journal=Journal(plan, recorder, QuietProgress(lambda _: None)),
     )
     try:
         await trainer.run()

@@ -31,7 +31,7 @@ from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start, leaving
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
-from gspo_gym.run.trainer import TrainState
+from gspo_gym.run.state import TrainState
 
 _FREE_ON_RESUME = frozenset(
     {

@@ -6,7 +6,7 @@ Axes: B rows, one a segment; T tokens, padded on the right; N trajectories. Seve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.advantages import RunningReturns, batch_advantages
-from gspo_gym.learning.credit import is_overlong, played, returns_of
+from gspo_gym.learning.credit import Returns, is_overlong, played, returns_of
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.types import Float32Array, Segment, Trajectory, TrajectoryGroup
 
@@ -152,14 +152,15 @@ def build_batch(
     rewards: RewardSettings | None = None,
     step_rewards: StepRewardSettings | None = None,
     running: RunningReturns | None = None,
+    known_returns: Mapping[str, Returns] | None = None,
 ) -> BuiltBatch:
-    """The trajectories of all groups with their advantages, in order; None for settings: their defaults.
+    """Return the trajectories of all groups with their advantages, in order; None for settings: their defaults.
 
     A trajectory without a turn takes no part, neither in the batch nor in its group's statistics: there is nothing that
     the policy did. One with turns of which no token is trained on takes part in the statistics alone. Tokens after a
     segment's last sampled one are left out, for nothing depends on them. One with |advantage| <= filter_eps at all its
     turns takes part in the statistics and then leaves. One that is overlong, where `rewards.overlong` is "mask", stays
-    and is marked.
+    and is marked. `known_returns`, by trajectory id, were computed before under the same settings.
 
     Raises:
         UnscoredError: a trajectory that takes part has no reward.
@@ -167,17 +168,20 @@ def build_batch(
     """
     rewards = rewards or RewardSettings()
     running = running or RunningReturns()
-    members = [played(group) for group in groups]
-    members = [group for group in members if group]
+    members = [group for group in map(played, groups) if group]
     if not groups:
         return BuiltBatch(None, BatchCounts(), running, None)
     trajectories = [trajectory for group in members for trajectory in group]
     if not trajectories:
         raise RecordError(f"expected at least one trajectory with a turn, got none in {len(groups)} groups")
-    returns = [
-        [returns_of(t, discount=advantages.discount, rewards=rewards, step_rewards=step_rewards) for t in group]
-        for group in members
-    ]
+    known = known_returns or {}
+
+    def earned(trajectory: Trajectory) -> Returns:
+        return known.get(trajectory.trajectory_id) or returns_of(
+            trajectory, discount=advantages.discount, rewards=rewards, step_rewards=step_rewards
+        )
+
+    returns = [[earned(trajectory) for trajectory in group] for group in members]
     result = batch_advantages(returns, advantages, running)
     trained = {i for i, trajectory in enumerate(trajectories) if trajectory.num_actions > 0}
     kept = [i for i in _unfiltered(result.values, advantages.filter_eps) if i in trained]
@@ -191,17 +195,26 @@ def build_batch(
         num_filtered=len(trained) - len(kept),
         num_overlong=sum(overlong),
     )
-    batch = None
-    if kept:
-        tokens = batch_tokens([trajectories[i] for i in kept])
-        is_masked = torch.tensor([overlong[i] and rewards.overlong == "mask" for i in kept])
-        batch = TrainBatch(
-            **_tensors_of(tokens),
-            advantages=_spread([result.values[i] for i in kept], tokens.turn_index, tokens.trajectory_index),
-            is_masked=is_masked[tokens.trajectory_index],
-        )
     mean_return = sum(r.episode_return for group in returns for r in group) / len(trajectories)
+    if not kept:
+        return BuiltBatch(None, counts, result.running, mean_return)
+    batch = _lay_out(
+        [trajectories[i] for i in kept],
+        advantages=[result.values[i] for i in kept],
+        is_masked=[overlong[i] and rewards.overlong == "mask" for i in kept],
+    )
     return BuiltBatch(batch, counts, result.running, mean_return)
+
+
+def _lay_out(
+    trajectories: Sequence[Trajectory], *, advantages: Sequence[Float32Array], is_masked: Sequence[bool]
+) -> TrainBatch:
+    tokens = batch_tokens(trajectories)
+    return TrainBatch(
+        **_tensors_of(tokens),
+        advantages=_spread(advantages, tokens.turn_index, tokens.trajectory_index),
+        is_masked=torch.tensor(is_masked)[tokens.trajectory_index],
+    )
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:

@@ -1,26 +1,34 @@
-"""The groups of one training step: played, and where asked for, those that teach nothing left out and replaced.
+"""The groups of one training step, and the demonstrations before the first.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
+Steps: groups are played, and where asked for, those that teach nothing are left out and replaced: dynamic sampling
+(DAPO, arXiv 2503.14476, section 3.2).
 
-Warm-up: demonstrations played by an environment's own scripted policy, imitated before reinforcement starts.
-
-A randomly initialised model does not know the format of an answer; after warm-up on random legal play it does, and the
-strategy is left to reinforcement. Not for distilling a good player, although the "reference" policy may be named too.
+Warm-up: a randomly initialised model does not know the format of an answer. After it has imitated an environment's
+scripted policy in random legal play it does, and the strategy is left to reinforcement. Not for distilling a good
+player, although the "reference" policy may be named too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_gym.errors import RolloutError
+from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch
+from gspo_gym.learning.credit import Returns, played, returns_of
 from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings
 from gspo_gym.learning.supervised import SupervisedReport, supervised_epochs
+from gspo_gym.policy.weight_sync import require_committed
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
+from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule
+from gspo_gym.rollout.summary import Mixture
+from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import ConstantGroups
+from gspo_gym.run.state import TrainState
 from gspo_gym.seeding import child_seed, training_seed
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
@@ -35,6 +43,9 @@ class Collected:
         num_dropped: groups with episodes that were left out, because they are not informative.
         num_refilled: groups that were asked for beyond the first round.
         failures: why whole rounds of refilling came to nothing.
+        num_uncommitted: episodes left out, because the weights that sampled them were never committed.
+        num_late: episodes given up as too old.
+        returns: by trajectory id, where choosing the groups needed them.
     """
 
     groups: tuple[TrajectoryGroup, ...]
@@ -42,6 +53,112 @@ class Collected:
     num_dropped: int
     num_refilled: int
     failures: tuple[str, ...]
+    num_uncommitted: int = 0
+    num_late: int = 0
+    returns: Mapping[str, Returns] = field(default_factory=dict)
+
+
+class Collector:
+    """Collects the groups of each step; close it.
+
+    Args:
+        plan: which groups, how many, and what becomes of constant ones.
+        pool: plays their episodes.
+        state: where an earlier part of the run stopped; None: at the beginning.
+        weight_version: returns the version that samples now; called only if episodes are played ahead.
+        is_committed: returns whether tokens of a version may be trained on; None: all may.
+    """
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        pool: RolloutPool,
+        state: TrainState | None = None,
+        *,
+        weight_version: Callable[[], int] = lambda: 0,
+        is_committed: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._is_committed = is_committed
+        self._schedule = _make_schedule(plan, pool, state or TrainState(), weight_version)
+
+    @property
+    def num_tasks(self) -> int:
+        """See `Schedule.num_tasks`."""
+        return self._schedule.num_tasks
+
+    @property
+    def pending_tasks(self) -> tuple[int, ...]:
+        """See `Schedule.pending_tasks`."""
+        return self._schedule.pending_tasks
+
+    async def collect(self, step: int) -> Collected:
+        """Return the groups of a step; ask for those of coming steps, where they are played ahead.
+
+        Raises:
+            RolloutError: no episode of a whole batch could be used.
+        """
+        plan = self._plan
+        returns: dict[str, Returns] = {}
+
+        def is_informative(group: TrajectoryGroup) -> bool:
+            own = {
+                t.trajectory_id: returns_of(
+                    t, discount=plan.advantages.discount, rewards=plan.rewards, step_rewards=plan.step_rewards
+                )
+                for t in played(group)
+            }
+            returns.update(own)
+            return not is_constant(list(own.values()), plan.advantages)
+
+        self._schedule.begin(step)
+        collected = await collect_groups(
+            self._schedule.take,
+            num_groups=plan.size.groups_per_iteration,
+            constant_groups=plan.loop.constant_groups,
+            max_refill_rounds=plan.loop.max_refill_rounds,
+            is_informative=is_informative,
+        )
+        kept, num_uncommitted = collected.kept, 0
+        if self._is_committed is not None:
+            checked = require_committed(kept, self._is_committed)
+            kept, num_uncommitted = checked.groups, checked.num_dropped
+        return dataclasses.replace(
+            collected,
+            kept=kept,
+            num_uncommitted=num_uncommitted,
+            num_late=self._schedule.finish(),
+            returns=returns,
+        )
+
+    async def close(self) -> None:
+        """End what is still being played."""
+        await self._schedule.close()
+
+
+def _make_schedule(
+    plan: TrainPlan, pool: RolloutPool, state: TrainState, weight_version: Callable[[], int]
+) -> Schedule:
+    """Return where groups come from: the only thing in which synchronous and pipelined training differ."""
+    mixture = Mixture(plan.env_id, plan.mixture)
+
+    def request(number: int, name: str) -> GroupRequest:
+        task = Task(mixture.env_of(number), training_seed(plan.run.seed, number))
+        return GroupRequest(name, task, size=plan.size.group_size)
+
+    if plan.loop.max_staleness == 0:
+        return OnDemand(pool.collect, request, num_tasks=state.num_tasks)
+    return PlayedAhead(
+        pool.play_group,
+        request,
+        weight_version=weight_version,
+        groups_per_step=plan.size.groups_per_iteration,
+        num_steps=plan.size.num_iterations,
+        max_staleness=plan.loop.max_staleness,
+        num_ahead=plan.loop.num_ahead,
+        num_tasks=state.num_tasks,
+        pending_tasks=state.pending_tasks,
+    )
 
 
 async def collect_groups(

@@ -44,6 +44,12 @@ class TrainState:
         """The step of the latest evaluation; None: there was none."""
         return self.curve[-1][0] if self.curve else None
 
+    def has_reached(self, success_rate: float | None) -> bool:
+        """Return whether this step has an evaluation with at least this success rate; False for None."""
+        latest = self.final_eval
+        rate = latest["success_rate"] if latest is not None and latest["step"] == self.step else None
+        return success_rate is not None and rate is not None and bool(rate >= success_rate)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -40,9 +40,12 @@ from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.schedule import oldest_version
 from gspo_gym.rollout.summary import rollout_metrics
+from gspo_gym.run.collect import Collector
+from gspo_gym.run.journal import Journal
 from gspo_gym.run.recording import RunRecorder, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.trainer import Trainer, TrainState
+from gspo_gym.run.state import TrainState
+from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import training_seed
 from gspo_gym.types import Completion, Outcome, Task, TrajectoryGroup
 
@@ -143,16 +146,15 @@ class Run:
         async def evaluate(label: str) -> Evaluation:
             return Evaluation(ENV_ID, (EvaluationRow(0, 1.0, None, 1, Outcome.TERMINATED),))
 
+        plan = build.build_plan(self.config)
         trainer = Trainer(
-            build.build_plan(self.config),
-            pool=self.pool(),
-            publish=publish or WeightSync(self.engine).publish,
+            plan,
+            collector=Collector(plan, self.pool(), weight_version=lambda: self.engine.weight_version),
             learner=self.learner,
+            publish=publish or WeightSync(self.engine).publish,
             evaluate=evaluate,
             save_checkpoint=self.saved.append,
-            recorder=recorder,
-            progress=QuietProgress(lambda text: None),
-            weight_version=lambda: self.engine.weight_version,
+            journal=Journal(plan, recorder, QuietProgress(lambda text: None)),
         )
         try:
             return await trainer.run()

@@ -7,7 +7,7 @@ does not say.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,9 +52,12 @@ from gspo_gym.run.report.progress import Progress
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.statistics import AttemptWatch
 from gspo_gym.seeding import child_seed
+from gspo_gym.run.collect import Collector
+from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.settings import LoopSettings
-from gspo_gym.run.trainer import Trainer, TrainState
+from gspo_gym.run.state import TrainState
+from gspo_gym.run.trainer import Trainer
 from gspo_gym.types import TrajectoryGroup
 from gspo_gym.policy.weight_sync import WeightSync
 
@@ -257,27 +260,35 @@ def build_trainer(
     attempts = AttemptWatch()
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
+    plan = build_plan(config)
     return Trainer(
-        build_plan(config),
-        pool=build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts),
-        publish=weight_sync.after_step,
+        plan,
+        collector=Collector(
+            plan,
+            build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts),
+            state,
+            weight_version=lambda: engine.weight_version,
+            is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
+        ),
         learner=learner,
+        publish=weight_sync.after_step,
         evaluate=build_evaluate(config, player, recorder.episodes, judging),
         save_checkpoint=save_checkpoint,
-        recorder=recorder,
-        progress=progress,
+        journal=Journal(
+            plan,
+            recorder,
+            progress,
+            alarm=build_alarm(config),
+            more_metrics=_more_metrics(player, attempts, judging, recorder=recorder, progress=progress),
+        ),
         state=state,
-        weight_version=lambda: engine.weight_version,
-        is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
-        alarm=build_alarm(config),
-        more_metrics=_more_metrics(player, attempts, judging, recorder=recorder, progress=progress),
         while_learning=build_while_learning(config, player.engine),
     )
 
 
 def _more_metrics(
     player: Player, attempts: AttemptWatch, judging: Judging | None, *, recorder: RunRecorder, progress: Progress
-) -> Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]]:
+) -> MoreMetrics:
     """What a step's metrics have beside the trainer's own; also sounds the alarms about what is kept."""
 
     def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:

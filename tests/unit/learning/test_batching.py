@@ -18,6 +18,7 @@ from gspo_gym.learning.batching import (
     split_microbatches,
     split_minibatches,
 )
+from gspo_gym.learning.credit import Returns
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome
@@ -203,6 +204,15 @@ def test_running_statistics_go_from_batch_to_batch(make_trajectory, make_group):
     # all three: mean 2
     assert second.batch.advantages[0, -1].item() == 2.0
     assert second.running == RunningReturns(count=3, mean=2.0, squared_deviations=8.0, magnitude=4.0)
+
+
+def test_returns_that_are_known_are_not_computed_again(make_trajectory, make_group):
+    # worth 1 by its turns: the known return of 5 is what the unknown 3 is compared with
+    known, unknown = make_trajectory([1.0], name="known"), make_trajectory([3.0], name="unknown")
+    returns = {"known": Returns(5.0, np.array([5.0]), 5.0)}
+    built = build_batch([make_group(known, unknown)], AdvantageSettings(scale="none"), known_returns=returns)
+    assert built.mean_return == 4.0
+    assert built.batch.advantages[:, 3].tolist() == [1.0, -1.0]
 
 
 def test_a_trajectory_whose_rows_disagree_about_the_mask_is_refused():

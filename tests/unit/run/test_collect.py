@@ -15,7 +15,8 @@ from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import BatchCounts, BuiltBatch
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.rollout.schedule import OnDemand
-from gspo_gym.run.collect import Collected, ConstantGroups, batch_metrics, collect_groups
+from gspo_gym.run.collect import Collected, batch_metrics, collect_groups
+from gspo_gym.run.settings import ConstantGroups
 from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
 
 

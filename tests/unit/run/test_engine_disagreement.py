@@ -38,6 +38,8 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.run.collect import Collector
+from gspo_gym.run.journal import Journal
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_events
 from gspo_gym.run.report.progress import QuietProgress
@@ -168,15 +170,12 @@ def train(folder: Path, make_engine: Callable[[Policy], LocalEngine], *, num_ste
         sync = WeightSync(engine)
         trainer = Trainer(
             plan,
-            pool=pool,
-            publish=sync.after_step,
+            collector=Collector(plan, pool, is_committed=sync.is_committed),
             learner=learner,
+            publish=sync.after_step,
             evaluate=evaluate,
             save_checkpoint=lambda state: None,
-            recorder=recorder,
-            progress=QuietProgress(lambda text: None),
-            is_committed=sync.is_committed,
-            alarm=MismatchAlarm(patience=patience),
+            journal=Journal(plan, recorder, QuietProgress(lambda text: None), alarm=MismatchAlarm(patience=patience)),
         )
         try:
             await trainer.run()

@@ -36,11 +36,14 @@ from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.run.collect import Collector
+from gspo_gym.run.journal import Journal
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize
-from gspo_gym.run.trainer import Trainer, TrainState
+from gspo_gym.run.state import TrainState
+from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import generator, training_seed
 from gspo_gym.types import Completion, FinishReason, Outcome, Task
 
@@ -199,16 +202,13 @@ def train(
     ticks = iter(range(10_000))
     trainer = Trainer(
         plan,
-        pool=pool,
-        publish=parts.publish,
+        collector=Collector(plan, pool, state, weight_version=lambda: parts.version, is_committed=is_committed),
         learner=parts,  # type: ignore[arg-type]
+        publish=parts.publish,
         evaluate=parts.evaluate,
         save_checkpoint=parts.saved.append,
-        recorder=recorder,
-        progress=progress or QuietProgress(lambda text: None),
+        journal=Journal(plan, recorder, progress or QuietProgress(lambda text: None)),
         state=state,
-        weight_version=lambda: parts.version,
-        is_committed=is_committed,
         while_learning=parts.asleep,
         clock=lambda: float(next(ticks)),
     )

@@ -1,0 +1,145 @@
+"""What a run tells of itself, step by step: metrics, events and episodes to its folder, notes to who watches.
+
+Nothing here feeds back into training, except that a run whose engine and learner disagree is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gspo_gym.learning.batching import BuiltBatch
+from gspo_gym.learning.correction import MismatchAlarm
+from gspo_gym.policy.weight_sync import versions_of
+from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
+from gspo_gym.rollout.schedule import staleness_metrics
+from gspo_gym.rollout.summary import rollout_metrics, source_metrics
+from gspo_gym.run.collect import Collected, batch_metrics
+from gspo_gym.run.plan import TrainPlan
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.report.progress import Progress
+from gspo_gym.types import TrajectoryGroup
+
+_UNDECIDED = (
+    "step {}: every episode of an environment was cut off before it said how it ended; scores are the {} until an "
+    "evaluation in which one comes to its end decides what they are"
+)
+
+# Further metrics of a step, from its number and groups; may also sound alarms of its own.
+MoreMetrics = Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When a step began, had its episodes, and had published its weights; seconds of the trainer's clock."""
+
+    started: float
+    collected: float
+    finished: float
+
+
+class Journal:
+    """Records a run's steps and evaluations.
+
+    Args:
+        plan: the run's.
+        recorder: of the run's folder.
+        progress: shown to a person.
+        alarm: compares the logprobs of engine and learner in every batch; None: they are not compared.
+        more_metrics: see `MoreMetrics`; None: there are none.
+    """
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        recorder: RunRecorder,
+        progress: Progress,
+        *,
+        alarm: MismatchAlarm | None = None,
+        more_metrics: MoreMetrics | None = None,
+    ) -> None:
+        self._plan = plan
+        self._recorder = recorder
+        self._progress = progress
+        self._alarm = alarm
+        self._more_metrics = more_metrics
+
+    def started(self) -> None:
+        """Begin to show progress."""
+        self._progress.started(self._plan.size.num_iterations)
+
+    def finished(self) -> None:
+        """End the display of progress, however the run ended."""
+        self._progress.finished()
+
+    def collected(self, step: int, collected: Collected) -> None:
+        """Record that episodes of weights that were never committed were left out."""
+        if collected.num_uncommitted:
+            self._recorder.event("uncommitted", step, {"num_episodes": collected.num_uncommitted})
+
+    def learned(self, step: int, collected: Collected, learned: Mapping[str, float]) -> None:
+        """Sound the alarm if engine and learner disagree on the logprobs of the batch.
+
+        Raises:
+            EngineMismatchError: they disagree for too many batches in a row.
+        """
+        if self._alarm is None:
+            return
+        sampled_under = {version for group in collected.kept for t in group.trajectories for version in versions_of(t)}
+        # The learner scores with the weights of the step before.
+        reason = self._alarm.check(learned, sampled_under=sampled_under, version=step - 1)
+        if reason is not None:
+            self._recorder.event("mismatch", step, {"reason": reason})
+            self._progress.note(f"step {step}: {reason}")
+
+    def metrics(
+        self,
+        step: int,
+        collected: Collected,
+        built: BuiltBatch,
+        learned: Mapping[str, float],
+        *,
+        times: StepTimes,
+        unit: ScoreUnit | None,
+    ) -> dict[str, float]:
+        """Return all metrics of a step; `learned` are those of its update, `unit` is what the run's scores are in."""
+        is_ahead = self._plan.loop.max_staleness > 0
+        # Played ahead, episodes are played all the time, and not only while a step waits for them.
+        playing_until = times.finished if is_ahead else times.collected
+        groups, success_of = collected.groups, () if unit is None else unit.success_of
+        return {
+            **rollout_metrics(groups, seconds=playing_until - times.started, success_of=success_of),
+            **(source_metrics(groups, success_of=success_of) if self._plan.mixture else {}),
+            **(staleness_metrics(groups, version=step - 1, num_dropped=collected.num_late) if is_ahead else {}),
+            **learned,
+            **batch_metrics(collected, built),
+            **({} if self._more_metrics is None else self._more_metrics(step, groups)),
+            "time/rollout_seconds": times.collected - times.started,
+            "time/update_seconds": times.finished - times.collected,
+            "time/step_seconds": times.finished - times.started,
+        }
+
+    def stepped(self, step: int, collected: Collected, metrics: Mapping[str, float], *, is_updated: bool) -> None:
+        """Record a step that is done, as often as the plan says."""
+        plan = self._plan
+        for reason in collected.failures:
+            self._recorder.event("refill_failed", step, {"reason": reason})
+        if not is_updated:
+            self._recorder.event("no_update", step, {"num_groups": len(collected.groups)})
+        if step % plan.loop.log_interval == 0 or step == plan.size.num_iterations:
+            self._recorder.metrics(step, metrics)
+        if plan.run.log_episodes_every_n_iters and step % plan.run.log_episodes_every_n_iters == 0:
+            self._recorder.episodes(f"step_{step:06d}", [t for group in collected.groups for t in group.trajectories])
+        self._progress.stepped(step, metrics)
+
+    def evaluated(self, step: int, evaluation: Evaluation, unit: ScoreUnit | None, *, num_undecided: int) -> None:
+        """Record an evaluation; `num_undecided` came before it without deciding the unit."""
+        self._recorder.event("evaluation", step, evaluation.to_dict())
+        self._progress.note(f"step {step}: {evaluation.sentence()}")
+        if unit is None and not num_undecided:
+            self._progress.note(_UNDECIDED.format(step, evaluation.score_name.replace("_", " ")))
+        elif unit is not None and num_undecided:
+            self._progress.note(
+                f"step {step}: this evaluation decides that scores are the {unit.name.replace('_', ' ')}, also of the "
+                f"{num_undecided} before it, where an episode that was cut off undecided is no success"
+            )
