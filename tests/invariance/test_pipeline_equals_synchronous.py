@@ -170,7 +170,7 @@ class Run:
             requests = [
                 GroupRequest(
                     f"step_{step:06d}/group_{group:04d}",
-                    Task(ENV_ID, training_seed(plan.run_seed, GROUPS * (step - 1) + group)),
+                    Task(ENV_ID, training_seed(plan.run.seed, GROUPS * (step - 1) + group)),
                     SIZE,
                 )
                 for group in range(GROUPS)
