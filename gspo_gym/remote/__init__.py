@@ -1,1 +1,1 @@
-"""Task apps that play for us, the gateway that records them, and our environments served to others."""
+"""Task apps that play episodes for us, the gateway that records them, and our environments served to others."""

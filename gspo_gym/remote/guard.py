@@ -1,14 +1,11 @@
-"""Who may ask a server, and how much it reads before it answers: ASGI middleware, in front of every server here.
+"""ASGI middleware in front of every server here: hosts, origins, keys, and the size and form of bodies.
 
-A request passes if its Host and Origin are ours, it has a key where one is asked for, there is room for it, and its
-body is short, shallow, holds nothing that JSON has not, and arrives in time. Only then is the application called, with
-the whole body. Keys are compared as digests, all of them, in constant time; none appears in an answer or a log. No
-protocol is known here.
+A request passes if its Host and Origin are allowed, it has a key where one is required, there is room for it, and its
+body is short, shallow, valid JSON and arrives in time. Only then is the application called, with the whole body. All
+keys are compared, as digests and in constant time; none appears in an answer or a log.
 
-What a server of ours answers when it does not do what was asked: one exception, one shape on the wire.
-
-The shape is FastAPI's with a code inside, {"detail": {"error": {"code", "message"}}}, as task apps have it. Called by
-the routes of `task_app_server.py`.
+Also the refusal of a request by a route, `RefusalError`, in FastAPI's form with a code inside, {"detail": {"error":
+{"code", "message"}}}, as task apps have it.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ _JSON_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
 class _RefusedError(Exception):
-    """The request goes no further."""
+    """The guard answers the request itself."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -55,10 +52,10 @@ class _RefusedError(Exception):
 
 
 class Keys:
-    """The keys that open a server, known by their digests only.
+    """The accepted keys, held as digests only.
 
     Args:
-        keys: of which a request needs one.
+        keys: a request needs one of them.
 
     Raises:
         ConfigError: a key is empty, or holds a comma or a space, which no header could carry.
@@ -77,9 +74,9 @@ class Keys:
         return f"Keys(<{len(self._digests)} keys>)"
 
     def open_for(self, headers: Headers) -> bool:
-        """Whether one of the keys is in X-API-Key, X-API-Keys (several, with commas) or Authorization: Bearer.
+        """Return whether a key is in X-API-Key, X-API-Keys (several, with commas) or Authorization: Bearer.
 
-        Every key is compared with every one that was sent, so that the time says nothing about either.
+        Every key is compared with every key sent, to let the time tell nothing about either.
         """
         opens = False
         for sent in _keys_in(headers):
@@ -90,17 +87,17 @@ class Keys:
 
 
 class Guard:
-    """ASGI middleware that turns away who has no key, pages of strange origins, and bodies that are too much.
+    """ASGI middleware that refuses requests without a key, pages of foreign origins, and bodies beyond the limits.
 
     Args:
-        app: what is guarded.
-        api_key: asked for everywhere but at `open_paths`, in any of three headers; several: each of them opens. None:
-            everybody who can connect may ask.
+        app: the guarded application.
+        api_key: required except at `open_paths`, in any of three headers; several: any of them. None: anyone who can
+            connect may ask.
         allowed_origins: of pages in browsers that may call, as "https://host:port". Programs send no Origin header.
-        allowed_hosts: names in the Host header that are ours, without ports; None: any if there is a key, else those
-            of loopback, so that a page whose name suddenly means 127.0.0.1 (DNS rebinding) is not answered.
+        allowed_hosts: names allowed in the Host header, without ports; None: any if there is a key, else those of
+            loopback, against pages whose name suddenly means 127.0.0.1 (DNS rebinding).
         open_paths: answered without a key, but not with a wrong one.
-        max_body_bytes: of a request, counted as they arrive; WebSocket messages are limited by `serving.server_for`.
+        max_body_bytes: of a request, counted as they arrive; `server_for` limits WebSocket messages.
         body_timeout_seconds: for the whole body to arrive.
         max_concurrent_requests: of HTTP, beside those to open paths; one more is answered 503 with Retry-After.
 
@@ -131,7 +128,7 @@ class Guard:
         self._max_requests, self._num_requests = max_concurrent_requests, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request or one WebSocket."""
+        """Handle one request or one WebSocket."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -146,7 +143,7 @@ class Guard:
         await self.app(scope, receive, send)
 
     def _require_welcome(self, scope: Scope) -> None:
-        """What can be said by the headers alone."""
+        """Check everything that the headers tell."""
         headers: Headers = scope["headers"]
         if len(headers) > _MAX_HEADERS:
             raise _RefusedError(431, "too_many_headers", f"a request has at most {_MAX_HEADERS} headers")
@@ -174,7 +171,7 @@ class Guard:
             self._num_requests -= 1
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Waits for the body, and calls the application if the client has not gone meanwhile."""
+        """Wait for the body, and call the application unless the client has gone."""
         body = await self._body(scope, receive)
         if body is None:
             return
@@ -186,7 +183,7 @@ class Guard:
         await self.app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """All of it; None: the client has gone."""
+        """Return the whole body; None if the client has gone."""
         lengths = _values(scope["headers"], b"content-length")
         # isdigit first: int() also takes signs and underscores, and refuses very long numbers.
         if any(not one.isdigit() or len(one) > 20 or int(one) > self._max_body_bytes for one in lengths):
@@ -225,7 +222,7 @@ class Guard:
 
 
 def json_depth_exceeds(body: bytes | bytearray, limit: int) -> bool:
-    """Whether brackets outside of texts are nested deeper than `limit`; without parsing, in one pass.
+    """Return whether brackets outside of strings nest deeper than `limit`, in one pass without parsing.
 
     >>> json_depth_exceeds(b'[["[[["]]', 2), json_depth_exceeds(b'[[["a"]]]', 2)
     (False, True)
@@ -265,7 +262,7 @@ def _all_keys_in(headers: Headers) -> Iterator[bytes]:
 
 
 def _host_name(headers: Headers) -> str:
-    """The name in the Host header, without its port, in lower case; "" without exactly one."""
+    """Return the name in the Host header in lower case, without its port; "" without exactly one."""
     hosts = _values(headers, b"host")
     if len(hosts) != 1:
         return ""
@@ -288,7 +285,7 @@ async def _refuse(scope: Scope, send: Send, refused: _RefusedError) -> None:
 
 
 class RefusalError(GymError, RuntimeError):
-    """A request is not done, and why; 503 also says when to come again."""
+    """A request is refused, with the reason; a 503 also says when to come again."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -304,7 +301,7 @@ def failure_status(error: BaseException, given: Collection[str]) -> int:
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
-    """The answer to a request that was refused: FastAPI's handler for `RefusalError`."""
+    """Answer a refused request: FastAPI's handler for `RefusalError`."""
     assert isinstance(refusal, RefusalError)
     error = {"code": refusal.code, "message": str(refusal)}
     headers = {"retry-after": str(_RETRY_AFTER_SECONDS)} if refusal.status == 503 else None

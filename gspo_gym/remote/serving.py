@@ -1,7 +1,6 @@
-"""An ASGI application on a port: how it is started and stopped. Who may ask it is `guard.py`'s.
+"""Start and stop an ASGI application on a port. `guard.py` decides which requests it answers.
 
-Loopback is open to every program of this machine, any other address needs a key. No protocol is known here. Called by
-`cli/serve_env.py`, by notebooks and tests (`BackgroundServer`).
+Loopback is open to every program of this machine; any other address needs a key.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _STOP_SECONDS = 10  # uvicorn takes an int
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """A bound socket; port 0 takes any that is free.
+    """Return a bound socket; port 0 takes any free one.
 
     Raises:
         ConfigError: the address can be reached from elsewhere and there is no key; or it cannot be bound.
@@ -50,13 +49,13 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where the socket is reached, as "http://host:port"."""
+    """Return the socket's URL, "http://host:port"."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server_for(app: App, *, max_message_bytes: int = MAX_BODY_BYTES) -> uvicorn.Server:
-    """A server for the application that logs nothing but warnings, and gives open sessions 10 seconds to end."""
+    """Return a server that logs nothing but warnings, and gives open sessions 10 seconds to end."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -72,17 +71,17 @@ def server_for(app: App, *, max_message_bytes: int = MAX_BODY_BYTES) -> uvicorn.
 
 
 class _PatientProtocol(H11Protocol):
-    """Uvicorn's, but whoever connects has to say in time what is asked for: waiting for a head has no limit there."""
+    """Uvicorn's protocol with a limit on the wait for a request's head, which uvicorn lacks."""
 
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Somebody connects, and has said nothing yet."""
+        """Start to wait for a head."""
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Part of a head, which may now be whole, or of a body, whose time is the application's."""
+        """Read a part of a head, or of a body, for which the application has a time limit."""
         super().data_received(data)
         is_in_head = self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE
         if not is_in_head:
@@ -91,7 +90,7 @@ class _PatientProtocol(H11Protocol):
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more will come."""
+        """Stop waiting."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -105,20 +104,20 @@ class _PatientProtocol(H11Protocol):
 
 
 class _ReadyServer(uvicorn.Server):
-    """Says when it answers, or that it never will."""
+    """Server that reports when it is ready, or that it did not start."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = threading.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, and then the event."""
+        """Start as uvicorn does, then set the event."""
         await super().startup(sockets)
         self.ready.set()
 
 
 class BackgroundServer:
-    """Serves an application from a thread of this process for as long as a `with` block lasts.
+    """Serves an application from a thread of this process while a `with` block lasts.
 
     For notebooks and tests; loopback only.
 

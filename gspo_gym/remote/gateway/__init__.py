@@ -1,1 +1,1 @@
-"""The OpenAI-compatible gateway that captures the tokens of agents which drive themselves."""
+"""OpenAI-compatible gateway that records the tokens of agents with a loop of their own."""

@@ -1,19 +1,15 @@
-"""The gateway's HTTP: OpenAI's protocol in front of `gateway.Gateway`, as a bare ASGI application.
+"""The gateway's HTTP side: OpenAI's protocol in front of `gateway.Gateway`, as a bare ASGI application.
 
-No framework, because the URLs follow no table (`remote/gateway/app.py`), a lost answer has to be noticed, and every
-episode waits for this code at every turn. Served behind `guard.Guard`, in the engine's event loop (`loop_server.py`).
-Headers by which an agent would authenticate elsewhere are not looked at, so they are neither logged nor repeated.
+No framework, because the URLs follow no route table, a lost answer has to be noticed, and every episode waits for this
+code at every turn. It is served behind `Guard`, in the engine's event loop (`loop_server.py`). Authentication headers
+meant for other services are not read, logged or repeated.
 
-What went wrong -> the status, code and envelope by which OpenAI's clients know it.
+Errors get the status, code and envelope by which OpenAI's clients know them. Those clients try again at some statuses;
+`x-should-retry: false` goes with what a retry does not change.
 
-`x-should-retry: false` goes with what asking again does not change, because those clients try again at some of these
-statuses.
-
-The URL of a rollout: what is handed out, and what is understood of what programs make of it.
-
-Client code appends to URLs, and some of it to the query. So the id stands in the path and again in the query, and every
-way of putting `/v1` and `/chat/completions` behind it is answered; an id that was itself changed is known to nobody,
-which is loud. Pure functions.
+Client code appends to URLs, and some of it to the query. Therefore the session id stands in the path and again in the
+query, and `/v1` and `/chat/completions` are understood wherever they are appended. An id that was itself changed is
+unknown and an error.
 """
 
 from __future__ import annotations
@@ -87,17 +83,17 @@ Json = Any  # a JSON value
 
 @dataclass(slots=True)
 class _SessionState:
-    """What HTTP adds to a session: its exchanges, and the conversations that `previous_response_id` continues."""
+    """HTTP state of a session: its exchanges, and the conversations that `previous_response_id` continues."""
 
     replays: Replays = field(default_factory=Replays)
     conversations: dict[str, tuple[Message, ...]] = field(default_factory=dict)
 
 
 def create_gateway_app(gateway: Gateway, *, model: str = "policy") -> Guard:
-    """What is served: a `GatewayApp` behind its guard. Arguments as there.
+    """Return a `GatewayApp` behind its guard. Arguments as there.
 
-    It asks for no key and answers under any host name: the URL of a session, which nobody can guess, is what opens it,
-    for as long as the session lasts. Pages in browsers are kept out.
+    It asks for no key and answers under any host name: a session's unguessable URL opens it, while the session lasts.
+    Pages in browsers are kept out.
     """
     return Guard(
         GatewayApp(gateway, model=model),
@@ -111,9 +107,9 @@ class GatewayApp:
     """An ASGI application: POST /t/ID/v1/chat/completions, .../completions, .../responses, and GET .../models.
 
     Args:
-        gateway: with the sessions. It must live in the event loop that serves.
+        gateway: holds the sessions. It must live in the event loop that serves.
         model: the name under which the policy is listed and answers; requests may name any.
-        now: seconds since 1970, for what OpenAI's objects call created.
+        now: seconds since 1970, for `created` in OpenAI's objects.
     """
 
     def __init__(self, gateway: Gateway, *, model: str = "policy", now: Callable[[], float] = time.time) -> None:
@@ -123,7 +119,7 @@ class GatewayApp:
         self._states: WeakKeyDictionary[GatewaySession, _SessionState] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request; or the server's start and end, at which there is nothing to do."""
+        """Handle one request, or the server's start and end."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
         if scope["type"] != "http":
@@ -138,7 +134,7 @@ class GatewayApp:
             await _send(send, failure_reply(error, status=405))
 
     def replays_of(self, session: GatewaySession) -> Replays:
-        """The session's exchanges, for who counts retries."""
+        """Return the session's exchanges, to count retries."""
         return self._state_of(session).replays
 
     def _state_of(self, session: GatewaySession) -> _SessionState:
@@ -183,7 +179,7 @@ class GatewayApp:
         return session
 
     async def _work(self, session: GatewaySession, target: Target, body: bytes, request: Request) -> Reply:
-        """What a request that is none of the earlier ones is answered."""
+        """Answer a request that is not a retry."""
         try:
             said = request.headers.get(TRAINED_HEADER)
             is_trained = None if said is None else read_flag(said, name=TRAINED_HEADER)
@@ -249,7 +245,7 @@ def _asked(api: str, body: bytes, request: Request) -> Asked:
 
 
 async def _has_gone(receive: Receive) -> bool:
-    """Whether the client has hung up: if so, what is received next is there already. The body was received before."""
+    """Return whether the client has hung up. The body was received before, so only a disconnect can be waiting."""
     receiving = asyncio.ensure_future(receive())
     await asyncio.sleep(0)
     if receiving.done():
@@ -259,7 +255,7 @@ async def _has_gone(receive: Receive) -> bool:
 
 
 async def _deliver(session: GatewaySession, exchange: Exchange, reply: Reply, asked: Asked, send: Send) -> None:
-    """Send an answer, if there is anybody left to send it to, and say so."""
+    """Send an answer if its client is still there, and record whether it was delivered."""
     has_gone = await asked.has_gone()
     if not has_gone:
         await _send(send, reply)
@@ -320,10 +316,10 @@ _KINDS = (
 
 
 def failure_reply(error: Exception, *, status: int = 400) -> Reply:
-    """The answer to a request that failed; `status` is a RequestError's.
+    """Return the answer to a request that failed; `status` is a RequestError's.
 
-    What nobody foresaw is logged with its traceback, and its text goes to nobody. An answer that was sampled and cannot
-    be used (a forced call) is the same to a retry; everything else is worked on anew.
+    An unexpected error is logged with its traceback, and its text is not sent. A sampled answer that cannot be used (a
+    forced call) stays the same for a retry; everything else is worked on anew.
     """
     if isinstance(error, RequestError):
         wire = error_object(str(error), kind=_BAD_REQUEST, code=error.code, param=error.param)
@@ -357,14 +353,14 @@ _OTHERS: tuple[tuple[Api, re.Pattern[str]], ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request is for. `session_id` is None if its URL names none; `api` is "unknown" if it has no such route."""
+    """A request's target. `session_id` is None if its URL names none; `api` is "unknown" if it has no such route."""
 
     session_id: str | None
     api: Api
 
 
 def rollout_url(base_url: str, session_id: str) -> str:
-    """What a task app gets as its inference URL: it survives all the known ways of changing it.
+    """Return a task app's inference URL, which survives all known ways of changing it.
 
     >>> rollout_url("http://127.0.0.1:8003", "Xy_1")
     'http://127.0.0.1:8003/t/Xy_1/v1/chat/completions?cid=Xy_1'
@@ -373,7 +369,7 @@ def rollout_url(base_url: str, session_id: str) -> str:
 
 
 def openai_base_url(base_url: str, session_id: str) -> str:
-    """The same session as `base_url` of an OpenAI client.
+    """Return the session's `base_url` for an OpenAI client.
 
     >>> openai_base_url("http://127.0.0.1:8003/", "Xy_1")
     'http://127.0.0.1:8003/t/Xy_1/v1'
@@ -382,7 +378,7 @@ def openai_base_url(base_url: str, session_id: str) -> str:
 
 
 def read_target(path: str, query: str) -> Target:
-    """The session and the API of a request; the id in the path goes before one in the query.
+    """Read the session and the API of a request; an id in the path wins over one in the query.
 
     >>> read_target("/t/Xy_1/v1/v1/chat/completions", "")
     Target(session_id='Xy_1', api='chat')

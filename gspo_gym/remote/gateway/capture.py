@@ -1,10 +1,7 @@
-"""What the gateway writes down: the calls of one session, exactly as they were asked and answered.
+"""Records of a session's calls, exactly as they were asked and answered, and the reading of sampled tokens as answers.
 
-Records only. `remote/gateway/session.py` makes them, `capture_matching.py` finds which call continues which, and
-`capture_build.py` turns a frozen session into the parts of a trajectory. No HTTP: `remote/gateway/app.py` stands before
-it.
-
-From sampled tokens to the answer that they say: stop strings, parsing, and why it ended, in OpenAI's words.
+`session.py` makes the records, `capture_matching.py` finds which call continues which, and `capture_build.py` turns a
+frozen session into the parts of a trajectory.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ WireFinish = Literal["stop", "length", "tool_calls"]
 
 
 class Untrained(enum.Enum):
-    """Why a call is not trained on."""
+    """The reason for not training on a call."""
 
     FAILED = "failed"  # there is no completion
     NOT_AWAITED = "not awaited"  # there is none, since the app ended its rollout while the call was open
@@ -55,11 +52,11 @@ class SessionClosedError(UsageError):
 
 
 class SessionLimitError(UsageError):
-    """The session has made as many calls, or holds as many tokens, as it may."""
+    """The session has reached its limit of calls or tokens."""
 
 
 class ForcedCallError(EngineError):
-    """A tool had to be called, and what was sampled is no valid call of it. `call` is what was captured."""
+    """A tool had to be called, and the sampled text is no valid call of it. `call` is what was captured."""
 
     def __init__(self, message: str, call: CapturedCall) -> None:
         super().__init__(message)
@@ -94,7 +91,7 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One request to continue a text or token ids as they stand, without a chat template. Fields as in `ChatCall`."""
+    """One request to continue a text or token ids without a chat template. Fields as in `ChatCall`."""
 
     prompt: str | Sequence[int]
     max_tokens: int | None = None
@@ -106,26 +103,26 @@ class CompletionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedCall:
-    """One call that was answered.
+    """One answered call.
 
     Attributes:
         index: how many calls began before it in its session, failed ones included.
         kind: "chat", or "completion" for a prompt without a template.
-        number: which of the session's completions it is; its seed is child_seed(sampling_seed, "turn", number).
+        number: its number among the session's completions; its seed is child_seed(sampling_seed, "turn", number).
         parent: the index of the call whose conversation it continues; None if of none.
         appends: its prompt is the parent's prompt, the parent's sampled tokens and `context_ids`; otherwise
             `context_ids` is the whole prompt.
-        context_ids: int32, see `appends`; nobody sampled them.
+        context_ids: int32, see `appends`; not sampled.
         num_prompt_tokens: of the whole prompt.
         new_messages: what it adds to the parent's conversation; all messages if there is no parent.
-        answer: what the model said; where that cannot be parsed, the whole text is its content.
-        parse: what became of the text. error: what is wrong with it, in words that the model can act on, else None.
+        answer: the model's message; if it cannot be parsed, the whole text is its content.
+        parse: how parsing ended. error: what is wrong with the text, in words that the model can act on, else None.
         finish_reason: in OpenAI's words.
         completion: exactly what was sampled. Of a forced tool call, the part behind its opening.
         tools_key: the tools offered, as JSON text; "" for none.
         request_key: equal for calls that asked for the same thing.
         num_begun: how many calls of the session had begun when it was answered, itself included.
-        untrained: why it cannot be trained on whatever the others are; None if it can.
+        untrained: the reason, if it cannot be trained on whatever the others are; else None.
         is_trained: what the caller wanted.
         is_delivered: its answer reached the caller, as far as is known.
     """
@@ -161,7 +158,7 @@ class CapturedCall:
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """One call that has no answer.
+    """One call without an answer.
 
     `kind`: "overflow" (the prompt does not fit), "template" (the conversation cannot be rendered), "config" (it asks
     for what cannot be done here), "limit" (the session holds as much as it may), "engine", "poisoned" (the engine will
@@ -188,7 +185,7 @@ class Capture:
 
 
 def failure_kind(error: BaseException) -> FailureKind:
-    """The kind of failure that an exception is; what nobody foresaw is the engine's."""
+    """Return the kind of failure of an exception; an unexpected one counts as the engine's."""
     for kinds, kind in _KINDS:
         if isinstance(error, kinds):
             return kind
@@ -208,7 +205,7 @@ _KINDS: tuple[tuple[type[BaseException], FailureKind], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a completion says; fields as in `CapturedCall`."""
+    """The reading of a completion; fields as in `CapturedCall`."""
 
     completion: Completion
     message: Message
@@ -218,10 +215,10 @@ class Answer:
 
 
 def require_possible(completion: Completion, *, max_tokens: int, vocab_size: int, renderer: Renderer) -> None:
-    """Check that what an engine claims to have sampled can have been.
+    """Check that an engine's claimed sample is possible.
 
     Raises:
-        EngineError: it cannot.
+        EngineError: it is not.
     """
     try:
         sampled = SampledTokens.checked(completion.token_ids, completion.logprobs, completion.weight_version)
@@ -231,7 +228,7 @@ def require_possible(completion: Completion, *, max_tokens: int, vocab_size: int
 
 
 def read_chat(completion: Completion, *, renderer: Renderer, opening: Sequence[int], stops: Sequence[str]) -> Answer:
-    """The message that a completion behind `opening` says; its whole text is the content where it cannot be parsed."""
+    """Read the message of a completion behind `opening`; if it cannot be parsed, its whole text is the content."""
     completion, text, is_cut = _cut_at_stops(completion, stops, renderer, opening)
     is_stopped = is_cut or int(completion.token_ids[-1]) in renderer.stop_token_ids
     parsed = renderer.parse(text, is_truncated=not is_stopped)
@@ -243,7 +240,7 @@ def read_chat(completion: Completion, *, renderer: Renderer, opening: Sequence[i
 
 
 def read_text(completion: Completion, *, renderer: Renderer, stops: Sequence[str]) -> Answer:
-    """The plain text of a completion."""
+    """Read the plain text of a completion."""
     completion, text, is_cut = _cut_at_stops(completion, stops, renderer, ())
     is_stopped = is_cut or int(completion.token_ids[-1]) in renderer.stop_token_ids
     return Answer(completion, Message("assistant", text), ParseStatus.OK, None, "stop" if is_stopped else "length")
@@ -252,10 +249,10 @@ def read_text(completion: Completion, *, renderer: Renderer, stops: Sequence[str
 def _cut_at_stops(
     completion: Completion, stops: Sequence[str], renderer: Renderer, opening: Sequence[int]
 ) -> tuple[Completion, str, bool]:
-    """The completion up to the token that completes the first stop string, the text before it, and if there was one.
+    """Return the completion up to the token that completes a stop string, the text before it, and whether there was one.
 
-    What remains is an exact sample of a policy that is stopped there: whether it is depends on its own tokens only. Its
-    finish reason is STOP, whatever the engine said of the tokens that were cut off.
+    The rest is an exact sample of a policy that stops there, because whether it stops depends on its own tokens only.
+    Its finish reason is STOP, whatever the engine said of the tokens that were cut off.
     """
     ids = completion.token_ids.tolist()
     whole = renderer.decode([*opening, *ids])

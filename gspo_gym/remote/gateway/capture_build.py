@@ -1,28 +1,23 @@
-"""A frozen session -> the parts of a `Trajectory`: which calls are trained on, in which segments, and why not others.
+"""Turn a frozen session into the parts of a `Trajectory`: which calls are trained on, and in which segments.
 
 Calls form trees: a call whose prompt appends to another's tokens is its child. Each path from a root to a leaf is one
-segment, as the model read it; a completion is trained on in the first path that holds it, and is context in others. So
-every trained completion counts exactly once, whatever the agent branched into. `remote/gateway/capture_build.py`
-decides which are trained on. Where none is, the delivered ones are turns all the same, and masked: the episode was
-played and is worth what its app says, which its group's statistics need.
+segment, as the model read it. A completion is trained on in the first path that holds it and is context in others;
+every trained completion counts exactly once, however the agent branched. If none is trained on, the delivered ones are
+masked turns: the episode was played and its return belongs to its group's statistics.
 
-Which calls of a session are not trained on, and why: the rules for what an agent does beside its task.
+A call is not trained on by these rules, in this order:
 
-In this order:
+1. The capture knows a reason: the caller said no, a schema narrowed the choice, or the sampling was another one. 2. A
+call that the caller wants to be trained on, is. The rules below are for calls that say nothing. 3. An answer that was
+not delivered, and on which nothing followed, is no part of the episode. 4. A conversation of a single call without
+tools (a title, a summary) is beside the task if the session holds others of several calls, or with tools, and none of
+these has the same system message. Several single calls under one system message are no titles: such an agent shows its
+model only the present state.
 
-1. What the capture already knows: the caller said no, a schema narrowed the choice, the sampling was another one.
-2. What the caller wants to be trained on, is. The rules below are for calls that say nothing.
-3. An answer that reached nobody, and on which nothing followed, was not part of what happened.
-4. A conversation of a single call without tools (a title, a summary) is beside the task if the session holds others of
-   several calls, or with tools, and none of these has the same system message. Several single calls under one system
-   message are no title, but an agent that shows its model only the present state.
-
-Calls that ask for the same thing are turns like any other if their answers were delivered: what asks again for an
-answer that was lost is recognised before anything is sampled for it (`replay.py`), so that two answers are two draws
-from the policy, and leaving one of them out would select by what they say.
-
-So a sub-agent of several calls, or with tools, is trained on, and so is a conversation that starts afresh under the
-same system message because its context was compacted.
+Calls that ask for the same thing are ordinary turns if their answers were delivered: a retry of a lost answer is
+recognised before anything is sampled (`replay.py`), so two answers are two draws from the policy, and leaving one out
+would select by what they say. A sub-agent of several calls, or with tools, is trained on, and so is a conversation that
+starts afresh under the same system message because its context was compacted.
 """
 
 from __future__ import annotations
@@ -43,15 +38,15 @@ _NO_DECISIONS = (Untrained.UNDELIVERED, Untrained.AUXILIARY)
 
 @dataclass(frozen=True, slots=True)
 class CallUse:
-    """What became of one call.
+    """The use of one call in the trajectory.
 
     Attributes:
-        index: which call.
-        kind: "root" (a conversation of its own), "extends" (its prompt appends to its parent's tokens), "rewrites" (it
+        index: of the call.
+        kind: "root" (a new conversation), "extends" (its prompt appends to its parent's tokens), "rewrites" (it
             continues its parent, but the template rewrote the tokens) or "failed".
-        num_sampled_tokens: what was sampled for it.
+        num_sampled_tokens: sampled for it.
         turn: the number of its turn that is trained on; None if it is not.
-        untrained: why not; None if it is.
+        untrained: the reason if it is not; None if it is.
     """
 
     index: int
@@ -63,7 +58,7 @@ class CallUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CaptureBuild:
-    """All that a `Trajectory` takes from the gateway.
+    """Everything that a `Trajectory` takes from the gateway.
 
     Attributes:
         segments, turns: as in `Trajectory`; no turn is scored.
@@ -74,7 +69,7 @@ class CaptureBuild:
         turn_calls: the index of the call of each turn.
         decision_turns: of each call that may be a decision of the task (its answer was delivered, and it is not beside
             the task), the number of its turn; None if it has none, because others are trained on and it is not.
-        uses: of every call, in their order.
+        uses: of every call, in order.
     """
 
     segments: tuple[Segment, ...]
@@ -86,22 +81,22 @@ class CaptureBuild:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that were sampled in the session."""
+        """Return the tokens sampled in the session."""
         return sum(use.num_sampled_tokens for use in self.uses)
 
     @property
     def num_trained_tokens(self) -> int:
-        """Those of them that are trained on."""
+        """Return the sampled tokens that are trained on."""
         return sum(use.num_sampled_tokens for use in self.uses if use.turn is not None)
 
     @property
     def trained_fraction(self) -> float:
-        """The share of sampled tokens that are trained on; 0 if none was sampled."""
+        """Return the share of sampled tokens that are trained on; 0 if none was sampled."""
         return self.num_trained_tokens / self.num_sampled_tokens if self.num_sampled_tokens else 0.0
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Calls by what became of them: "trained", and the values of `Untrained`."""
+        """Count calls by use: "trained", and the values of `Untrained`."""
         counts: dict[str, int] = {}
         for use in self.uses:
             name = "trained" if use.untrained is None else use.untrained.value
@@ -110,7 +105,7 @@ class CaptureBuild:
 
 
 def build_trajectory_parts(capture: Capture) -> CaptureBuild:
-    """Segments, turns and messages of a session.
+    """Return segments, turns and messages of a session.
 
     Turns are numbered in the order in which their calls began, and segments stand in the order of their first turns.
     """
@@ -138,7 +133,7 @@ def build_trajectory_parts(capture: Capture) -> CaptureBuild:
 
 
 def _decisions(calls: Mapping[int, CapturedCall], untrained: Mapping[int, Untrained]) -> tuple[int, ...]:
-    """The calls whose answers the agent had, but for those beside the task."""
+    """Return the calls whose answers were delivered, except those beside the task."""
     continued = {call.parent for call in calls.values()}
     return tuple(
         index
@@ -149,14 +144,14 @@ def _decisions(calls: Mapping[int, CapturedCall], untrained: Mapping[int, Untrai
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Calls whose prompts append to each other, from a root on, and those of them that are trained on here."""
+    """Calls from a root on whose prompts append to each other, and those of them that are trained on here."""
 
     calls: tuple[int, ...]
     owned: frozenset[int]
 
 
 def _owned_paths(calls: Mapping[int, CapturedCall], trained: Iterable[int]) -> list[_Path]:
-    """A path to every trained call behind which no other trained one follows; in the order of their last calls."""
+    """Return a path to every trained call that no other trained one follows, in the order of their last calls."""
     trained = set(trained)
     inner = {index for end in trained for index in _line(calls[end], calls)[:-1]}
     paths, taken = [], set[int]()
@@ -169,7 +164,7 @@ def _owned_paths(calls: Mapping[int, CapturedCall], trained: Iterable[int]) -> l
 
 
 def _line(call: CapturedCall, calls: Mapping[int, CapturedCall]) -> list[int]:
-    """The calls to whose tokens this one's prompt appends, from the first on, and itself."""
+    """Return the calls to whose tokens this one's prompt appends, from the first on, and itself."""
     line = [call.index]
     while call.appends and call.parent is not None:
         call = calls[call.parent]
@@ -185,7 +180,7 @@ def _segment_of(
     number: int,
     masked: Collection[int],
 ) -> tuple[Segment, list[Turn]]:
-    """The tokens of a path and its turns; those of `masked` calls are in no mask."""
+    """Return the tokens of a path and its turns; those of `masked` calls are in no mask."""
     segment = OpenSegment()
     turns: list[Turn] = []
     observed = 0  # up to where the tokens belong to an earlier turn
@@ -218,7 +213,7 @@ def _segment_of(
 
 
 def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> tuple[Message, ...]:
-    """See `CaptureBuild.messages`."""
+    """Return `CaptureBuild.messages`."""
     needed: set[int] = set()
     for index in turn_calls:
         at: int | None = index
@@ -263,7 +258,7 @@ def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[
 
 
 def untrained_calls(calls: Sequence[CapturedCall]) -> dict[int, Untrained]:
-    """The reason of each call that is not trained on, by its index. `calls` stand in the order in which they began."""
+    """Return the reason of each call that is not trained on, by index; `calls` are in the order of their beginnings."""
     reasons = {call.index: call.untrained for call in calls if call.untrained is not None}
     silent = [call for call in calls if call.untrained is None and call.is_trained is None]
     continued = {call.parent for call in calls}
@@ -303,6 +298,6 @@ def _auxiliary(calls: Sequence[CapturedCall], reasons: Mapping[int, Untrained]) 
 
 
 def _system_of(root: CapturedCall) -> str | None:
-    """The system message of a conversation; None if it has none."""
+    """Return the system message of a conversation; None if it has none."""
     first = root.new_messages[0]  # of a conversation that continues none, whose prompt is not empty
     return first.content if first.role == "system" else None

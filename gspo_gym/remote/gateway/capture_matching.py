@@ -1,9 +1,9 @@
-"""Which earlier call a conversation continues, found by what its caller repeats of it.
+"""Find the earlier call that a conversation continues, by what its caller repeats of it.
 
 A caller sends the whole conversation every time, and clients do not repeat it letter for letter: they drop the
-reasoning, rename the ids of tool calls, write null for an empty content, trim an answer. So answers are compared
-without those, while everything that the caller itself said has to be equal. What the model reads never comes from such
-a comparison: the tokens of the earlier call stand as they were sampled, and its messages as they were first said.
+reasoning, rename the ids of tool calls, write null for an empty content, trim an answer. Answers are compared without
+those, while the caller's own messages have to be equal. What the model reads never comes from such a comparison: the
+tokens of the earlier call stand as they were sampled, and its messages as they were first said.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Place = tuple[int, int]  # of a tool call: the number of its message, and its n
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What a request adds to what is known.
+    """A request as a continuation of a known conversation.
 
     Attributes:
         parent: the call that it continues, None if none.
-        known: the parent's conversation with its answer, as it was first said; () without a parent.
-        new: what came in answer to it, with the parent's ids of tool calls.
+        known: the parent's conversation with its answer, as first said; () without a parent.
+        new: the messages after it, with the parent's ids of tool calls.
         request_digest: equal for the same conversation.
     """
 
@@ -46,7 +46,7 @@ class Conversations:
         self._by_digest: dict[bytes, list[int]] = {}
 
     def add(self, call: CapturedCall, request_digest: bytes) -> None:
-        """Remember a call, so that others can continue it."""
+        """Add a call that others may continue."""
         self._calls[call.index] = call
         if call.kind == "completion":
             return
@@ -54,9 +54,10 @@ class Conversations:
         self._by_digest.setdefault(_extended(request_digest, key), []).append(call.index)
 
     def find(self, messages: Sequence[Message], tools_key: str) -> Continued:
-        """The longest known conversation that `messages` begins with, if something follows on it.
+        """Return the longest known conversation that `messages` begins with, if something follows it.
 
-        Of several with the same words the one with the same reasoning, if the caller repeats any, then the last begun.
+        Of several with the same words take the one with the same reasoning, if the caller repeats any, then the last
+        begun.
         """
         digests = list(_digests(messages, tools_key))
         for count in range(len(messages) - 1, 0, -1):
@@ -68,16 +69,16 @@ class Conversations:
         return Continued(None, (), tuple(messages), digests[-1])
 
     def raw_calls(self) -> list[CapturedCall]:
-        """Those without a template."""
+        """Return the calls without a template."""
         return [call for call in self._calls.values() if call.kind == "completion"]
 
     def messages_of(self, call: CapturedCall) -> tuple[Message, ...]:
-        """The conversation that a call continued, with what it added and its answer."""
+        """Return the conversation that a call continued, with what it added and its answer."""
         line = reversed(list(self._line_of(call)))
         return tuple(message for one in line for message in (*one.new_messages, one.answer))
 
     def tokens_of(self, call: CapturedCall) -> list[int]:
-        """The whole prompt of a call and what was sampled for it."""
+        """Return the whole prompt of a call and its sampled tokens."""
         parts: list[list[int]] = []
         for one in self._line_of(call):
             parts += (one.completion.token_ids.tolist(), one.context_ids.tolist())
@@ -86,7 +87,7 @@ class Conversations:
         return [token_id for part in reversed(parts) for token_id in part]
 
     def _line_of(self, call: CapturedCall) -> Iterable[CapturedCall]:
-        """The call, its parent, and so on."""
+        """Yield the call, its parent, and so on."""
         line: CapturedCall | None = call
         while line is not None:
             yield line
@@ -99,7 +100,7 @@ class Conversations:
 
 
 def _digests(messages: Sequence[Message], tools_key: str) -> Iterable[bytes]:
-    """Of the tools alone, then of the conversation up to and with each message."""
+    """Yield the digest of the tools alone, then of the conversation up to each message."""
     digest = _extended(b"", tools_key)
     yield digest
     places: dict[str, _Place] = {}
@@ -114,7 +115,7 @@ def _extended(digest: bytes, key: str) -> bytes:
 
 
 def _key_of(message: Message, places: dict[str, _Place]) -> str:
-    """What has to be equal for two messages to count as one; `places` of tool calls by their present ids."""
+    """Return what has to be equal for two messages to match; `places` of tool calls by their present ids."""
     if message.role == "assistant":
         calls = [[call.name, _plain(call.arguments)] for call in message.tool_calls]
         said: list[Any] = [message.role, message.content.strip(), calls]  # Any: JSON
@@ -126,7 +127,7 @@ def _key_of(message: Message, places: dict[str, _Place]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON (hence Any) in which a client that knows one kind of number has changed nothing: 1.0 is 1."""
+    """Return JSON with whole floats as integers, because clients may change 1.0 to 1."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -135,7 +136,7 @@ def _plain(value: Any) -> Any:
 
 
 def _renamed(messages: Sequence[Message], known: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages behind those known, their results of tools under the ids that the known calls have."""
+    """Return the messages behind those known, with tool results under the ids of the known calls."""
     ids: dict[str, str] = {}
     for sent, first in zip(messages, known, strict=False):
         ids |= {call.id: ours.id for call, ours in zip(sent.tool_calls, first.tool_calls, strict=False)}

@@ -1,12 +1,11 @@
-"""From a request to the token ids that the model reads: the tokens of the call that it continues, and what is new.
+"""Build a request's token ids: the tokens of the call that it continues, and those of its new messages.
 
-Nothing that was sampled is ever encoded again. Where the chat template rewrites earlier turns, or nothing is continued,
-the whole prompt is rendered afresh; `capture_build.py` begins a new segment there, as a rollout does.
+Nothing that was sampled is encoded again. Where the chat template rewrites earlier turns, or nothing is continued, the
+whole prompt is rendered afresh; `capture_build.py` begins a new segment there, as a rollout does.
 
-Calls of tools that the caller insists on: the prompt begins them, the model samples the rest.
-
-The opening is written as the chat template would write it, and counts as context: nobody sampled it. What the model
-then says is its own, so such an answer can be trained on; it may fail to be a call, which is an error, never a repair.
+For a tool call that the caller insists on, the prompt begins the call as the template would write it, and the model
+samples the rest. The opening counts as context, so such an answer can be trained on; it may fail to be a call, which is
+an error and never repaired.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from gspo_gym.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model reads for one call.
+    """The prompt of one call.
 
     Attributes:
         parent, appends, new_messages: as in `CapturedCall`.
         token_ids: all of it.
-        context_ids: all of it, or if `appends`, what comes behind the parent's prompt and sampled tokens.
-        opening: the last of `context_ids`, where they begin the answer itself (a forced call of a tool).
+        context_ids: all of it, or if `appends`, what follows the parent's prompt and sampled tokens.
+        opening: the last of `context_ids`, if they begin the answer itself (a forced tool call).
         digest: equal for the same conversation.
     """
 
@@ -52,7 +51,7 @@ def chat_prompt(
     tokenizer: Any,  # transformers is untyped
     max_model_len: int,
 ) -> Prompt:
-    """The prompt of a conversation.
+    """Return the prompt of a conversation.
 
     Raises:
         ContextOverflowError: it leaves no room for one token. TemplateError: the template cannot render it.
@@ -87,10 +86,10 @@ def raw_prompt(
     tokenizer: Any,
     max_model_len: int,
 ) -> Prompt:
-    """The prompt of a request without a template. It continues a call whose tokens it begins with, all of them exactly.
+    """Return the prompt of a request without a template; it continues a call if it begins with exactly its tokens.
 
     Raises:
-        ContextOverflowError: as for `chat_prompt`. ConfigError: the prompt is empty, or an id is none.
+        ContextOverflowError: as for `chat_prompt`. ConfigError: the prompt is empty, or holds an invalid id.
     """
     if isinstance(call.prompt, str):
         if cannot_fit([Message("user", call.prompt)], tokenizer, max_model_len):
@@ -108,7 +107,7 @@ def raw_prompt(
 
 
 def overflow(size: str, max_model_len: int) -> ContextOverflowError:
-    """The error of a prompt of so many tokens or characters."""
+    """Return the error for a prompt of so many tokens or characters."""
     return ContextOverflowError(
         f"the prompt has {size}, which leaves no room for an answer in max_model_len = {max_model_len}; shorten the "
         "conversation"
@@ -130,14 +129,14 @@ def _checked_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:  # Any: what
 
 
 def _longest_beginning(ids: Sequence[int], conversations: Conversations) -> tuple[CapturedCall | None, list[int]]:
-    """The raw call with the most tokens of those with which `ids` begins, and these tokens; of equals the first."""
+    """Return the raw call with the most tokens with which `ids` begins, and these tokens; of equals the first."""
     known = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
     beginnings = [(call, tokens) for call, tokens in known if list(ids[: len(tokens)]) == tokens]
     return max(beginnings, key=lambda found: len(found[1]), default=(None, []))
 
 
 def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The name of the tool that must be called; None if it may be any of several.
+    """Return the name of the tool that must be called; None if it may be any of several.
 
     Raises:
         ConfigError: no tool of that name is offered, or none at all.
@@ -153,7 +152,7 @@ def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | N
 
 
 def call_problem(answer: Message, name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with an answer that had to call the tool `name` (None: any that is offered); None if nothing."""
+    """Explain what is wrong with an answer that had to call the tool `name` (None: any); None if nothing."""
     wanted = f"a call of {name}" if name is not None else "a call of one of " + ", ".join(tool_names(tools))
     called = [call.name for call in answer.tool_calls]
     if not called:
@@ -165,5 +164,5 @@ def call_problem(answer: Message, name: str | None, tools: Sequence[Mapping[str,
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of OpenAI function schemas (Any: JSON), in order."""
+    """Return the names of OpenAI function schemas, in order."""
     return [str(tool.get("function", tool).get("name")) for tool in tools]

@@ -1,8 +1,4 @@
-"""Gateway: the open sessions on one engine, by the ids that agents were given.
-
-The capturing gateway without its HTTP, which is `remote/gateway/app.py`. What is captured: `remote/gateway/session.py`.
-What becomes of it: `capture_build.py`.
-"""
+"""The open sessions on one engine, by the ids given to agents, without HTTP (`app.py`)."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ _MAX_CLOSED = 65_536  # ids of sessions that are over, kept to tell "over" from 
 
 
 class Gateway:
-    """Opens sessions on one engine, and finds them by their id.
+    """Opens sessions on one engine, and finds them by id.
 
     Args:
-        engine: that answers.
-        tokenizer: a transformers tokenizer with a chat template (Any: untyped).
-        template_kwargs: handed to the chat template unless a session has its own.
+        engine: answers the calls.
+        tokenizer: a transformers tokenizer with a chat template.
+        template_kwargs: for the chat template, unless a session has its own.
         max_sessions: open at once.
         clock: seconds, monotonic.
     """
@@ -52,14 +48,14 @@ class Gateway:
 
     @property
     def num_sessions(self) -> int:
-        """How many are open."""
+        """Return the number of open sessions."""
         return len(self._sessions)
 
     def open_session(self, settings: GatewaySessionSettings) -> GatewaySession:
-        """A fresh session with an unguessable id.
+        """Open a session with an unguessable id.
 
         Raises:
-            SessionLimitError: as many are open as may be.
+            SessionLimitError: the maximum number is open.
         """
         if len(self._sessions) >= self._max_sessions:
             raise SessionLimitError(f"{len(self._sessions)} sessions are open, as many as may be (max_sessions)")
@@ -74,10 +70,10 @@ class Gateway:
         return session
 
     def session(self, session_id: str) -> GatewaySession:
-        """The open session of that id.
+        """Return the open session of that id.
 
         Raises:
-            SessionClosedError: it is over. UnknownNameError: there was none lately; says nothing about others.
+            SessionClosedError: it is over. UnknownNameError: there was none lately; names no other session.
         """
         if session_id in self._closed:
             raise SessionClosedError(SESSION_IS_OVER)

@@ -1,7 +1,6 @@
-"""LoopServer: an ASGI application on a port, served by the event loop that runs already.
+"""Serve an ASGI application from the running event loop, which the gateway must share with the engine.
 
-For what must share a loop with whatever it calls, as the gateway does with the engine. A server with its own thread is
-`serving.BackgroundServer`.
+For a server with a thread of its own see `BackgroundServer`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _POLL_SECONDS = 0.01  # until it listens, which takes a few milliseconds
 
 
 class _QuietServer(uvicorn.Server):
-    """Leaves SIGINT and SIGTERM, and when to exit, to the program that it is a part of."""
+    """Server that leaves SIGINT, SIGTERM and the exit to the program around it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -32,7 +31,7 @@ class _QuietServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which would end the process where the application does not start."""
+        """Start as uvicorn does, but raise where it would end the process."""
         with contextlib.suppress(SystemExit):
             await super().startup(sockets)
             return
@@ -43,12 +42,12 @@ class LoopServer:
     """Serves from `start` to `stop`, while its event loop is not blocked.
 
     Args:
-        app: what is served.
-        host, port: where; port 0 takes any that is free.
-        has_key: whether the application lets nobody in without one; without, only a loopback address is allowed.
+        app: the application.
+        host, port: the address; port 0 takes any free one.
+        has_key: whether the application requires a key; without one, only a loopback address is allowed.
 
     Attributes:
-        url: where it is reached from this machine.
+        url: its URL on this machine.
 
     Raises:
         ConfigError: the address cannot be bound, or may not be without a key.
@@ -61,7 +60,7 @@ class LoopServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Return when it answers.
+        """Return when the server answers.
 
         Raises:
             UsageError: the application does not start.
@@ -77,14 +76,14 @@ class LoopServer:
         self._serving.add_done_callback(self._tell_early_end)
 
     async def stop(self) -> None:
-        """Give open requests up to ten seconds, then end; stopping twice is fine."""
+        """Give open requests up to ten seconds, then end; stopping twice is allowed."""
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
         self._socket.close()
 
     def _tell_early_end(self, serving: asyncio.Task[None]) -> None:
-        """Log that the server ended although it was not told to: whoever calls it only sees refused connections."""
+        """Log an unexpected end of the server: its callers only see refused connections."""
         if not self._server.should_exit:
             error = None if serving.cancelled() else serving.exception()
             _log.error("the server at %s ended by itself: %r", self.url, error)

@@ -1,8 +1,7 @@
-"""OpenAI's requests -> the gateway's calls. Lenient about fields that nobody here knows, strict about those that count.
+"""Read OpenAI's requests as the gateway's calls: lenient about unknown fields, strict where they change the answer.
 
-What would be ignored although it changes the answer (n > 1, an image, a tool choice that is not understood) is refused.
-No I/O. `openai_wire_answers.py` writes what comes back, `remote/gateway/openai_wire_answers.py` reads and writes the
-Responses API.
+A field that would change the answer and cannot be honoured (n > 1, an image, an unknown tool choice) is refused. No
+I/O. `openai_wire_answers.py` writes the answers, and reads and writes the Responses API.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RequestError(GymError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How an answer is written, whatever it says.
+    """The form of an answer.
 
     Attributes:
         stream: as server-sent events. include_usage: with a last event that counts tokens.
@@ -65,10 +64,10 @@ class CompletionRequest:
 
 
 def read_body(body: bytes) -> Mapping[str, Json]:
-    """The JSON object of a request.
+    """Return the JSON object of a request.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is not one.
     """
     try:
         value = read_json(body)
@@ -80,10 +79,10 @@ def read_body(body: bytes) -> Mapping[str, Json]:
 
 
 def read_chat_request(body: Mapping[str, Json]) -> ChatRequest:
-    """What a request to /v1/chat/completions asks for.
+    """Read a request to /v1/chat/completions.
 
     Raises:
-        RequestError: a field that counts is missing, wrong, or asks for what there is not.
+        RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
     require_one_choice(body)
     stream_options = body.get("stream_options") or {}
@@ -110,7 +109,7 @@ def read_chat_request(body: Mapping[str, Json]) -> ChatRequest:
 
 
 def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
-    """What a request to /v1/completions asks for.
+    """Read a request to /v1/completions.
 
     Raises:
         RequestError: as for `read_chat_request`; or several prompts, or an echo.
@@ -154,10 +153,10 @@ def require_one_choice(body: Mapping[str, Json]) -> None:
 
 
 def read_messages(value: Json, *, param: str) -> tuple[Any, ...]:
-    """The conversation, at least one message long (Any: `types.Message`).
+    """Read the conversation, at least one message long.
 
     Raises:
-        RequestError: it is none, or holds what is no text.
+        RequestError: it is invalid, or holds anything but text.
     """
     try:
         messages = messages_from_wire(value, where=param)
@@ -171,10 +170,10 @@ def read_messages(value: Json, *, param: str) -> tuple[Any, ...]:
 
 
 def read_tools(value: Json) -> tuple[Mapping[str, Json], ...]:
-    """Function schemas in the shape of the chat API.
+    """Read function schemas in the form of the chat API.
 
     Raises:
-        RequestError: one is none, or has no name.
+        RequestError: one is invalid, or has no name.
     """
     if value is None:
         return ()
@@ -191,7 +190,7 @@ def read_tools(value: Json) -> tuple[Mapping[str, Json], ...]:
 
 
 def read_tool_choice(value: Json, tools: Sequence[Mapping[str, Json]]) -> str | None:
-    """As `capture.ToolChoice`; "none" is None (the caller offers no tools then).
+    """Read a `capture.ToolChoice`; "none" is None (the caller offers no tools then).
 
     Raises:
         RequestError: it is not understood, or names a tool that is not offered.
@@ -215,10 +214,10 @@ def read_tool_choice(value: Json, tools: Sequence[Mapping[str, Json]]) -> str | 
 
 
 def read_schema(value: Json, *, param: str) -> str | None:
-    """The JSON schema that an answer must obey, as JSON text; None if it may be any text.
+    """Return the JSON schema that an answer must obey, as JSON text; None if it may be any text.
 
     Raises:
-        RequestError: it is no response format.
+        RequestError: it is not a response format.
     """
     kind = value.get("type", "text") if isinstance(value, Mapping) else value
     if kind is None or kind == "text":
@@ -236,10 +235,10 @@ def read_schema(value: Json, *, param: str) -> str | None:
 
 
 def read_number(body: Mapping[str, Json], name: str, *, low: float, high: float) -> float | None:
-    """A number in [low, high]; None if there is none.
+    """Read a number in [low, high]; None if it is missing.
 
     Raises:
-        RequestError: it is none, or outside.
+        RequestError: it is not a number, or outside.
     """
     value = body.get(name)
     if value is None:
@@ -250,10 +249,10 @@ def read_number(body: Mapping[str, Json], name: str, *, low: float, high: float)
 
 
 def read_count(body: Mapping[str, Json], name: str) -> int | None:
-    """A number of at least 1; None if there is none.
+    """Read a whole number of at least 1; None if it is missing.
 
     Raises:
-        RequestError: it is none, or less.
+        RequestError: it is not one, or less.
     """
     value = body.get(name)
     if value is None:
@@ -264,7 +263,7 @@ def read_count(body: Mapping[str, Json], name: str) -> int | None:
 
 
 def wants_training(body: Mapping[str, Json]) -> bool | None:
-    """What `metadata` says about training; None if nothing.
+    """Read what `metadata` says about training; None if nothing.
 
     Raises:
         RequestError: it says neither "true" nor "false".
@@ -275,7 +274,7 @@ def wants_training(body: Mapping[str, Json]) -> bool | None:
 
 
 def read_flag(text: Json, *, name: str) -> bool:
-    """Whether a text or bool says true.
+    """Return whether a text or bool says true.
 
     Raises:
         RequestError: it is neither "true" nor "false".
@@ -287,7 +286,7 @@ def read_flag(text: Json, *, name: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """A wrong value as errors repeat it."""
+    """Format a wrong value for an error."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 

@@ -1,14 +1,11 @@
-"""The gateway's answers -> OpenAI's objects: chat completions, text completions, their streams, models and errors.
+"""Write the gateway's answers as OpenAI's objects: chat and text completions, their streams, models, errors, responses.
 
-A stream is written from the finished answer, so that it always ends as it should. What OpenAI has no word for stands in
-the extra field `gspo_gym`: which call of the session it was, and what became of parsing it. No I/O. Called by
-`remote/gateway/app.py`.
+A stream is written from the finished answer, and therefore always ends as it should. The extra field `gspo_gym` holds
+what OpenAI has no word for: the call of the session, and how parsing ended. No I/O.
 
-OpenAI's Responses API in the gateway's calls: its basics, by which the chat API's conversations are said otherwise.
-
-Read: input as text or items, instructions, function tools, `previous_response_id` within a session, a text format.
-Written: items of text and of function calls, as one object or as events. Reasoning items are read past and not written:
-what a model thought is the gateway's. No I/O.
+Of the Responses API, input as text or items, instructions, function tools, `previous_response_id` within a session and
+a text format are read; items of text and of function calls are written, as one object or as events. Reasoning items are
+skipped and not written: the gateway keeps the model's reasoning.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ _UNREADABLE = "\ufffd"  # what a token is decoded to that is only a part of a ch
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stands around every answer: `answer_id` is unique to the call, `created` in seconds since 1970."""
+    """The common fields of every answer: `answer_id` is unique to the call, `created` in seconds since 1970."""
 
     answer_id: str
     created: int
@@ -55,7 +52,7 @@ class Envelope:
 
 
 def answer_id(prefix: str, session_id: str, index: int) -> str:
-    """The same for the same call, whoever asks; says nothing about the session.
+    """Return an id that is equal for the same call and tells nothing about the session.
 
     >>> answer_id("chatcmpl", "Xy_1", 0) == answer_id("chatcmpl", "Xy_1", 0) != answer_id("chatcmpl", "Xy_1", 1)
     True
@@ -65,7 +62,7 @@ def answer_id(prefix: str, session_id: str, index: int) -> str:
 
 
 def chat_completion(call: CapturedCall, around: Envelope, *, logprobs: Json = None) -> dict[str, Json]:
-    """A `chat.completion`. `logprobs` as `chat_logprobs` writes them, None for none."""
+    """Return a `chat.completion`; `logprobs` from `chat_logprobs`, None for none."""
     choice = {
         "index": 0,
         "message": answer_message(call),
@@ -78,7 +75,7 @@ def chat_completion(call: CapturedCall, around: Envelope, *, logprobs: Json = No
 def chat_chunks(
     call: CapturedCall, around: Envelope, options: AnswerOptions, *, logprobs: Json = None
 ) -> Iterator[dict[str, Json]]:
-    """The same as `chat.completion.chunk` objects: who speaks, what is said, each call, why it ended, the usage."""
+    """Yield it as `chat.completion.chunk` objects: role, content, each call, finish reason, usage."""
     head = _head("chat.completion.chunk", call, around)
     if options.include_usage:
         head["usage"] = None  # in all but the last
@@ -104,7 +101,7 @@ def chat_chunks(
 
 
 def text_completion(call: CapturedCall, around: Envelope, *, logprobs: Json = None) -> dict[str, Json]:
-    """A `text_completion`. `logprobs` as `text_logprobs` writes them, None for none."""
+    """Return a `text_completion`; `logprobs` from `text_logprobs`, None for none."""
     finish = "stop" if call.finish_reason == "tool_calls" else call.finish_reason
     choice = {"index": 0, "text": call.answer.content, "logprobs": logprobs, "finish_reason": finish}
     return {**_head("text_completion", call, around), "choices": [choice], "usage": usage_of(call)}
@@ -113,7 +110,7 @@ def text_completion(call: CapturedCall, around: Envelope, *, logprobs: Json = No
 def text_chunks(
     call: CapturedCall, around: Envelope, options: AnswerOptions, *, logprobs: Json = None
 ) -> Iterator[dict[str, Json]]:
-    """The same as a stream: the text with why it ended, and the usage."""
+    """Yield it as a stream: the text with the finish reason, and the usage."""
     whole = text_completion(call, around, logprobs=logprobs)
     usage = whole.pop("usage")
     yield whole
@@ -122,7 +119,7 @@ def text_chunks(
 
 
 def answer_message(call: CapturedCall) -> dict[str, Json]:
-    """The assistant's message: content null where there is only a call, reasoning where there was some."""
+    """Return the assistant's message, with content null if there is only a call, and reasoning if there was some."""
     wire = message_to_wire(call.answer)
     if call.answer.tool_calls and not call.answer.content:
         wire["content"] = None
@@ -132,18 +129,18 @@ def answer_message(call: CapturedCall) -> dict[str, Json]:
 
 
 def usage_of(call: CapturedCall) -> dict[str, int]:
-    """Tokens read and sampled."""
+    """Return the tokens read and sampled."""
     read, sampled = call.num_prompt_tokens, call.num_sampled_tokens
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
 def about(call: CapturedCall) -> dict[str, Json]:
-    """The extra field: enough for an agent loop to do with a malformed answer what one in this process does."""
+    """Return the extra field, with which an agent loop can treat a malformed answer as one in this process does."""
     return {"call": call.index, "parse": call.parse.value, "error": call.error}
 
 
 def chat_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) -> dict[str, Json]:
-    """Of every sampled token, the stop token included; alternatives are not known."""
+    """Return the logprob of every sampled token, the stop token included; alternatives are not known."""
     content = []
     for token, logprob in zip(call.completion.token_ids.tolist(), call.completion.logprobs.tolist(), strict=True):
         text = decode([token])
@@ -153,7 +150,7 @@ def chat_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) ->
 
 
 def text_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) -> dict[str, Json]:
-    """As the older API has them: lists by token, with offsets into the text."""
+    """Return logprobs as the older API has them: lists by token, with offsets into the text."""
     tokens = [decode([token]) for token in call.completion.token_ids.tolist()]
     offsets = [sum(map(len, tokens[:count])) for count in range(len(tokens))]
     return {
@@ -165,22 +162,22 @@ def text_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) ->
 
 
 def models(name: str, *, created: int) -> dict[str, Json]:
-    """The list of models: the policy."""
+    """Return the list of models: the policy."""
     return {"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "gspo-gym"}]}
 
 
 def error_object(message: str, *, kind: str, code: str, param: str | None = None) -> dict[str, Json]:
-    """OpenAI's error envelope."""
+    """Return OpenAI's error envelope."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def json_bytes(value: Json) -> bytes:
-    """Compact JSON."""
+    """Encode as compact JSON."""
     return _ENCODER.encode(value).encode()
 
 
 def event_stream(chunks: Iterator[dict[str, Json]]) -> bytes:
-    """Server-sent events, with the [DONE] that ends them."""
+    """Encode as server-sent events, with the [DONE] that ends them."""
     return b"".join([b"data: " + json_bytes(chunk) + b"\n\n" for chunk in chunks] + [_DONE])
 
 
@@ -200,7 +197,7 @@ def _head(kind: str, call: CapturedCall, around: Envelope) -> dict[str, Json]:
 class ResponsesRequest:
     """One request to /v1/responses.
 
-    `conversation` is what a later request continues that names this one's answer: everything but the instructions,
+    `conversation` is what a later request that names this one's answer continues: everything but the instructions,
     which are each request's own.
     """
 
@@ -212,10 +209,10 @@ class ResponsesRequest:
 def read_responses_request(
     body: Mapping[str, Json], *, previous: Mapping[str, tuple[Message, ...]]
 ) -> ResponsesRequest:
-    """What a request to /v1/responses asks for; `previous` are the session's conversations by response id.
+    """Read a request to /v1/responses; `previous` are the session's conversations by response id.
 
     Raises:
-        RequestError: a field that counts is missing, wrong, or asks for what there is not.
+        RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
     earlier: tuple[Message, ...] = ()
     if (previous_id := body.get("previous_response_id")) is not None:
@@ -249,7 +246,7 @@ def read_responses_request(
 
 
 def response_object(call: CapturedCall, around: Envelope, request: Mapping[str, Json]) -> dict[str, Json]:
-    """A `response`. What the request said is said back, as OpenAI does."""
+    """Return a `response`, which repeats the request's settings as OpenAI does."""
     is_cut = call.finish_reason == "length"
     return {
         "id": around.answer_id,
@@ -281,7 +278,7 @@ def response_object(call: CapturedCall, around: Envelope, request: Mapping[str, 
 
 
 def response_events(response: Mapping[str, Json]) -> bytes:
-    """The same as server-sent events: it begins, each item, it ends. (There is no [DONE] in this API.)"""
+    """Encode it as server-sent events: begin, each item, end. (This API has no [DONE].)"""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[dict[str, Json]] = [
         {"type": "response.created", "response": begun},
@@ -295,7 +292,7 @@ def response_events(response: Mapping[str, Json]) -> bytes:
 
 
 def _as_chat(value: Json) -> list[Json]:
-    """Input in the words of the chat API: calls that follow each other are one assistant message's."""
+    """Return the input in the form of the chat API: consecutive calls are one assistant message's."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -330,7 +327,7 @@ def _output_text(output: Json, where: str) -> str:
 
 
 def _as_chat_tools(value: Json) -> Json:
-    """Function tools as the chat API has them: their name and parameters one level deeper."""
+    """Return function tools in the form of the chat API: name and parameters one level deeper."""
     if not isinstance(value, list):
         return value
     tools = []

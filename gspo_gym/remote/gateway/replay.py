@@ -1,15 +1,15 @@
-"""Which requests are one and the same, asked again: a client that lost an answer gets that answer, not another sample.
+"""Recognise retries: a client that lost an answer gets that answer, not another sample.
 
 A request is the same as an earlier one of its session if
 
-- it carries the same `Idempotency-Key` (with another body, that is refused), or
-- it has the same body, and the clients of the earlier one have hung up without an answer, or
-- it has the same body and says that it is a retry (`x-stainless-retry-count` of OpenAI's clients above 0), unless what
-  it tries again is a request that failed: that has no answer, and is worked on anew.
+- it carries the same `Idempotency-Key` (with another body, that is refused), or - it has the same body, and the clients
+of the earlier one have hung up without an answer, or - it has the same body and says that it is a retry
+(`x-stainless-retry-count` of OpenAI's clients above 0), unless the earlier request failed: that has no answer, and is
+worked on anew.
 
-Otherwise the same body is a new call, also while the earlier one is being answered: an agent may well ask the same
-thing twice, one time after another or at once. While the answer is being sampled, the same request waits for it
-(coalescing); afterwards it gets the same bytes. No HTTP: `remote/gateway/app.py` reads headers.
+Otherwise the same body is a new call, also while the earlier one is being answered: an agent may ask the same thing
+twice, one time after another or at once. While the answer is being sampled, the same request waits for it (coalescing);
+afterwards it gets the same bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KeyReuseError(GymError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer as it is sent. `call_index` is the session's call that it gives; None if nothing was sampled.
+    """An answer as it is sent. `call_index` is the session's call; None if nothing was sampled.
 
     `is_final`: the same request gets it again. Otherwise (an engine that failed) it is worked on again.
     """
@@ -56,8 +56,8 @@ class Asked:
     Attributes:
         digest: of its route and body.
         key: its Idempotency-Key; None without one.
-        retry_count: what it says about itself, 0 for a first attempt; None if it says nothing.
-        has_gone: whether its client has hung up.
+        retry_count: as the client counts, 0 for a first attempt; None if it does not say.
+        has_gone: returns whether its client has hung up.
     """
 
     digest: bytes
@@ -68,7 +68,7 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One logical request: the HTTP requests that are it and wait, and the one answer that they get."""
+    """One logical request: its waiting HTTP requests, and the one answer for them."""
 
     digest: bytes
     key: str | None
@@ -77,12 +77,12 @@ class Exchange:
     is_delivered: bool = False
 
     def finish(self, asked: Asked, *, is_delivered: bool) -> None:
-        """One of the requests has its answer now, or its client has gone without it."""
+        """Record that one of the requests has its answer, or that its client has gone without it."""
         self.waiting.remove(asked)
         self.is_delivered |= is_delivered
 
     async def is_abandoned(self) -> bool:
-        """Whether nobody has its answer and nobody waits for it."""
+        """Return whether no client has its answer and none waits for it."""
         if self.is_delivered:
             return False
         for asked in list(self.waiting):
@@ -93,7 +93,7 @@ class Exchange:
 
 
 def digest_of(route: str, body: bytes) -> bytes:
-    """What two requests have in common that may be the same."""
+    """Return the digest that requests with the same route and body share."""
     return hashlib.sha256(route.encode() + b"\0" + body).digest()
 
 
@@ -108,7 +108,7 @@ class Replays:
         self.num_replayed = 0
 
     async def answer(self, asked: Asked, work: Callable[[], Awaitable[Reply]]) -> tuple[Exchange, Reply]:
-        """The answer to a request: that of an earlier one that it is the same as, or what `work` gives.
+        """Return the answer of an earlier request that this one repeats, or else the result of `work`.
 
         Call `finish` of the exchange afterwards. If `work` raises, so do all that wait for it.
 
@@ -148,7 +148,7 @@ class Replays:
             self._exchanges.remove(old)
 
     def _forget(self, exchange: Exchange) -> None:
-        """Drop an exchange that came to no answer, so that a retry of it is not given another call's answer."""
+        """Drop an exchange without an answer: a retry of it must not get another call's answer."""
         self._exchanges.remove(exchange)
         self._num_failed[exchange.digest] += 1
 

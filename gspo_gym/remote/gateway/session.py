@@ -1,8 +1,7 @@
-"""GatewaySession: agents that live elsewhere ask it for answers, and it writes down the tokens.
+"""A session of the gateway: answers an agent's calls in one attempt at one episode, and records the tokens.
 
-One session is one attempt at one episode. It renders what an agent says, samples from the engine exactly as
-`rollout.actors.EngineActor` does, and keeps what was sampled; `capture_build.py` makes a trajectory of it afterwards.
-Not for HTTP: `remote/gateway/app.py` stands before it. Opened by `gateway.Gateway`.
+It renders the agent's messages, samples from the engine exactly as `rollout.actors.EngineActor` does, and keeps what
+was sampled; `capture_build.py` makes a trajectory of it afterwards. No HTTP here.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ class GatewaySessionSettings:
 class GatewaySession:
     """One attempt at one episode; made by `Gateway.open_session`.
 
-    Calls may overlap. A call's seed depends on how many began before it and were not in vain: a failed call gives its
-    number to the next one, so that asking again gives the tokens that the first time would have given.
+    Calls may overlap. A call's seed depends on how many successful calls began before it: a failed call gives its
+    number to the next one, and asking again gives the tokens that the first time would have given.
 
     Attributes:
         id: by which the agent finds it; a secret.
@@ -121,15 +120,15 @@ class GatewaySession:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was frozen or aborted."""
+        """Return whether it was frozen or aborted."""
         return self._is_closed
 
     async def chat(self, call: ChatCall) -> CapturedCall:
-        """Answer a conversation. An answer that cannot be parsed is an answer: see `CapturedCall.parse`.
+        """Answer a conversation. An answer that cannot be parsed is returned, too: see `CapturedCall.parse`.
 
         Raises:
             SessionClosedError: the session is over, or ended meanwhile.
-            SessionLimitError: it has made as many calls, or holds as many tokens, as it may.
+            SessionLimitError: it has reached its limit of calls or tokens.
             ContextOverflowError: the conversation leaves no room for one token.
             TemplateError: the chat template cannot render it.
             ConfigError: it asks for what this engine, template or session cannot do.
@@ -158,7 +157,7 @@ class GatewaySession:
         return captured
 
     async def complete(self, call: CompletionCall) -> CapturedCall:
-        """Continue a text or token ids as they stand; its answer is a text, whatever it looks like.
+        """Continue a text or token ids without a template; the answer is plain text.
 
         Raises:
             as `chat`, without TemplateError and ForcedCallError.
@@ -178,21 +177,21 @@ class GatewaySession:
             return self._keep(call, prompt, answer, index=index, number=number, tools_key="")
 
     def note_delivery(self, index: int, *, is_delivered: bool) -> None:
-        """Say whether the answer of a call reached its caller. Unless said, it did."""
+        """Record whether the answer of a call reached its caller. By default it did."""
         (self._undelivered.discard if is_delivered else self._undelivered.add)(index)
 
     def renderer_of(self, call: CapturedCall) -> Renderer:
-        """The renderer with which a call was answered, for the texts of its tokens."""
+        """Return the renderer with which a call was answered, for the texts of its tokens."""
         return self._renderers.for_tools(json.loads(call.tools_key) if call.tools_key else ())
 
     async def freeze(self) -> Capture:
-        """End the session and give all that was captured. Calls in flight are given up, and count as failed.
+        """End the session and return all that was captured. Calls in flight are cancelled and count as failed.
 
-        Freezing again gives the same capture.
+        Freezing again returns the same capture.
 
         Raises:
             SessionClosedError: it was aborted.
-            EngineError: the engine failed to forget the session; the next freeze gives the capture.
+            EngineError: the engine failed to forget the session; the next freeze returns the capture.
         """
         if self._capture is not None:
             return self._capture
@@ -213,7 +212,7 @@ class GatewaySession:
         return self._capture
 
     async def abort(self) -> None:
-        """End the session and forget what was captured. Aborting again, or after freezing, is fine."""
+        """End the session and forget what was captured. Aborting again, or after freezing, is allowed."""
         if not self._is_closed:
             await self._end()
 
@@ -242,7 +241,7 @@ class GatewaySession:
 
     @contextlib.contextmanager
     def _failing(self, index: int) -> Iterator[None]:
-        """Note the call as in flight, and how it fails."""
+        """Record the call as in flight, and how it fails."""
         self._in_flight.add(index)
         try:
             yield
@@ -257,7 +256,7 @@ class GatewaySession:
     async def _sample(
         self, call: ChatCall | CompletionCall, prompt: Prompt, renderer: Renderer
     ) -> tuple[int, Completion]:
-        """The number of the completion, and it."""
+        """Return the completion and its number."""
         sampling = self._sampling(call, prompt, renderer)
         held = len(prompt.context_ids) + sampling.max_tokens
         if self._num_tokens + held > self.settings.max_captured_tokens:
@@ -303,7 +302,7 @@ class GatewaySession:
         return completion
 
     def _sampling(self, call: ChatCall | CompletionCall, prompt: Prompt, renderer: Renderer) -> SamplingParams:
-        """All but the seed."""
+        """Return all sampling parameters but the seed."""
         settings = self.settings
         schema = call.json_schema if isinstance(call, ChatCall) else None
         if schema is not None and not self._engine.capabilities.structured_output:
@@ -358,13 +357,13 @@ class GatewaySession:
 
 
 def _request_key(call: ChatCall | CompletionCall, prompt: Prompt) -> str:
-    """Equal for calls that ask for the same thing; how long or how random the answer may be is left out."""
+    """Return a key that is equal for calls that ask for the same thing, whatever their temperature and length."""
     asked = [call.stop] + ([call.tool_choice, call.json_schema] if isinstance(call, ChatCall) else ["completion"])
     return hashlib.blake2b(prompt.digest + json.dumps(asked).encode(), digest_size=16).hexdigest()
 
 
 def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:
-    """Why the call cannot be trained on whatever the other calls of its session are."""
+    """Return the reason if the call cannot be trained on whatever the session's other calls are, else None."""
     if call.is_trained is False:
         return Untrained.UNTRAINED_BY_REQUEST
     if isinstance(call, ChatCall) and call.json_schema is not None:
