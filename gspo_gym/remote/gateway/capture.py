@@ -249,7 +249,7 @@ def read_text(completion: Completion, *, renderer: Renderer, stops: Sequence[str
 def _cut_at_stops(
     completion: Completion, stops: Sequence[str], renderer: Renderer, opening: Sequence[int]
 ) -> tuple[Completion, str, bool]:
-    """Return the completion up to the token that completes a stop string, the text before it, and whether there was one.
+    """Return the completion up to the token that completes a stop string, the text before it, and if there was one.
 
     The rest is an exact sample of a policy that stops there, because whether it stops depends on its own tokens only.
     Its finish reason is STOP, whatever the engine said of the tokens that were cut off.
