@@ -29,7 +29,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.mutations import Mutant, draw_mutants
 from gspo_gym.cli.command_line import interrupted_by_sigterm
@@ -245,7 +245,7 @@ def try_mutants(copied: CheckoutCopy, path: Path, *, tests: Sequence[Path], coun
 
 def render(reports: Sequence[FileReport]) -> Table:
     """Return the table of shares."""
-    table = Table("file")
+    table = Table(Column("file", overflow="fold"))
     for heading in ("test files", "mutants", "died", "share", "by time-out"):
         table.add_column(heading, justify="right", no_wrap=True)
     for report in reports:
