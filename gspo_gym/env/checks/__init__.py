@@ -1,1 +1,1 @@
-"""Checks of environments: contract, play, cost, leaks, and tricks that must not score."""
+"""Checks of an environment: contract, play, cost, leaks, and tricks that must not score."""

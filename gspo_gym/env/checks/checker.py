@@ -1,13 +1,4 @@
-"""check_env: the whole environment contract, executed. A command (`gspo-gym env check`) and a test.
-
-The checks themselves are listed in `checks.py`.
-
-The checks of `checker.check_env`, in order: what each promises, and the function that finds out.
-
-By theme: `env/checks/contract.py` (what is declared and answered), `checks_play.py` (alone, beside others, in workers),
-`env/checks/leaks.py` (time and leaks), `env/checks/score.py` (what is rewarded), `env/checks/score.py` (answers that
-are shown).
-"""
+"""`check_env` and the ordered table of its checks, for `gspo-gym env check` and for an author's tests."""
 
 from __future__ import annotations
 
@@ -18,9 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gspo_gym.env.checks import contract, play, score
-from gspo_gym.env.checks import leaks as cost
-from gspo_gym.env.checks import score as copying
+from gspo_gym.env.checks import contract, leaks, play, score
 from gspo_gym.env.checks.subject import CheckSettings, Fact, Findings, Problem, Subject
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.env.workers.env import ProcessEnv
@@ -30,15 +19,14 @@ from gspo_gym.errors import ConfigError, ContractError, GymError
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check_env` found.
+    """Result of `check_env`.
 
     Attributes:
-        name: of the environment.
-        checks: the checks that ran, by name; the rest had nothing to judge.
-        problems: broken promises, of which the first three of each check are told.
-        facts: what was measured.
-        notes: weaknesses that break nothing, and what could not be checked.
-        measurements: the facts' numbers by name; seconds, returns, counts (Any: JSON).
+        checks: names of the checks that ran.
+        problems: broken promises; each check details its first three and counts the rest.
+        facts: measurements in words.
+        notes: weaknesses that break no promise, and what could not be checked.
+        measurements: the facts' numbers by name (seconds, returns, counts).
     """
 
     name: str
@@ -53,22 +41,22 @@ class CheckReport:
         return not self.problems
 
     def raise_if_failed(self) -> None:
-        """Raise what was found.
+        """Raise every problem in one error.
 
         Raises:
-            ContractError: with every problem in its message.
+            ContractError: the report has problems.
         """
         if self.problems:
             raise ContractError(str(self))
 
     def state_of(self, check: str) -> str:
-        """ "FAIL", "ok", or "-" if it did not run."""
+        """Return "FAIL", "ok", or "-" for a check that did not run."""
         if any(problem.check == check for problem in self.problems):
             return "FAIL"
         return "ok" if check in self.checks else "-"
 
     def as_json(self) -> dict[str, Any]:
-        """The report for machines (Any: JSON)."""
+        """Return the report as JSON values."""
         return {
             "environment": self.name,
             "passed": self.passed,
@@ -106,23 +94,25 @@ def check_env(
     num_leak_episodes: int = 20,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CheckReport:
-    """Check an environment against the contract of `TextEnv`; works inside a running event loop too, which it blocks.
+    """Check an environment against the contract of `TextEnv`.
+
+    It may be called inside a running event loop, and blocks it.
 
     Args:
-        env: a registered name, or a class or function that gives a fresh instance (Any: authors need not subclass
-            anything).
-        env_config: keyword arguments of its constructor; JSON, if it has to run in worker processes.
-        seeds: tasks to try, at least two.
-        max_turns: longer episodes are cut off here.
-        step_timeout_seconds: for each call of a method.
+        env: a registered name, or a class or function that returns a fresh instance (any class with `reset` and
+            `step`).
+        env_config: keyword arguments of its constructor; must be JSON values if it has to run in worker processes.
+        seeds: seeds of the tasks to play, at least two.
+        max_turns: turns after which an episode is cut off.
+        step_timeout_seconds: limit for each call of a method.
         reference, random: names of the environment's policies that play these roles.
-        max_step_seconds: a slower `reset` or `step` is a problem; None: time is only told.
-        num_leak_episodes: how many episodes are watched for what they leave behind, at least 4; 0: none.
-        clock: seconds, monotonic; measures `reset` and `step`.
+        max_step_seconds: a slower `reset` or `step` is a problem; None only reports the times.
+        num_leak_episodes: episodes watched for leaks, at least 4; 0 skips that check.
+        clock: monotonic seconds; measures `reset` and `step`.
 
     Raises:
-        UnknownNameError: a name that is not registered.
-        ConfigError: fewer than two seeds, or from one to three episodes to find leaks in.
+        UnknownNameError: the name is not registered.
+        ConfigError: fewer than two seeds, or one to three leak episodes.
 
     >>> check_env("GuessNumber", seeds=range(2)).passed
     True
@@ -135,7 +125,7 @@ def check_env(
         tuple(seeds), max_turns, step_timeout_seconds, reference, random, max_step_seconds, num_leak_episodes, clock
     )
     subject = _subject(*_named(env, dict(env_config or {})), settings)
-    thread = OwnThread()  # a loop of our own, wherever we are called from
+    thread = OwnThread()  # asyncio.run needs a thread without a running loop, and the caller's may have one
     try:
         report: CheckReport = thread.call(lambda: asyncio.run(_run(subject)), timeout_seconds=None).unwrap()
     finally:
@@ -144,7 +134,8 @@ def check_env(
 
 
 def _named(env: str | Callable[..., Any], config: dict[str, Any]) -> tuple[str | Callable[..., Any], dict[str, Any]]:
-    """What a `functools.partial` calls, and its arguments: a worker process cannot import it, but may import that."""
+    """Return the callable and the arguments of a `functools.partial`."""
+    # A worker process imports its environment by name; a partial has none, but the function it wraps does.
     if isinstance(env, partial) and env.func is make and len(env.args) == 1:
         return env.args[0], {**env.keywords, **config}
     if isinstance(env, partial) and not env.args:
@@ -186,7 +177,7 @@ async def _run(subject: Subject) -> CheckReport:
 
 Check = Callable[[Subject, Findings], Awaitable[None]]
 
-# If one of the first two fails, the rest has nothing to judge. What "isolation" reports is found while playing.
+# After a failed "construction" or "play" nothing is left to judge. "isolation" is reported by `play.plays`.
 CHECKS: Mapping[str, tuple[str, Check | None]] = {
     "construction": ("every call of the factory makes a fresh, well-declared environment", contract.constructs),
     "play": ("reset and step answer in the agreed types and shapes, in time", play.plays),
@@ -201,10 +192,10 @@ CHECKS: Mapping[str, tuple[str, Check | None]] = {
     "end": ("time limits hold, and reset follows the end", contract.ends),
     "invalid action": ("text that could not be read is answered", contract.takes_invalid_actions),
     "close": ("closing twice is fine, before and after an episode", contract.closes),
-    "time": ("reset and step answer within max_step_seconds, if that is given", cost.answers_in_time),
-    "leaks": ("episodes leave no files, threads, child processes or memory behind", cost.leaks_nothing),
+    "time": ("reset and step answer within max_step_seconds, if that is given", leaks.answers_in_time),
+    "leaks": ("episodes leave no files, threads, child processes or memory behind", leaks.leaks_nothing),
     "reference": ("the reference policy earns the top score", score.reference_is_best),
     "tricks": ("no trick succeeds, and neither tricks nor random play earn as much", score.tricks_do_not_pay),
-    "copying": ("the answer stands nowhere in the first observation or info", copying.nothing_shown_is_the_answer),
+    "copying": ("the answer stands nowhere in the first observation or info", score.nothing_shown_is_the_answer),
     "gymnasium": ("Gymnasium's own checker accepts it", contract.gymnasium_agrees),
 }

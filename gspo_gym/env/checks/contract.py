@@ -1,7 +1,6 @@
-"""Checks of what an environment declares and answers: its construction, messages, rewards, end, errors and close.
+"""Checks of what an environment declares and answers: construction, messages, rewards, end, errors and close.
 
-Each plays real episodes through `EnvSession`, the way a rollout does, reports to `Findings` and returns nothing.
-Nothing here knows a particular environment. The order of the checks is in `checks.py`.
+Each plays episodes through `EnvSession`, as a rollout does, and reports to `Findings`.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ from gspo_gym.env.session import EnvSession, declared_reward_range, open_session
 from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.errors import ContractError, GymError
 
-_RAISED = re.compile(rf"{CALL_FAILED}\w+(Error|Exception): ")  # by an exception's name, which a ToolError has not
+# The CALL_FAILED text of an exception begins with its class name; that of a ToolError does not.
+_RAISED = re.compile(rf"{CALL_FAILED}\w+(Error|Exception): ")
 TOLERANCE = 1e-9  # returns are sums of a few floats
 
 
 async def constructs(subject: Subject, findings: Findings) -> None:
-    """Two instances are two objects, and what they declare is well-formed."""
+    """Check that two calls make two objects, and read their declarations into `subject`."""
     made: list[Any] = []
     for _ in range(2):
         session = await _open_noting(subject, made)
-        with suppress(GymError):  # the check "close" will say so
+        with suppress(GymError):  # reported by the check "close"
             await session.close()
     if made[0] is made[1]:
         findings.fail("expected a fresh instance from every call, got the same object twice")
@@ -65,7 +65,7 @@ def _read_reward_range(subject: Subject, findings: Findings, env: Any) -> None:
 
 
 async def speaks(subject: Subject, findings: Findings) -> None:
-    """Messages are the environment's own, and answer what was asked; no tool has nothing but errors to say."""
+    """Check that the environment answers every tool call and never speaks as the assistant."""
     _tools_answer(subject, findings)
     for (player, seed), run in subject.runs.items():
         where = f"{player}, seed {seed}"
@@ -81,7 +81,7 @@ async def speaks(subject: Subject, findings: Findings) -> None:
 
 
 def _tools_answer(subject: Subject, findings: Findings) -> None:
-    """No tool fails at every call: at those of the hand-written players, or by an exception at any others."""
+    """Check that no tool fails at every call."""
     answers: dict[tuple[str, bool], list[str]] = {}  # by tool, and whether a hand-written player called it
     for (player, _), run in subject.runs.items():
         for action, answer in zip(run.actions, run.answers, strict=True):
@@ -89,6 +89,7 @@ def _tools_answer(subject: Subject, findings: Findings) -> None:
             for call in action.tool_calls:
                 answers.setdefault((call.name, player != PROBE), []).append(told.get(call.id, ""))
     not_seen_to_work = []
+    # A hand-written player knows the task, so any failure counts. Arbitrary arguments may be refused, but not raise.
     for (name, is_written), texts in sorted(answers.items()):
         if not all(text.startswith(CALL_FAILED) for text in texts) or (not is_written and (name, True) in answers):
             continue
@@ -96,13 +97,13 @@ def _tools_answer(subject: Subject, findings: Findings) -> None:
             callers = "hand-written players" if is_written else "arguments that fit its schema"
             findings.fail(f"tool {name}: expected an answer to {callers}, got in all {len(texts)} calls: {texts[0]}")
         else:
-            not_seen_to_work.append(name)  # it refuses arguments that mean nothing to it, as it should
+            not_seen_to_work.append(name)
     if not_seen_to_work:
         findings.tell(f"called by no hand-written player, and not seen to work: {', '.join(not_seen_to_work)}")
 
 
 async def rewards_in_range(subject: Subject, findings: Findings) -> None:
-    """No return leaves `reward_range`."""
+    """Check that no return leaves `reward_range`."""
     low, high = subject.reward_range
     for (player, seed), run in subject.runs.items():
         total = run.episode_return
@@ -113,7 +114,7 @@ async def rewards_in_range(subject: Subject, findings: Findings) -> None:
 
 
 async def ends(subject: Subject, findings: Findings) -> None:
-    """The time limit holds; after the end only reset is answered."""
+    """Check that the time limit holds and that `reset` works after the end."""
     limit = subject.max_steps
     for (player, seed), run in subject.runs.items():
         length = len(run.answers)
@@ -138,7 +139,7 @@ async def _step_after_the_end(subject: Subject, findings: Findings, run: Playthr
             is_refused = (await session.step(run.actions[-1])).done
         except GymError:
             is_refused = True
-        if not is_refused:  # a note: Gymnasium leaves it undefined, and a rollout never does it
+        if not is_refused:  # only a note: Gymnasium leaves it undefined, and a rollout never does it
             findings.notes.append("step() after the end goes on; raising there would show a caller's mistake")
         opening = (await session.reset(run.seed)).messages
         if opening != run.opening:
@@ -148,8 +149,8 @@ async def _step_after_the_end(subject: Subject, findings: Findings, run: Playthr
 
 
 async def takes_invalid_actions(subject: Subject, findings: Findings) -> None:
-    """Text that could not be read is answered like an action, and the episode can go on."""
-    del findings  # whatever goes wrong is raised
+    """Check that an episode goes on after an action that could not be parsed."""
+    del findings  # a failure is raised
     session = await subject.open()
     try:
         await session.reset(subject.seeds[0])
@@ -160,8 +161,9 @@ async def takes_invalid_actions(subject: Subject, findings: Findings) -> None:
 
 
 async def closes(subject: Subject, findings: Findings) -> None:
-    """Closing twice is fine, played or not. In this process: a worker's end would hide what the second close does."""
+    """Check that closing twice works, before and after an episode."""
     del findings
+    # In this process: the exit of a worker would hide the second close.
     for is_played in (False, True):
         made: list[Any] = []
         session = await _open_noting(subject, made)
@@ -173,7 +175,7 @@ async def closes(subject: Subject, findings: Findings) -> None:
 
 
 async def _open_noting(subject: Subject, made: list[Any]) -> EnvSession:
-    """A session in this process; the environment itself is put into `made`."""
+    """Open a session in this process and append the environment to `made`."""
 
     def make() -> Any:
         made.append(subject.factory())
@@ -184,8 +186,9 @@ async def _open_noting(subject: Subject, made: list[Any]) -> EnvSession:
 
 
 async def gymnasium_agrees(subject: Subject, findings: Findings) -> None:
-    """Gymnasium's own checker passes, where it applies."""
+    """Run Gymnasium's own checker where it applies."""
     seconds = subject.settings.step_timeout_seconds
+    # The checker is synchronous and may hang, so it gets a thread that can be abandoned.
     thread = OwnThread()
     try:
         returned = await thread.call_async(lambda: _gymnasium_advice(subject), timeout_seconds=seconds)
@@ -196,7 +199,7 @@ async def gymnasium_agrees(subject: Subject, findings: Findings) -> None:
     thread.release()
     if returned.error is not None:
         text = f"{type(returned.error).__name__}: {returned.error}"
-        if subject.needs_worker:  # Gymnasium does not seed what a process shares, as a worker process does
+        if subject.needs_worker:  # Gymnasium does not seed process-wide state, a worker process does
             findings.notes.append(f"Gymnasium: {text}")
         else:
             findings.fail(text)
@@ -208,11 +211,16 @@ async def gymnasium_agrees(subject: Subject, findings: Findings) -> None:
 
 
 def _gymnasium_advice(subject: Subject) -> list[str] | None:
-    """What Gymnasium's checker warns of; None if it does not apply. It raises what it objects to."""
+    """Return the warnings of Gymnasium's checker; None if it does not apply.
+
+    Raises:
+        Exception: what the checker objects to.
+    """
     env = getattr(subject.factory(), "unwrapped", None)
     if not isinstance(env, gymnasium.Env):
         return None
     try:
+        # The checker calls plain methods only, and would take a coroutine for the answer.
         if inspect.iscoroutinefunction(env.step) or _is_awaitable(env.reset(seed=subject.seeds[0])):
             return None
         with warnings.catch_warnings(record=True) as caught:
@@ -226,6 +234,6 @@ def _gymnasium_advice(subject: Subject) -> list[str] | None:
 
 def _is_awaitable(answer: object) -> bool:
     if inspect.iscoroutine(answer):
-        answer.close()  # it is not going to be awaited
+        answer.close()  # else Python warns that it was never awaited
         return True
     return inspect.isawaitable(answer)

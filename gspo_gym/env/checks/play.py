@@ -1,12 +1,8 @@
-"""Checks of play itself: episodes alone, beside others, and again in the same instance.
+"""Checks of play: episodes alone, beside others, and again in the same instance.
 
-Alone, every player plays every seed. What follows replays what was said then, beside other episodes. An environment
-that touches what the whole process shares, or says that it needs one, is played in worker processes throughout.
-
-What all episodes of a process share: its random generators, working directory and environment variables.
-
-An environment that changes these disturbs its neighbours and is disturbed by them; it needs a process of its own
-(`TextEnv.isolation`). Read here and never written.
+Every player first plays every seed alone; later checks replay those actions. An environment that declares it, or that
+changes what a process shares (random generators, working directory, environment variables), is played in worker
+processes throughout: it would disturb its neighbours (`TextEnv.isolation`).
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from gspo_gym.errors import EnvTimeoutError, GymError
 
 @dataclass(frozen=True, slots=True)
 class _Touch:
-    """A call that changed what the whole process shares."""
+    """A call that changed process-wide state."""
 
     place: str
     name: str
@@ -40,7 +36,7 @@ class _Touch:
 
 
 async def plays(subject: Subject, findings: Findings) -> None:
-    """Every player plays every seed; again, in worker processes, if it turns out that it needs them."""
+    """Play every seed with every player; once more in worker processes if the environment turns out to need them."""
     touched: list[_Touch] = []
     obstacle = await _enter_worker(subject) if subject.isolation == "process" else None
     failures = await _play_all(subject, touched)
@@ -55,7 +51,7 @@ async def plays(subject: Subject, findings: Findings) -> None:
 
 
 async def _enter_worker(subject: Subject) -> str | None:
-    """From here on it is played in worker processes; if that is impossible, it is not, and the text says why."""
+    """Play in worker processes from here on; if that fails, stay in this one and return the reason."""
     subject.needs_worker = True
     try:
         await (await subject.open()).close()
@@ -66,11 +62,11 @@ async def _enter_worker(subject: Subject) -> str | None:
 
 
 async def _play_all(subject: Subject, touched: list[_Touch]) -> list[str]:
-    """Fill `runs` and `calls`; what went wrong."""
+    """Fill `runs` and `calls`; return the failures."""
     subject.runs.clear()
     subject.calls.clear()
     failures = []
-    hung: set[str] = set()  # one deadline a player is time enough spent on an environment that hangs
+    hung: set[str] = set()  # an environment that hangs costs one deadline per player, not one per seed
     for (player, policy), seed in itertools.product(subject.players.items(), subject.seeds):
         if player in hung:
             continue
@@ -97,7 +93,7 @@ async def _play_alone(
 
 
 def _watch(subject: Subject, where: str, touched: list[_Touch]) -> Watch:
-    """Notes how long each call took, and what it changed that the whole process shares."""
+    """Return a watch that times `reset` and `step`, and appends each call's changes of shared state to `touched`."""
 
     @contextmanager
     def watch(method: str, turn: int) -> Iterator[None]:
@@ -114,7 +110,7 @@ def _watch(subject: Subject, where: str, touched: list[_Touch]) -> Watch:
 
 
 def _tell_where(subject: Subject, findings: Findings, touched: list[_Touch], obstacle: str | None) -> None:
-    """Report what was touched, and where it is played therefore."""
+    """Report the process-wide changes and where the environment was played."""
     if subject.isolation == "thread":
         for touch in touched:
             findings.fail(f"{touch}, but it declares isolation = 'thread'; declare 'process', or leave it alone")
@@ -139,7 +135,7 @@ def _tell_where(subject: Subject, findings: Findings, touched: list[_Touch], obs
 
 
 async def is_deterministic(subject: Subject, findings: Findings) -> None:
-    """What was said alone gets the same answers beside others."""
+    """Check that replays beside other episodes get the answers recorded alone."""
     runs = [run for run in subject.runs.values() for _ in range(2)]
     again = await subject.replay_all([(run.actions, run.seed) for run in runs])
     for run, other in zip(runs, again, strict=True):
@@ -151,7 +147,8 @@ async def is_deterministic(subject: Subject, findings: Findings) -> None:
 
 
 async def _count_tasks(subject: Subject, findings: Findings) -> None:
-    """Tasks are told apart by what the same actions do in them: those of all players under one seed."""
+    """Report how many tasks the seeds give, at least."""
+    # Different openings alone prove nothing (a nonce): tasks differ if the same actions get different answers.
     spoken = [run.actions for run in subject.runs.values() if run.seed == subject.seeds[0]]
     played = await subject.replay_all([(actions, seed) for seed in subject.seeds for actions in spoken])
     texts = [repr((run.opening, run.answers) if isinstance(run, Playthrough) else run) for run in played]
@@ -161,7 +158,7 @@ async def _count_tasks(subject: Subject, findings: Findings) -> None:
 
 
 async def resets(subject: Subject, findings: Findings) -> None:
-    """An instance that was played plays on like a fresh one."""
+    """Check that a played and reset instance plays like a fresh one."""
     wanted = [run for run in subject.runs.values() if run.seed in subject.seeds[:2]]
     session = await subject.open()
     try:
@@ -177,7 +174,7 @@ GENERATOR = "the generator of "
 
 
 def global_state() -> Mapping[str, Any]:
-    """What is shared, by name, as it is now; only to be compared (hence Any)."""
+    """Return the process-wide state by name, to be compared."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         f"{GENERATOR}random": random.getstate(),
@@ -185,7 +182,7 @@ def global_state() -> Mapping[str, Any]:
         "the working directory": _working_directory(),
         "the environment variables": dict(os.environ),
     }
-    torch: Any = sys.modules.get("torch")  # never loaded for this: who has not loaded it cannot have changed it
+    torch: Any = sys.modules.get("torch")  # not imported for this: without it loaded, its generator is untouched
     if hasattr(torch, "get_rng_state"):
         state[f"{GENERATOR}torch"] = torch.get_rng_state().numpy().tobytes()
     return state
@@ -193,7 +190,7 @@ def global_state() -> Mapping[str, Any]:
 
 @contextmanager
 def watching(changed: list[str]) -> Iterator[None]:
-    """Afterwards, `changed` has got the names of what was changed meanwhile."""
+    """Append to `changed` the names of process-wide state that the block changes."""
     before = global_state()
     yield
     after = global_state()
@@ -203,5 +200,5 @@ def watching(changed: list[str]) -> Iterator[None]:
 def _working_directory() -> str | None:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # somebody removed it
+    except FileNotFoundError:  # the directory was removed
         return None

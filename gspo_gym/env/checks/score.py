@@ -1,10 +1,7 @@
-"""Checks of what is rewarded: the reference reaches the top, and neither chance nor a trick gets there.
+"""Checks of what is rewarded: the reference reaches the top, neither chance nor a trick does, and no answer is shown.
 
-The check that no answer is shown: nothing that stands in the first observation or in info is enough to be paid.
-
-A *place* names a part of what `reset` answers, such as info['answer'], the word after "is", or the second line. One
-whose text wins in every task, and differs between tasks, is the answer. That a text wins in some tasks (the letter of
-a choice, a cell of a board) is no leak, so a place is asked in further tasks before it is reported.
+A *place* is a part of what `reset` answers, such as info['answer'], the word after "is", or the second line. A place
+shows the answer if saying its text wins in every task and the text differs between tasks.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ from gspo_gym.errors import GymError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message
 
-_WIDTH = 100  # of the mean returns, which are many
+_WIDTH = 100  # of the line of mean returns
 
 
 async def reference_is_best(subject: Subject, findings: Findings) -> None:
-    """The reference earns the largest return there is."""
+    """Check that the reference earns the largest return."""
     reference = subject.settings.reference
     if reference not in subject.policies:
         findings.notes.append(f"no policy {reference!r}: whether the task can be solved was not checked")
@@ -51,9 +48,9 @@ async def reference_is_best(subject: Subject, findings: Findings) -> None:
 
 
 async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
-    """No trick succeeds, and neither a trick nor random play earns what the reference does on average.
+    """Check that no trick succeeds, and that neither tricks nor random play earn the reference's mean return.
 
-    Without a reference, what they earn is compared with the largest return, if there is one.
+    Without a reference, the bound is the largest return, if finite.
     """
     settings = subject.settings
     returns = {}
@@ -66,7 +63,7 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
             continue
         returns[player] = mean_return(runs)
         for run in runs:
-            if run.success and subject.reference_is_perfect:  # else it may be luck, and the average counts
+            if run.success and subject.reference_is_perfect:  # else a win may be luck, and only the mean counts
                 findings.fail(f"seed {run.seed}: expected {player} to fail, it succeeded")
     best, whose = returns.get(settings.reference, subject.reward_range[1]), "the largest return"
     if settings.reference in returns:
@@ -81,7 +78,7 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
 
 
 async def _played(subject: Subject, findings: Findings, player: str, policy: PolicyFactory) -> list[Playthrough]:
-    """The player's episodes, one after another; its first failure is a problem and the end of it."""
+    """Return the player's episodes up to its first failure, which is reported."""
     runs = []
     for seed in subject.seeds:
         try:
@@ -97,32 +94,32 @@ async def _played(subject: Subject, findings: Findings, player: str, policy: Pol
 
 
 def _rubric(subject: Subject) -> str:
-    """What the environment says of its grading, and the names of the terms that rewards had."""
+    """Return the environment's words on its grading and the names of its reward terms."""
     terms = {name for run in subject.runs.values() for answer in run.answers for name in answer.reward_terms}
     return "\n".join([subject.rubric, *sorted(terms)])
 
 
 def _is_unscored(subject: Subject) -> bool:
-    """Whether only a judge scores these episodes, so that returns say nothing."""
+    """Return whether no turn has a reward, which leaves scoring to a judge."""
     return all(run.episode_return is None for run in subject.runs.values())
 
 
-_FURTHER_SEEDS = range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + 10)  # confirm a place: other tasks for sure
-_MAX_TURNS = 20  # of an episode that says one thing again and again
-_MAX_PLACES = 40  # that are played
-_MAX_WORDS = 400  # of one text that are named
+_FURTHER_SEEDS = range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + 10)  # none of them is among the checked seeds
+_MAX_TURNS = 20  # of an episode that repeats one action
+_MAX_PLACES = 40  # places that are played
+_MAX_WORDS = 400  # words of one text that become places
 _MARKS = ".,;!?()[]{}<>\"'`*_"
-_BETWEEN = re.compile(r"[\s:=]+")  # words
+_BETWEEN = re.compile(r"[\s:=]+")
 _LABEL = re.compile(r"^\s*(.{1,40}?)\s*[:=]\s*(\S.*?)\s*$")
 
-_GAP, _NUMBER_GAP = "\0", "\1"  # in a form: for a text, and for a whole number
+_GAP, _NUMBER_GAP = "\0", "\1"  # stand in a form for a text and for a whole number
 
-Places = Mapping[str, str]  # what stands there, by the place's name
+Places = Mapping[str, str]  # texts by the name of their place
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One task: what its reset showed, the reference's episode, and the (tool, argument) that are choices offered."""
+    """The places of one task's reset, the reference's episode, and the (tool, argument) pairs that offer choices."""
 
     seed: int
     places: Places
@@ -131,7 +128,7 @@ class _Task:
 
 
 async def nothing_shown_is_the_answer(subject: Subject, findings: Findings) -> None:
-    """No place of the first observation or of info holds what wins in every task."""
+    """Check that no place of the first observation or of info wins in every task."""
     if not _can_win(subject):
         findings.notes.append("neither success nor a largest return: whether the answer is shown was not checked")
         return
@@ -142,6 +139,7 @@ async def nothing_shown_is_the_answer(subject: Subject, findings: Findings) -> N
         for form in _forms(tasks[0], place):
             if not await _always_wins(subject, tasks, place, form):
                 continue
+            # A text that wins a few tasks (the letter of a choice, a cell of a board) is luck: ask for ten more.
             further = further or [await _task(subject, seed) for seed in _FURTHER_SEEDS]
             if await _always_wins(subject, further, place, form):
                 shown = ", ".join(repr(task.places[place])[:40] for task in tasks[:3])
@@ -154,7 +152,7 @@ async def nothing_shown_is_the_answer(subject: Subject, findings: Findings) -> N
 
 
 def places(opening: Sequence[Message], info: Mapping[str, Any]) -> dict[str, str]:
-    """Return what stands in each place of a first observation and of `info` (Any: an author's).
+    """Return the text of each place of a first observation and of `info`.
 
     >>> places([Message("user", "Add 1 and 2.")], {"sum": 3})["info['sum']"]
     '3'
@@ -167,7 +165,6 @@ def places(opening: Sequence[Message], info: Mapping[str, Any]) -> dict[str, str
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Any: what an author put into info."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _leaves(f"{name}[{key!r}]", part)
@@ -179,8 +176,9 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _parts(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """Labelled lines first: they say the most."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Labelled lines come first: the first of several places with the same texts is reported, and labels say the
+    # most.
     for line in lines:
         if match := _LABEL.match(line):
             yield f"what follows {match[1]!r} in {name}", match[2]
@@ -197,9 +195,9 @@ def _parts(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _suspects(tasks: Sequence[_Task]) -> list[str]:
-    """Places that every task has, with a text that is not always the same, and that the reference says.
+    """Return the places that every task has, whose text varies, and whose text the reference says.
 
-    Info's own values are suspected whatever the reference says. Of places with the same texts, the first is kept.
+    Values of info are suspected even if the reference does not say them. Places with the same texts count once.
     """
     common = [name for name in tasks[0].places if all(name in task.places for task in tasks)]
     seen: set[tuple[str, ...]] = set()
@@ -211,6 +209,7 @@ def _suspects(tasks: Sequence[_Task]) -> list[str]:
         if _is_info(name) or all(_says(task.reference, task.places[name]) for task in tasks):
             seen.add(texts)
             found.append(name)
+    # Only _MAX_PLACES are played, and info is the likeliest.
     return sorted(found, key=lambda name: not _is_info(name))
 
 
@@ -219,7 +218,7 @@ def _is_info(name: str) -> bool:
 
 
 def _says(reference: Playthrough | None, text: str) -> bool:
-    """Whether the reference says it, as a word or as an argument; without a reference anything may be it."""
+    """Return whether the reference says the text as a word or as an argument; True without a reference."""
     if reference is None:
         return True
     said = (
@@ -231,17 +230,18 @@ def _says(reference: Playthrough | None, text: str) -> bool:
 
 
 def _forms(task: _Task, place: str) -> list[Message | None]:
-    """How a text is said: alone (None), and in the words in which the reference says that of this task."""
+    """Return the ways to say a text: alone (None), and as the reference says this task's."""
     said = [] if task.reference is None else list(task.reference.actions)
     forms = [_form(action, task.places[place], task.choices) for action in said]
     return [None, *[form for form in forms if form not in said][-1:]]
 
 
 def _form(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
-    """The action with a gap where the text is; not in arguments that a tool offers a choice of, which hide nothing."""
+    """Return the action with a gap for the text."""
     calls = []
     for call in action.tool_calls:
         given = call.arguments.items()
+        # An argument with listed choices hides nothing, so its value stays.
         calls.append(replace(call, arguments={n: v if (call.name, n) in choices else _gap(v, text) for n, v in given}))
     content = _as_word(text).sub(lambda _: _GAP, action.content)
     return replace(action, content=content, tool_calls=tuple(calls))
@@ -254,7 +254,7 @@ def _gap(value: Any, text: str) -> Any:
 
 
 def _filled(form: Message, text: str) -> Message:
-    """The form with a text in its gap."""
+    """Return the form with `text` in its gap."""
     is_number = re.fullmatch(r"-?\d{1,18}", text) is not None
     values = {_GAP: text, _NUMBER_GAP: int(text) if is_number else text}
     calls = [
@@ -285,7 +285,7 @@ async def _task(subject: Subject, seed: int) -> _Task:
 
 
 async def _always_wins(subject: Subject, tasks: Sequence[_Task], place: str, form: Message | None) -> bool:
-    """Whether what stands in the place is paid in every task, and is not one text for all of them."""
+    """Return whether saying the place's text wins every task, with more than one text."""
     for task in tasks:
         if place not in task.places or not await _wins(subject, task, task.places[place], form):
             return False
@@ -301,7 +301,7 @@ async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) 
             run = await play_in(session, policy, seed=task.seed, max_turns=turns)
         finally:
             await session.close()
-    except (GymError, PlayerError):  # what breaks it is not its answer; other checks tell of it
+    except (GymError, PlayerError):  # reported by other checks
         return False
     if run.success is not None:
         return run.success
@@ -313,7 +313,9 @@ def _repeating(action: Message) -> PolicyFactory:
 
 
 def _target(subject: Subject) -> float:
-    """The return of a task that is solved, where no success is declared; infinite: nobody can say."""
+    """Return the least return of the reference, which solves its tasks; without one, the largest possible (may be
+    inf).
+    """
     references = [run.episode_return for run in subject.runs_of(subject.settings.reference)]
     earned = [value for value in references if value is not None]
     return min(earned, default=subject.reward_range[1])

@@ -1,4 +1,4 @@
-"""What the checks check, and what they have found: the environment with its players and episodes, and the problems."""
+"""The environment under check with its recorded episodes, and the findings about it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.types import Message
 
 PROBE = "arbitrary actions"
-_SHOWN = 3  # problems of one check that are told in full
-_MAX_BESIDE = 64  # episodes beside each other in this process
-_MAX_WORKERS = 4  # worker processes beside each other
+_SHOWN = 3  # problems of one check that are detailed
+_MAX_BESIDE = 64  # concurrent episodes in this process
+_MAX_WORKERS = 4  # concurrent worker processes
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One broken promise: the check that found it, and what was expected and what came, with seed and turn."""
+    """A broken promise: its check, and a text with seed and turn, what was expected and what came."""
 
     check: str
     text: str
@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that a check measured, in words."""
+    """A measurement of a check, in words."""
 
     check: str
     text: str
@@ -40,13 +40,7 @@ class Fact:
 
 @dataclass(slots=True)
 class Findings:
-    """What was found so far, and the check that is running.
-
-    Attributes:
-        problems, facts, notes: as in `checker.CheckReport`.
-        measurements: the facts' numbers, by name (Any: JSON).
-        check: the one that is running.
-    """
+    """Findings so far, for `checker.CheckReport`; `check` is the running check."""
 
     problems: list[Problem] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
@@ -56,17 +50,17 @@ class Findings:
     _counts: dict[str, int] = field(default_factory=dict)
 
     def fail(self, text: str) -> None:
-        """Report a problem of the running check; after the third it is only counted."""
+        """Report a problem of the running check; after three, only count it."""
         self._counts[self.check] = self._counts.get(self.check, 0) + 1
         if self._counts[self.check] <= _SHOWN:
             self.problems.append(Problem(self.check, text))
 
     def tell(self, text: str) -> None:
-        """Report what the running check measured."""
+        """Report a measurement of the running check."""
         self.facts.append(Fact(self.check, text))
 
     def close(self) -> None:
-        """Report how many problems were only counted."""
+        """Report the problems that were only counted."""
         for check, count in self._counts.items():
             if count > _SHOWN:
                 self.problems.append(Problem(check, f"... and {count - _SHOWN} more like these"))
@@ -74,7 +68,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
-    """As `checker.check_env` takes them."""
+    """Arguments of `checker.check_env`."""
 
     seeds: tuple[int, ...]
     max_turns: int
@@ -88,7 +82,7 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How long one call of the environment took, and where."""
+    """Duration of one call of the environment."""
 
     method: str
     where: str
@@ -100,20 +94,18 @@ class Subject:
     """The environment under check.
 
     Attributes:
-        name: of the environment.
-        factory: makes one in this process.
-        in_worker: makes one in a worker process, if one can.
-        settings: of the check.
-        policies, reward_range, reference_is_perfect, isolation: what an instance declares.
+        factory: makes an instance in this process.
+        in_worker: makes an instance in a worker process.
+        policies, reward_range, reference_is_perfect, isolation: as an instance declares them.
         max_steps: Gymnasium's time limit.
-        rubric: what the environment says of its grading.
-        runs: the episodes that were played with nothing else running, by player and seed.
-        calls: of `reset` and `step` in those.
-        needs_worker: episodes are played in worker processes.
+        rubric: the environment's text on its grading.
+        runs: episodes played with nothing else running, by player and seed.
+        calls: their calls of `reset` and `step`.
+        needs_worker: whether episodes are played in worker processes.
     """
 
     name: str
-    factory: Callable[[], Any]  # Any, here and below: authors need not subclass anything
+    factory: Callable[[], Any]
     in_worker: Callable[[], Any]
     settings: CheckSettings
     policies: Mapping[str, PolicyFactory] = field(default_factory=dict)
@@ -132,7 +124,7 @@ class Subject:
 
     @property
     def players(self) -> dict[str, PolicyFactory]:
-        """Those whose episodes are recorded: random and reference play, if there are any, and arbitrary actions."""
+        """Return the recorded players: random and reference play if declared, and arbitrary actions."""
         names = [name for name in (self.settings.random, self.settings.reference) if name in self.policies]
         return {**{name: _own_policy(name) for name in names}, PROBE: tool_calling_policy}
 
@@ -143,15 +135,15 @@ class Subject:
         return mean_return(self.runs_of(player))
 
     async def open(self) -> EnvSession:
-        """A session around a fresh environment, in a worker process if it needs one."""
+        """Open a session on a fresh environment, in a worker process if needed."""
         return await self._opened(self.in_worker if self.needs_worker else self.factory)
 
     async def open_here(self) -> EnvSession:
-        """The same in this process always."""
+        """Open a session on a fresh environment in this process."""
         return await self._opened(self.factory)
 
     async def replay(self, actions: Sequence[Message], seed: int) -> Playthrough:
-        """The episode that these actions make in a fresh instance."""
+        """Return the episode that `actions` make in a fresh instance."""
         session = await self.open()
         try:
             return await play_in(session, replaying(actions), seed=seed, max_turns=len(actions))
@@ -159,7 +151,7 @@ class Subject:
             await session.close()
 
     async def replay_all(self, episodes: Sequence[tuple[Sequence[Message], int]]) -> list[Playthrough | BaseException]:
-        """`replay` of all (actions, seed), beside each other."""
+        """Return the `replay` of each (actions, seed), played concurrently."""
         limit = asyncio.Semaphore(_MAX_WORKERS if self.needs_worker else _MAX_BESIDE)
 
         async def replay(actions: Sequence[Message], seed: int) -> Playthrough:
@@ -170,7 +162,7 @@ class Subject:
 
     @contextmanager
     def timing(self, method: str, where: str) -> Iterator[None]:
-        """Notes how long a call took."""
+        """Record the duration of the block."""
         started = self.settings.clock()
         yield
         self.calls.append(Call(method, where, self.settings.clock() - started))
@@ -181,10 +173,10 @@ class Subject:
 
 
 def mean_return(runs: Sequence[Playthrough]) -> float:
-    """Of some episodes, at least one; one without any reward counts as 0."""
+    """Return the mean of at least one episode; one without any reward counts as 0."""
     return float(np.mean([run.episode_return or 0.0 for run in runs]))
 
 
 def _own_policy(name: str) -> PolicyFactory:
-    """The policy of that name of the instance that is played, which in a worker process plays there."""
+    """Return a player that takes the policy from the environment it plays, because a worker's plays in the worker."""
     return lambda env, rng: env.policies[name](env, rng)

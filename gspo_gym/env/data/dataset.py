@@ -1,14 +1,12 @@
-"""DatasetEnv: questions with answers as an environment like any other; one answer, one reward, the end.
+"""`DatasetEnv`: questions with answers as an environment with one turn, and the reward functions for its rows.
 
-In a config: `rollout.env_name = "Dataset"` with `rollout.env_config = { rows = "train.jsonl", reward = "number" }`. The
-meaning is that of AgileRL 2.7's ReasoningGym, but for the seed, which names the row, so that an evaluation can be
-repeated, and for the two sides, which cannot overlap.
+In a config: `rollout.env_name = "Dataset"` with `rollout.env_config = { rows = "train.jsonl", reward = "number" }`. It
+follows AgileRL 2.7's ReasoningGym, except that the seed names the row, which makes evaluations repeatable, and that the
+two sides cannot overlap.
 
-What an answer to a row is worth: graders to choose from by name, and a user's own function.
-
-A function takes any of `completion` (what the model said), `answer`, `question` and the row's other columns, by
-keyword; it may be async. It returns a number, a bool (right or wrong, which is also the success), a mapping of named
-terms, a `Reward`, or None for "not scored here".
+A reward function takes any of `completion`, `answer`, `question` and the row's other columns by keyword, and may be
+async. It returns a number, a bool (right or wrong, also the success), a mapping of named terms, a `Reward`, or None for
+"not scored here".
 """
 
 from __future__ import annotations
@@ -44,28 +42,28 @@ _DEFAULT_FRACTION = 0.1
 
 
 class DatasetEnv(TextEnv):
-    """One row an episode: the model is shown the conversation, answers once, and the reward function grades it.
+    """One row an episode: the model reads the conversation and answers once; the reward function grades the answer.
 
-    Seeds below 2**31 name held-out rows, those from there up (which training draws) training rows: see
-    `Questions.of_seed`. An answer that could not even be read earns the least of `reward_range`, or 0.
+    Seeds below 2**31 name held-out rows, those above, which training draws, training rows: see `Questions.of_seed`. An
+    unreadable answer earns the least of `reward_range`, or 0.
 
     Args:
-        rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder or "hub:OWNER/NAME?split=train" of the datasets
-            package, MODULE:NAME (rows, or a function that gives them), or rows in memory.
-        held_out: the same, for evaluation; training rows that ask what one of these asks are left out. None: a part of
-            `rows` is held out.
-        held_out_fraction: how large a part, in (0, 1); 0.1 by default, and only without `held_out`.
-        split_seed: another split and another order of the rows.
-        reward: "exact", "contains", "number", "boxed", "choice" (see `env/data/dataset.py`), MODULE:NAME or a function.
-        reward_range: the least and the most that `reward` gives; a number that reaches the most is a success. None: 0
+        rows: a .jsonl, .json, .csv, .parquet or .arrow file; a folder or "hub:OWNER/NAME?split=train" of the datasets
+            package; MODULE:NAME of rows or of a function that returns them; or rows in memory.
+        held_out: the same, for evaluation; training rows with a question of these are left out. None holds out a part
+            of `rows`.
+        held_out_fraction: size of that part, in (0, 1); default 0.1. Only without `held_out`.
+        split_seed: changes the split and the order of the rows.
+        reward: "exact", "contains", "number", "boxed", "choice" (the functions below), MODULE:NAME or a function.
+        reward_range: the least and the most that `reward` gives; a number that reaches the most is a success. None is 0
             to 1 for the named graders, unknown for others.
         conversation: messages {role, content} with {column} placeholders.
         columns: names for the data set's columns, such as {"question": "problem", "answer": "solution"}.
-        max_prompt_characters: rows whose conversation is longer are left out; None: none is. Tokens are not counted
-            here, where no model is known: the rollout truncates what exceeds rollout.max_model_len.
+        max_prompt_characters: rows with a longer conversation are left out; None keeps all. Not tokens, because no
+            model is known here: the rollout truncates at rollout.max_model_len.
 
     Raises:
-        ConfigError, UnknownNameError, MissingExtraError: the rows cannot be read, some are bad, or an argument is.
+        ConfigError, UnknownNameError, MissingExtraError: the rows cannot be read, a row is bad, or an argument is.
 
     >>> env = DatasetEnv([{"question": "2+2?", "answer": "4"}], held_out=[{"question": "3+3?", "answer": "6"}])
     >>> env.reset(seed=0)[0][-1].content
@@ -106,18 +104,18 @@ class DatasetEnv(TextEnv):
             rows, held_out, reading, held_out_fraction=fraction, split_seed=split_seed
         )
         if "answer" in self._reward.required | self._conversation.columns:
-            # on the instance: without answers there is nobody who knows them
+            # Set on the instance: rows without answers have no policies.
             self.policies: Mapping[str, PolicyFactory] = {"reference": right_answer, "random": others_answer}  # type: ignore[misc]
-        self._row: Row | None = None  # None: no episode is being played
+        self._row: Row | None = None  # None between episodes
 
     def another(self) -> DatasetEnv:
-        """A fresh environment of the same questions, which are not read again: the entry point to register."""
+        """Return a fresh environment that shares the questions; register this to read them once."""
         fresh = copy.copy(self)
         fresh._row, fresh._np_random, fresh._np_random_seed = None, None, None
         return fresh
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
-        """Begins the row of the seed, or one drawn as `splits.next_seed` says; `info` says where the row stands."""
+        """Begin the row of the seed, or of one drawn by `splits.next_seed`; `info` gives the row's place."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"DatasetEnv.reset: expected no options, got {sorted(options)}")
@@ -125,7 +123,7 @@ class DatasetEnv(TextEnv):
         return self._answer((self._conversation.messages(self._row.values), {"row": self._row.where}))
 
     def step(self, action: str) -> Any:
-        """Gymnasium's 5-tuple, or an awaitable of it where the reward function is async; the episode is over."""
+        """Return Gymnasium's 5-tuple at the end of the episode, or an awaitable of it for an async reward function."""
         row = self._finish("step")
         answered = self._reward(action, row.values)
         if self._reward.is_async:
@@ -133,23 +131,23 @@ class DatasetEnv(TextEnv):
         return self._over(self._reward.as_reward(answered, self.reward_range[1]))
 
     def invalid_action(self, error: str) -> Any:
-        """An answer that could not be read is a wrong one."""
-        del error  # nobody is left to read it: the episode is over
+        """End the episode with a wrong answer."""
+        del error  # no turn follows in which the model could read it
         self._finish("invalid_action")
         low, high = self.reward_range
-        # without a range nobody knows what success is worth, so none is declared
+        # Without a range, the value of a success is unknown, so neither success nor failure is declared.
         success = False if np.isfinite(high) else None
         return self._answer(self._over(Reward({"unreadable": low if np.isfinite(low) else 0.0}, success=success)))
 
     @property
     def right_answer(self) -> str:
-        """The text that the reference policy says: the answer of the row that is being played."""
+        """Return the text with the current row's answer, which the reference policy says."""
         if self._row is None:
             raise ResetNeeded("DatasetEnv.right_answer: no episode is being played; call reset first")
         return reference_text(self._named_reward, self._row.values["answer"])
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """The answer of a training row drawn from `rng`."""
+        """Return the answer of a training row drawn from `rng`."""
         row = self.questions.train[int(rng.integers(len(self.questions.train)))]
         return reference_text(self._named_reward, row.values["answer"])
 
@@ -166,17 +164,17 @@ class DatasetEnv(TextEnv):
         return "", reward, True, False, {}
 
     def _answer(self, answer: Any) -> Any:
-        """An awaitable where `step` gives one, so that a caller sees one kind of environment."""
+        # Async like `step`, so the environment is of one kind to its caller.
         return _soon(answer) if self._reward.is_async else answer
 
 
 def right_answer(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """Says the answer of the row (Any: `PolicyFactory` fixes the type)."""
+    """Return a player that says the row's answer."""
     return lambda _messages: str(env.right_answer)
 
 
 def others_answer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """Says the answer of a training row drawn at random: the form of an answer without its content."""
+    """Return a player that says the answer of a random training row: the right form without the content."""
     return lambda _messages: str(env.random_answer(rng))
 
 
@@ -194,18 +192,18 @@ def _range(declared: Sequence[float] | None, *, is_graded: bool) -> tuple[float,
 
 RewardFunction = AnyFunction
 
-# "1,234.5", "-3", ".5"; a minus between two numbers is an operator
+# "1,234.5", "-3", ".5"; a minus between two numbers is an operator.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)-?\.\d+")
 _LETTER = re.compile(r"(?<![\w'])([A-H])(?![\w'])")
 
 
 def exact(completion: str, answer: Any) -> bool:
-    """The completion is the answer, but for white space around it (Any, here and below: a column's value)."""
+    """Return whether the completion is the answer, except for white space around it."""
     return completion.strip() == as_text(answer).strip()
 
 
 def contains(completion: str, answer: Any) -> bool:
-    """The answer occurs in the completion, whole words, in any case.
+    """Return whether the answer occurs in the completion as whole words, in any case.
 
     >>> contains("It is PARIS.", "Paris"), contains("14", 4)
     (True, False)
@@ -215,7 +213,7 @@ def contains(completion: str, answer: Any) -> bool:
 
 
 def number(completion: str, answer: Any) -> bool:
-    """The last number in the completion equals the last number in the answer, which may be a whole solution.
+    """Return whether the last numbers of completion and answer are equal; the answer may be a whole solution.
 
     >>> number("so 1,200.0 apples", "40 * 30 = 1200 #### 1200")
     True
@@ -225,7 +223,8 @@ def number(completion: str, answer: Any) -> bool:
 
 
 def boxed(completion: str, answer: Any) -> bool:
-    r"""The last \boxed{...} of the completion holds the answer, or that of the answer: as text or as a number.
+    r"""Return whether the last \boxed{...} of the completion holds the answer (or its last \boxed{...}), as text or
+    number.
 
     >>> boxed(r"Thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), boxed("1/2", "1/2")
     (True, False)
@@ -240,7 +239,7 @@ def boxed(completion: str, answer: Any) -> bool:
 
 
 def choice(completion: str, answer: Any) -> bool:
-    """The last single capital letter, A to H, in the completion is that of the answer.
+    """Return whether the last single capital letters A to H of completion and answer are equal.
 
     >>> choice("Not (A), rather (C).", "C")
     True
@@ -256,19 +255,14 @@ GRADERS: Mapping[str, RewardFunction] = MappingProxyType(
 
 @dataclass(frozen=True)
 class RowReward:
-    """A reward function of what the model said and of a row's columns.
-
-    Attributes:
-        name: of it, in errors.
-        function: which columns it takes.
-    """
+    """A reward function of the completion and a row's columns; `name` appears in errors."""
 
     name: str
     function: KeywordFunction
 
     @classmethod
     def of(cls, reward: str | RewardFunction) -> RowReward:
-        """From a grader's name, MODULE:NAME, or a function.
+        """Return the reward of a grader's name, MODULE:NAME, or a function.
 
         Raises:
             UnknownNameError: there is none of that name.
@@ -280,26 +274,23 @@ class RowReward:
 
     @property
     def required(self) -> frozenset[str]:
-        """Columns that it must be given."""
+        """Return the columns that it must be given."""
         return self.function.required - {"completion"}
 
     @property
     def is_async(self) -> bool:
-        """Whether its answer must be awaited."""
         return self.function.is_async
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Any:
-        """What the function answers, or an awaitable of it (Any: judged by `as_reward`).
-
-        A column named "completion" is hidden by what the model said.
-        """
+        """Return the function's answer, or an awaitable of it."""
+        # Last wins: a column named "completion" is hidden by the model's text.
         return self.function({**row, "completion": completion})
 
     def as_reward(self, answered: Any, top: float) -> Reward | None:
-        """The function's answer as a reward; a plain number is a success from `top` up, if that is finite.
+        """Return the function's answer as a reward; a plain number from `top` up is a success, if `top` is finite.
 
         Raises:
-            ContractError: it is none of what a reward function may return.
+            ContractError: the answer is none of what a reward function may return.
         """
         if answered is None or isinstance(answered, Reward):
             return answered
@@ -314,7 +305,7 @@ class RowReward:
 
 
 def reference_text(reward: str | RewardFunction, answer: Any) -> str:
-    """What a player who knows the answer says, so that the grader understands it."""
+    """Return the answer in the form that the grader reads."""
     text = as_text(answer)
     return f"\\boxed{{{text}}}" if reward in ("boxed", boxed) and _last_boxed(text) is None else text
 
@@ -337,7 +328,7 @@ def _is_number(text: str) -> bool:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, braces inside it balanced; None: there is none, or it is not closed."""
+    r"""Return the content of the last \boxed{...} with balanced braces; None if there is none or it is not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

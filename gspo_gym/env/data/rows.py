@@ -1,12 +1,8 @@
-"""Rows of a data set, from wherever they are, each with the place it came from so that an error can name it.
+"""Rows of a data set, and the questions made of them.
 
-Files of JSON lines, JSON, CSV, Parquet and Arrow, folders and hub ids of the `datasets` package, a name in a Python
-module, and rows in memory. What a row must hold is decided in `env/data/rows.py`, the only caller.
-
-Rows become questions: checked, put into a conversation, and split into training and held-out ones.
-
-The two sides never share a question, whatever the files hold, and a seed names the same row for ever. Called by
-`dataset.py`; reading is `env/data/rows.py`.
+`read_rows` reads files, saved and hosted data sets, a name in a Python module, or rows in memory, each with its place
+for errors. `load_questions` checks them, puts them into a conversation and splits them into sides without a common
+question.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from gspo_gym.env.data.splits import Entry, Sides, content_hash, in_order, split
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, nearest_name
 from gspo_gym.types import Message, Role
 
-RowSource = str | Path | Iterable[Mapping[str, Any]]  # Any: a column holds whatever its data set holds
+RowSource = str | Path | Iterable[Mapping[str, Any]]
 
 _HUB_PREFIX = "hub:"
 _HUB_SETTINGS = ("name", "split", "revision")
@@ -44,19 +40,19 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its columns, and where it stands ("train.jsonl:17"). Any: whatever the data set holds."""
+    """One row: its columns and its place ("train.jsonl:17")."""
 
     values: Mapping[str, Any]
     where: str
 
 
 def read_rows(source: RowSource) -> list[Row]:
-    """All rows of a source, in its order.
+    """Return all rows of a source in order.
 
     Raises:
-        ConfigError: there is no such source, or something in it is no row; says where.
+        ConfigError: there is no such source, or a part of it is no row (with its place).
         UnknownNameError: MODULE:NAME does not exist.
-        MissingExtraError: it takes the `datasets` package, which is not installed.
+        MissingExtraError: the source needs the `datasets` package.
 
     >>> read_rows([{"question": "2+2?", "answer": "4"}])[0].where
     'rows[0]'
@@ -78,7 +74,7 @@ def read_rows(source: RowSource) -> list[Row]:
 
 
 def named_object(name: str, what: str) -> Any:
-    """What MODULE:NAME names (Any: anything); `what` says in errors what it is for.
+    """Import and return MODULE:NAME; `what` describes its use in errors.
 
     Raises:
         UnknownNameError: the module cannot be imported, or has no such name.
@@ -93,7 +89,7 @@ def named_object(name: str, what: str) -> Any:
         raise UnknownNameError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
     for part in path.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)  # a module may hold too many names to list them
+            near = difflib.get_close_matches(part, dir(found), n=1)  # a module has too many names to list all
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UnknownNameError(f"{what} {name!r}: {module_name} has no {part!r}{hint}")
         found = getattr(found, part)
@@ -101,7 +97,6 @@ def named_object(name: str, what: str) -> Any:
 
 
 def _from_iterable(rows: Any, name: str) -> list[Row]:
-    """Any: what a user gave."""
     if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
         hint = f"; choose one of its splits {list(rows)}" if isinstance(rows, Mapping) else ""
         raise ConfigError(f"{name}: expected rows, each a mapping of columns, got {type(rows).__name__}{hint}")
@@ -124,7 +119,7 @@ def _from_file(path: Path) -> list[Row]:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    # read line by line: str.splitlines would also cut at U+2028, which JSON may hold unescaped
+    # Read line by line: str.splitlines would also cut at U+2028, which JSON may hold unescaped.
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -148,15 +143,13 @@ def _csv_lines(path: Path) -> Iterator[Row]:
 
 
 def _csv_row(values: Mapping[Any, Any], reader: csv.DictReader[str], path: Path) -> Row:
-    """Any: DictReader puts cells without a column under None."""
     where = f"{path}:{reader.line_num}"
-    if None in values:
+    if None in values:  # DictReader's key for cells beyond the header
         raise ConfigError(f"{where}: expected {len(reader.fieldnames or ())} columns, got more")
     return _row(values, where)
 
 
 def _parsed(text: str, where: str) -> Any:
-    """Any: JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -164,13 +157,9 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _row(values: Any, where: str) -> Row:
-    """Any: what stands where a row should."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"{where}: expected columns by name, got {values!r:.80}")
     return Row(dict(values), where)
-
-
-# --- what takes the `datasets` package; Any: it is untyped ------------------------------------------------------------
 
 
 def _datasets_package() -> Any:
@@ -188,7 +177,7 @@ def _arrow_rows(path: Path) -> Any:
         if path.suffix == ".parquet":  # directly, because Dataset.from_parquet would write a copy into a cache
             return importlib.import_module("pyarrow.parquet").read_table(path).to_pylist()
         return package.Dataset.from_file(str(path))
-    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise ConfigError(f"rows: {path} cannot be read: {error}") from error
 
 
@@ -200,7 +189,7 @@ def _saved_dataset(folder: Path) -> Any:
 
 
 def _hub_dataset(text: str) -> Any:
-    """`hub:OWNER/NAME?name=CONFIG&split=train&revision=...`; the split is "train" where none is given."""
+    """Load `hub:OWNER/NAME?name=CONFIG&split=train&revision=...`; the default split is "train"."""
     dataset, _, query = text.removeprefix(_HUB_PREFIX).partition("?")
     try:
         settings = dict(parse_qsl(query, strict_parsing=bool(query)))
@@ -212,33 +201,33 @@ def _hub_dataset(text: str) -> Any:
     package = _datasets_package()
     try:
         return package.load_dataset(dataset, **{"split": "train", **settings})
-    except (OSError, ValueError) as error:  # not there, not reachable, no such split
+    except (OSError, ValueError) as error:  # missing, unreachable, or no such split
         raise ConfigError(f"rows: {text!r} cannot be loaded: {error}") from error
 
 
 _ROLES: tuple[Role, ...] = ("system", "user", "assistant")
-_SHOWN = 5  # bad rows that an error tells of
+_SHOWN = 5  # bad rows that an error lists
 
 
 @dataclass(frozen=True)
 class ConversationTemplate:
-    """The messages that open an episode, with {column} where a row's text goes; {{ and }} are plain braces.
+    """The opening messages of an episode, with {column} placeholders; {{ and }} are plain braces.
 
-    What a row holds is put in as it is: braces in it mean nothing. A value that is not text is written as JSON.
+    Values are inserted as they are (their braces mean nothing); a value that is not text becomes JSON.
 
     Raises:
-        ConfigError: it is no sequence of messages of text, or does not end with something to be answered.
+        ConfigError: not a list of messages of text, or the last one is not the user's.
 
     >>> template = ConversationTemplate.of([{"role": "user", "content": "Q: {question}"}])
     >>> template.messages({"question": "{x}?"})[0].content
     'Q: {x}?'
     """
 
-    templates: tuple[tuple[Role, str], ...]  # (role, content)
+    templates: tuple[tuple[Role, str], ...]
 
     @classmethod
     def of(cls, messages: Sequence[Mapping[str, Any]]) -> ConversationTemplate:
-        """From messages in the OpenAI shape (Any: a user wrote them)."""
+        """Return the template of messages in the OpenAI shape."""
         if isinstance(messages, str | Mapping) or not messages:
             raise ConfigError(f"conversation: expected a list of {{role, content}}, got {messages!r:.80}")
         for number, message in enumerate(messages):
@@ -254,24 +243,23 @@ class ConversationTemplate:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns that it shows."""
+        """Return the columns that placeholders name."""
         pieces = (piece for _, content in self.templates for piece in _pieces(content, "conversation"))
         return frozenset(column for _, column in pieces if column is not None)
 
     def messages(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        """The messages for a row that has the columns."""
+        """Return the messages for a row that has the columns."""
         return tuple(Message(role, _filled(content, row)) for role, content in self.templates)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become questions.
+    """Rules that turn rows into questions.
 
     Attributes:
-        conversation: what the model is shown.
-        columns: the columns that every row must have, besides those that the conversation shows.
-        renamed: (new name, name in the data) of columns; a column that has the new name already is dropped.
-        max_prompt_characters: rows whose conversation is longer are left out; None: none is.
+        columns: required of every row, besides those of the conversation.
+        renamed: (new name, name in the data) of columns; an existing column of the new name is dropped.
+        max_prompt_characters: rows with a longer conversation are left out; None keeps all.
     """
 
     conversation: ConversationTemplate
@@ -282,7 +270,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Questions(Sides[Row]):
-    """The questions of both sides; no conversation of one is on the other.
+    """The questions of both sides, which share no conversation.
 
     Attributes:
         num_too_long: rows left out for their length.
@@ -296,18 +284,18 @@ class Questions(Sides[Row]):
 def load_questions(
     rows: RowSource, held_out: RowSource | None, reading: Reading, *, held_out_fraction: float, split_seed: int
 ) -> Questions:
-    """The questions of one source split by `held_out_fraction`, or of two. Sources that are named are read once.
+    """Return the questions of one source split by `held_out_fraction`, or of two sources.
 
-    A question is its whole conversation, with any white space counted as one space. Split: a question is held out if
-    the hash of (split_seed, question) falls into the fraction, so that equal ones stay together and rows added to the
-    file later move no other. Order: by that hash, which is a shuffle that needs no generator.
+    A question is its conversation with any white space counted as one space. It is held out if the hash of (split_seed,
+    question) falls into the fraction; each side is ordered by that hash.
 
     Raises:
-        ConfigError: a source cannot be read, rows are bad (names the first few), or one side is empty.
+        ConfigError: a source cannot be read, rows are bad (lists the first few), or one side is empty.
     """
     if isinstance(rows, str | Path) and (held_out is None or isinstance(held_out, str | Path)):
         stamps = (_stamp(rows), _stamp(held_out))
-        with _loading:  # else all episodes that start at once would read the file
+        # A named source is read once per process; without the lock, every episode of the first batch would read it.
+        with _loading:
             return _load_named(rows, held_out, reading, held_out_fraction, split_seed, stamps)
     return _load(rows, held_out, reading, held_out_fraction, split_seed)
 
@@ -345,12 +333,12 @@ def _load_named(
     split_seed: int,
     stamps: tuple[object, object],
 ) -> Questions:
-    del stamps  # only makes another entry of the cache when a file was edited
+    del stamps  # part of the cache key: an edited file is read again
     return _load(rows, held_out, reading, held_out_fraction, split_seed)
 
 
 def _stamp(source: str | Path | None) -> tuple[int, int] | None:
-    """Changes when the file does, so that an edited file is read again; None: it is no file."""
+    """Return the file's time and size; None if the source is no file."""
     if source is None or not Path(source).is_file():
         return None
     status = Path(source).stat()
@@ -358,10 +346,10 @@ def _stamp(source: str | Path | None) -> tuple[int, int] | None:
 
 
 def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[Entry[Row]], int]:
-    """Every row that is short enough, with its question's hash; and how many were not.
+    """Return the entries of rows that are short enough, and the number of longer ones.
 
     Raises:
-        ConfigError: names the first bad rows.
+        ConfigError: lists the first bad rows.
     """
     entries: list[Entry[Row]] = []
     problems: list[str] = []
@@ -391,18 +379,19 @@ def _renamed(row: Row, renamed: Iterable[tuple[str, str]]) -> Row:
 
 
 def _problem(row: Row, columns: Iterable[str]) -> str | None:
-    """What is wrong with a row; None: nothing."""
+    """Return what is wrong with a row, or None."""
     for column in sorted(columns):
         if column not in row.values:
             return f"there is no column {column!r}; {nearest_name(column, row.values)}"
         value = row.values[column]
+        # Empty cells come as None, NaN (Parquet and Arrow) or "" (CSV).
         if value is None or (isinstance(value, float) and not math.isfinite(value)) or value == "":
             return f"column {column!r}: expected a value, got {value!r}"
     return None
 
 
 def _pieces(content: str, where: str) -> list[tuple[str, str | None]]:
-    """(text, the column that follows it or None) of a template."""
+    """Return the pairs of a template's literal text and the column after it, None for none."""
     try:
         pieces = [(text, name, spec, how) for text, name, spec, how in string.Formatter().parse(content)]
     except ValueError as error:
@@ -419,7 +408,7 @@ def _filled(content: str, row: Mapping[str, Any]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A column's value as the model reads it: text as it is, all else as JSON (Any: whatever the data set holds).
+    """Return a column's value as the model reads it: text unchanged, all else as JSON.
 
     >>> as_text("a"), as_text(4), as_text(["x", True])
     ('a', '4', '["x", true]')

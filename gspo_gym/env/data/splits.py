@@ -1,7 +1,6 @@
-"""Two sides that share nothing, training and held-out, and which of their members a seed names.
+"""The split into training and held-out sides, and the member of a side that a seed names.
 
-What decides the side of a thing is its content alone, so that equal things stay together, whatever file or generator
-they come from, and things added later move no other.
+Only the hash of its content puts a thing on a side: equal things stay together, and things added later move no other.
 """
 
 from __future__ import annotations
@@ -17,43 +16,37 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 
 T = TypeVar("T")
-Entry = tuple[int, int, T]  # (hash of the content, position in the source, the thing itself)
+Entry = tuple[int, int, T]  # (hash of the content, position in the source, member)
 
 
 @dataclass(frozen=True)
 class Sides(Generic[T]):
-    """The members of both sides, in the order in which seeds name them. Copies share it: nothing in it changes.
-
-    Attributes:
-        train: what is trained on.
-        held_out: what evaluation is given. Nothing of one side is on the other.
-    """
+    """The training and held-out members, which do not overlap, in the order in which seeds name them."""
 
     train: tuple[T, ...]
     held_out: tuple[T, ...]
 
     def of_seed(self, seed: int) -> T:
-        """The member of a task: a held-out one below 2**31, one of training from there up.
+        """Return the member of a task: held out below seed 2**31, training from there up.
 
-        As many consecutive seeds as there are members name every one once: 0, 1, 2, ... go through the held-out side,
-        2**31, 2**31 + 1, ... through the training side, each in its shuffled order, again and again. A training run
-        counts its tasks on (`seeding.training_seed`), so that it meets every one once before it meets one again.
+        Consecutive seeds go round the side in its shuffled order, so a training run, which counts its seeds up
+        (`seeding.training_seed`), meets every member once before it meets one again.
         """
         if is_held_out_seed(seed):
             return self.held_out[seed % len(self.held_out)]
         return self.train[(seed - FIRST_TRAINING_SEED) % len(self.train)]
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return self
+        return self  # immutable, so copies of an environment share it
 
 
 def is_held_out_seed(seed: int) -> bool:
-    """Whether the task of a seed is for evaluation."""
+    """Return whether the task of a seed is for evaluation."""
     return seed < FIRST_TRAINING_SEED
 
 
 def content_hash(text: str, split_seed: int) -> int:
-    """In [0, 2**64); any white space counts as one space."""
+    """Return a hash in [0, 2**64) of a text with any white space counted as one space."""
     content = f"{split_seed}\x1f{' '.join(text.split())}"
     return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
@@ -61,13 +54,12 @@ def content_hash(text: str, split_seed: int) -> int:
 def next_seed(rng: np.random.Generator, *, is_held_out: bool | None = None) -> int:
     """Draw the seed of an episode whose reset was given none, below 2**32.
 
-    This is the one rule for every interface: such an episode stays on the side of the last seed that was given, and is
-    a training task where none ever was. `rng` is the generator that the last given seed made, as Gymnasium's
-    `np_random` is.
+    This is the rule of every interface: the episode stays on the side of the last given seed, and is a training task if
+    none was given.
 
     Args:
-        rng: is drawn from once.
-        is_held_out: which side; None: the side of `rng`.
+        rng: the generator of the last given seed (Gymnasium's `np_random`); drawn from once.
+        is_held_out: side; None for that of `rng`.
 
     >>> next_seed(np.random.default_rng(7)) < FIRST_TRAINING_SEED <= next_seed(np.random.default_rng())
     True
@@ -78,25 +70,23 @@ def next_seed(rng: np.random.Generator, *, is_held_out: bool | None = None) -> i
 
 
 def is_held_out_generator(rng: np.random.Generator) -> bool:
-    """Return whether `rng` was made from the seed of a held-out task.
-
-    A generator that the operating system seeded is on the training side, as its 128 bits are no small number; so is one
-    that does not say what made it.
+    """Return whether `rng` was made from the seed of a held-out task; False if it does not say.
 
     >>> is_held_out_generator(np.random.default_rng(0)), is_held_out_generator(np.random.default_rng())
     (True, False)
     """
+    # A generator that the operating system seeded has 128 bits of entropy here, which is no seed below 2**31.
     made_from = getattr(rng.bit_generator.seed_seq, "entropy", None)
     return isinstance(made_from, int | np.integer) and int(made_from) < FIRST_TRAINING_SEED
 
 
 def is_held_out_content(content: int, held_out_fraction: float) -> bool:
-    """Whether a thing with this hash is held out where that fraction of all things is."""
+    """Return whether a content hash falls into the held-out fraction."""
     return content < held_out_fraction * 2**64
 
 
 def checked_fraction(fraction: float | None, default: float, *, has_own_held_out: bool, where: str) -> float:
-    """The fraction that is held out, from what a user gave; None: the default.
+    """Return the held-out fraction that the user gave, or the default.
 
     Raises:
         ConfigError: it is not in (0, 1), or is given beside a held-out set.
@@ -110,7 +100,7 @@ def checked_fraction(fraction: float | None, default: float, *, has_own_held_out
 
 
 def split_by_content(entries: Iterable[Entry[T]], held_out_fraction: float) -> tuple[list[Entry[T]], list[Entry[T]]]:
-    """(training, held-out) entries."""
+    """Return the (training, held-out) entries."""
     train: list[Entry[T]] = []
     held_out: list[Entry[T]] = []
     for entry in entries:
@@ -119,11 +109,11 @@ def split_by_content(entries: Iterable[Entry[T]], held_out_fraction: float) -> t
 
 
 def without(entries: Iterable[Entry[T]], others: Iterable[Entry[T]]) -> list[Entry[T]]:
-    """The entries whose content is in none of the others."""
+    """Return the entries whose content is in none of the others."""
     hashes = {content for content, _, _ in others}
     return [entry for entry in entries if entry[0] not in hashes]
 
 
 def in_order(entries: Iterable[Entry[T]]) -> tuple[T, ...]:
-    """Members in the order of their hashes, which is a shuffle that needs no generator."""
+    """Return the members ordered by hash: a shuffle without a generator."""
     return tuple(member for _, _, member in sorted(entries, key=lambda entry: entry[:2]))

@@ -1,1 +1,1 @@
-"""Environments in worker processes, and the sandbox for code that a model wrote."""
+"""Worker processes and threads for environments, and the sandbox for model-written code."""

@@ -1,8 +1,7 @@
-"""Which environment each thread is running now, in a file that can be read while the interpreter's lock is held.
+"""A board in shared memory that says which environment each thread is running.
 
-A thread that is inside of C code with the lock (a regular expression that never ends) stops every other thread, so that
-nothing in this process can say which environment it is. `watchdog.py` opens a board; while none is open, nothing is
-written. One slot a thread, of fixed size; a thread too many is not announced.
+Another process can read it even if C code in this one (a regular expression that never ends) holds the interpreter's
+lock and stops every thread. Nothing is written while no board is open.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any
 
 NUM_SLOTS, SLOT_BYTES = 1024, 256
-_HEADER = struct.Struct("=QH")  # the thread's id in the kernel, 0: nothing; the length of the text
+_HEADER = struct.Struct("=QH")  # the thread's id in the kernel (0 for an empty slot), the length of the text
 
 
 class Board:
-    """The slots, in shared memory. One is open at a time, in the whole process."""
+    """The board: one slot of fixed size for each thread, as long as slots last."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -28,12 +27,12 @@ class Board:
         self._slots = threading.local()
 
     def write(self, text: str) -> None:
-        """Announce what this thread is running; "": nothing."""
+        """Announce what this thread is running; "" clears its slot."""
         slot = self._slot()
         if slot is None:
             return
         data = text.encode("utf-8", "replace")[: SLOT_BYTES - _HEADER.size]
-        # The id last: whoever reads between the two sees nothing rather than half a text.
+        # The id is written last: a reader in between finds an empty slot, not half a text.
         self._memory[slot : slot + _HEADER.size] = _HEADER.pack(0, len(data))
         self._memory[slot + _HEADER.size : slot + _HEADER.size + len(data)] = data
         if data:
@@ -49,29 +48,29 @@ class Board:
 
 
 class _Open:
-    """The board that is open; module state on purpose: threads of any owner write to it."""
+    """The open board; module state because threads of any owner write to it."""
 
     board: Board | None = None
 
 
 def open_board(memory: mmap.mmap) -> None:
-    """Announce on a fresh board in `memory`, of NUM_SLOTS * SLOT_BYTES bytes."""
+    """Open a board in `memory`, which has NUM_SLOTS * SLOT_BYTES bytes."""
     _Open.board = Board(memory)
 
 
 def is_board_open() -> bool:
-    """Whether something is announced: this process is watched."""
+    """Return whether this process is watched."""
     return _Open.board is not None
 
 
 def close_board() -> None:
-    """Announce nothing any more."""
+    """Stop announcing."""
     _Open.board = None
 
 
 @contextlib.contextmanager
 def announced(text: str) -> Iterator[None]:
-    """Say what this thread runs while the body runs."""
+    """Announce the block as this thread's work."""
     board = _Open.board
     if board is None:
         yield
@@ -84,13 +83,11 @@ def announced(text: str) -> Iterator[None]:
 
 
 def announcing(awaitable: Awaitable[Any], text: str) -> Awaitable[Any]:
-    """The awaitable, which says what runs whenever it does, and nothing while it waits (Any: it may be any)."""
+    """Return the awaitable with each of its steps announced; nothing is announced while it waits."""
     return awaitable if _Open.board is None else _AnnouncedSteps(awaitable, text)
 
 
 class _AnnouncedSteps:
-    """See `announcing`."""
-
     def __init__(self, awaitable: Awaitable[Any], text: str) -> None:
         self._awaitable, self._text = awaitable, text
 
@@ -106,7 +103,7 @@ class _AnnouncedSteps:
                 return done.value
             try:
                 answer = yield waits_for
-            except BaseException as error:  # a cancellation, which is for what is awaited
+            except BaseException as error:  # such as a cancellation: deliver it to the inner awaitable
                 throw = getattr(steps, "throw", None)
                 if throw is None:
                     raise

@@ -1,13 +1,8 @@
-"""JSON values over a socket, one at a time: four bytes of length, then the text.
+"""The connection to a worker process, and the JSON form of what passes over it.
 
-What both ends of a worker process's connection use: the parent in its event loop (or, to make an environment, in a
-thread), the worker in its own. No pickle: whatever comes out of a worker is data.
-
-Messages, actions and answers as JSON values, for an environment that runs in another process.
-
-Decoding is strict: what was not written by these functions is a ContractError that says where. A record goes through
-unchanged, its floats to the last bit; only `info`, which is for people, is made fit for JSON. Pure functions. Called by
-`env/workers/env.py` and `env/workers/worker.py`.
+A frame is four bytes of length and one JSON value. JSON and not pickle: an environment must not be able to run code in
+the program. Decoding is strict. Records pass unchanged, floats to the last bit; only `info`, which is for people, is
+made fit for JSON.
 """
 
 from __future__ import annotations
@@ -28,12 +23,12 @@ from gspo_gym.env.answers import described
 from gspo_gym.errors import ContractError, GymError, RecordError
 from gspo_gym.types import Message, StepResult, ToolCall
 
-MAX_REQUEST_BYTES = 64 * 2**20  # a conversation, for a player that runs in the worker
-MAX_ANSWER_BYTES = 4 * 2**20  # an observation; a context of a million tokens is about as long
+MAX_REQUEST_BYTES = 64 * 2**20  # a player that runs in the worker is sent the whole conversation
+MAX_ANSWER_BYTES = 4 * 2**20  # an observation; a million tokens of context are about as long
 
 _HEADER = struct.Struct("!I")
 _CHUNK_BYTES = 256 * 1024
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0  # between two looks at a limit that may have moved
 
 
 class ChannelClosedError(Exception):
@@ -44,8 +39,8 @@ class Channel:
     """One end of a connection, for one exchange at a time.
 
     Args:
-        connection: a stream socket, which is owned from here on.
-        max_bytes: of a value that is received; a longer one is not read.
+        connection: stream socket, closed by `close`.
+        max_bytes: limit of a received value; a longer one is not read.
     """
 
     def __init__(self, connection: socket.socket, *, max_bytes: int) -> None:
@@ -55,7 +50,7 @@ class Channel:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has come that was not asked for, neither data nor the end."""
+        """Return whether neither data nor the end of the connection has come unasked."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -76,11 +71,11 @@ class Channel:
             raise ChannelClosedError from error
 
     async def receive(self) -> Any:
-        """The next value (Any: JSON).
+        """Return the next JSON value.
 
         Raises:
             ChannelClosedError: the other end is gone.
-            ContractError: it is longer than allowed, or no JSON; the connection is of no use any more.
+            ContractError: the value is too long or no JSON; the connection cannot be used any more.
         """
         loop = asyncio.get_running_loop()
         incoming = _Incoming(self._max_bytes)
@@ -92,11 +87,11 @@ class Channel:
         return incoming.value()
 
     def exchange(self, frame: bytes, *, max_seconds: Callable[[], float]) -> Any:
-        """Send and receive, blocking, without an event loop.
+        """Send and receive without an event loop, blocking.
 
         Args:
             frame: what `frame_of` made.
-            max_seconds: that it may take in all; asked again while it waits.
+            max_seconds: limit for the whole exchange, asked again while it waits.
 
         Raises:
             TimeoutError: no answer in time. Others as `send` and `receive`.
@@ -120,24 +115,24 @@ class Channel:
         return incoming.value()
 
     def close(self) -> None:
-        """Hang up; doing it again changes nothing."""
+        """Close the connection; again does nothing."""
         self._socket.close()
 
 
 def frame_of(value: Any, *, max_bytes: int, where: str) -> bytes:
-    """A JSON value as it is sent.
+    """Return a JSON value as it is sent.
 
     Raises:
         ContractError: it is longer than allowed. Starts with `where`.
     """
-    payload = json.dumps(value).encode("ascii")  # escapes keep lone surrogates whole
+    payload = json.dumps(value).encode("ascii")  # escaped, because lone surrogates cannot be encoded as UTF-8
     if len(payload) > max_bytes:
         raise ContractError(f"{where} of {len(payload):,} bytes, at most {max_bytes:,} are passed on")
     return _HEADER.pack(len(payload)) + payload
 
 
 class _Incoming:
-    """The value that is being received."""
+    """A value that is being received."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -165,18 +160,18 @@ class _Incoming:
             raise ContractError(f"a worker process sent no JSON: {error}") from error
 
 
-Json = Any  # a JSON value: dict with text keys, list, str, int, float, bool or None
+Json = Any  # dict with text keys, list, str, int, float, bool or None
 
 REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError)
 _MAX_CAUSE_CHARS = 2_000
-_MAX_DEPTH = 20  # of nested values in info; deeper ones are shown as text
+_MAX_DEPTH = 20  # of nested values in info; deeper ones become text
 _TEXT = (str,)
 _TEXT_OR_NOTHING = (str, type(None))
 _NUMBER_OR_NOTHING = (int, float, type(None))
 
 
 def message_to_json(message: Message) -> dict[str, Json]:
-    """A message in the OpenAI shape, tool arguments as a mapping; absent fields are left out.
+    """Return the OpenAI shape without absent fields, tool arguments as a mapping.
 
     Raises:
         ContractError: a tool argument is no JSON value.
@@ -188,10 +183,10 @@ def message_to_json(message: Message) -> dict[str, Json]:
 
 
 def message_from_json(value: Json, *, where: str) -> Message:
-    """What `message_to_json` made a value of.
+    """Return the message that `message_to_json` wrote.
 
     Raises:
-        ContractError: it is not such a value. Starts with `where`.
+        ContractError: the value is not of that form. Starts with `where`.
 
     >>> message_from_json({"role": "user", "content": "Hi."}, where="here").content
     'Hi.'
@@ -213,22 +208,22 @@ def message_from_json(value: Json, *, where: str) -> Message:
 
 
 def messages_to_json(messages: Sequence[Message]) -> list[Json]:
-    """Each as `message_to_json` makes it."""
+    """Return `message_to_json` of each message."""
     return [message_to_json(message) for message in messages]
 
 
 def messages_from_json(value: Json, *, where: str) -> tuple[Message, ...]:
-    """What `messages_to_json` made a value of.
+    """Return the messages that `messages_to_json` wrote.
 
     Raises:
-        ContractError: it is not such a value. Starts with `where`.
+        ContractError: the value is not of that form. Starts with `where`.
     """
     items = _list(value, where)
     return tuple(message_from_json(item, where=f"{where}: message {index}") for index, item in enumerate(items))
 
 
 def step_result_to_json(result: StepResult) -> dict[str, Json]:
-    """An answer with all its fields; `info` becomes JSON as `json_safe` says."""
+    """Return all fields of a result; `info` passes through `json_safe`."""
     return {
         "messages": messages_to_json(result.messages),
         "reward": result.reward,
@@ -242,10 +237,10 @@ def step_result_to_json(result: StepResult) -> dict[str, Json]:
 
 
 def step_result_from_json(value: Json, *, where: str) -> StepResult:
-    """What `step_result_to_json` made a value of.
+    """Return the result that `step_result_to_json` wrote.
 
     Raises:
-        ContractError: it is not such a value. Starts with `where`.
+        ContractError: the value is not of that form. Starts with `where`.
     """
     names = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events", "info")
     fields = _object(value, names, (), where)
@@ -268,7 +263,7 @@ def step_result_from_json(value: Json, *, where: str) -> StepResult:
 
 
 def tool_schemas_to_json(schemas: Sequence[Mapping[str, Any]], *, where: str) -> list[Json]:
-    """OpenAI function schemas as they are.
+    """Return OpenAI function schemas unchanged.
 
     Raises:
         ContractError: one is no JSON object. Starts with `where`.
@@ -279,16 +274,16 @@ def tool_schemas_to_json(schemas: Sequence[Mapping[str, Any]], *, where: str) ->
 
 
 def tool_schemas_from_json(value: Json, *, where: str) -> tuple[Mapping[str, Any], ...]:
-    """What `tool_schemas_to_json` made a value of.
+    """Return the schemas that `tool_schemas_to_json` wrote.
 
     Raises:
-        ContractError: it is not such a value. Starts with `where`.
+        ContractError: the value is not of that form. Starts with `where`.
     """
     return tuple(_mapping(schema, f"{where}: schema of tool {i}") for i, schema in enumerate(_list(value, where)))
 
 
 def require_json(value: Any, *, where: str) -> Json:
-    """The same value, if JSON can hold it as it is; a tuple counts as a list.
+    """Return the value if JSON can hold it as it is; a tuple becomes a list.
 
     Raises:
         ContractError: it cannot. Starts with `where`.
@@ -303,13 +298,13 @@ def require_json(value: Any, *, where: str) -> Json:
         return {key: require_json(item, where=f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [require_json(item, where=f"{where}[{index}]") for index, item in enumerate(value)]
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (str, int, float, bool):  # a subclass (an enum) would come back as its base
         return value
     raise ContractError(f"{where}: expected text, a number, a bool, None, a list or a mapping, got {described(value)}")
 
 
 def json_safe(value: Any, depth: int = 0) -> Json:
-    """A value as near to it as JSON can hold: numpy numbers and arrays as numbers and lists, anything odd as text.
+    """Return the nearest JSON value: numpy values as numbers and lists, anything unknown as text.
 
     >>> json_safe({"x": np.float64(0.5), 1: {"a"}, "nan": float("nan")})
     {'x': 0.5, '1': "{'a'}", 'nan': 'nan'}
@@ -317,7 +312,7 @@ def json_safe(value: Any, depth: int = 0) -> Json:
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(value)
+        return float(value) if math.isfinite(value) else str(value)  # JSON has no NaN and no infinity
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -360,8 +355,9 @@ def _list(value: Json, where: str) -> list[Json]:
 
 
 def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where: str) -> Any:
-    """A field of one of the types; True is no number here (Any: the caller knows which)."""
+    """Return a field of one of the types."""
     value = fields.get(name)
+    # bool is a subclass of int, but True is not accepted as a number.
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         expected = " or ".join("null" if each is type(None) else each.__name__ for each in types)
         raise ContractError(f"{where}: expected {name} as {expected}, got {described(value)}")
@@ -369,11 +365,12 @@ def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where
 
 
 def refusal_in(error: BaseException | None) -> BaseException | None:
-    """Return the ValueError, TypeError or LookupError by which an environment refused a value: the error or its cause.
+    """Return the ValueError, TypeError or LookupError in an error's chain of causes by which an environment refused a
+    value.
 
-    Our own ContractError is none: there the environment is at fault. A chain of causes may be a circle.
+    None if there is none. A ContractError does not count, although it is a ValueError: it blames the environment.
     """
-    seen: set[int] = set()
+    seen: set[int] = set()  # a chain of causes may be a circle
     while error is not None and id(error) not in seen:
         if isinstance(error, REFUSALS) and not isinstance(error, ContractError):
             return error
@@ -383,7 +380,7 @@ def refusal_in(error: BaseException | None) -> BaseException | None:
 
 
 def cause_to_json(error: BaseException) -> dict[str, Json] | None:
-    """Return the refusal that an error comes from, as the standard class that it is one of; None if there is none."""
+    """Return the refusal in an error as the name of its standard class and a text; None if there is none."""
     refusal = refusal_in(error.__cause__ if isinstance(error, GymError) else error)
     if refusal is None:
         return None
@@ -392,7 +389,7 @@ def cause_to_json(error: BaseException) -> dict[str, Json] | None:
 
 
 def cause_from_json(value: Json) -> Exception | None:
-    """Return the exception that `cause_to_json` made a value of.
+    """Return the exception that `cause_to_json` wrote.
 
     >>> cause_from_json({"kind": "TypeError", "text": "no such level"})
     TypeError('no such level')

@@ -1,12 +1,12 @@
-"""The script that confines itself and then becomes the program of a sandbox: `python confined_start.py SPEC STATUS`.
+"""Script that confines itself and then becomes the program of a sandbox: `python confined_start.py SPEC STATUS`.
 
-SPEC and STATUS are descriptors: a Python literal to read (`sandbox.py` writes it), and a pipe that gets one line if the
-confinement fails, which closes without a word when the program starts. Linux only; standard library only, few imports:
-every millisecond is paid for at each run. Not a module of the package: nothing imports it.
+SPEC is a descriptor with a Python literal (`confinement.spec_of`); STATUS is a pipe that gets one line if the
+confinement fails, and closes silently when the program starts. Linux and the standard library only: no module imports
+this file, and each import costs every run some ms.
 
-With namespaces, the program's root is an empty tmpfs of bounded size, with read-only binds of what it needs. Its first
-process waits for the program and ends everything with it. Without namespaces, Landlock takes their place, and nothing
-can be written or started. seccomp refuses what a program under test has no need of, in both cases.
+With namespaces, the program's root is an empty tmpfs of bounded size with read-only binds of what it needs, and its
+first process ends everything with it. Without them, Landlock lets it write and start nothing. seccomp refuses what such
+programs do not need, in both cases.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import signal
 import struct
 import sys
 
-TYPE_CHECKING = False  # typing's own costs 5 ms
+TYPE_CHECKING = False  # importing typing for it costs 5 ms
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, NoReturn
 
-    Spec = Mapping[str, Any]  # see `sandbox.py`, `_spec`
+    Spec = Mapping[str, Any]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS, _CAP_AMBIENT = 1, 4, 22, 24, 38, 47
-_NUM_CAPABILITIES = 64  # more than there are
+_NUM_CAPABILITIES = 64  # more than exist
 _OLD = "/.old"
-_MAX_THREADS = 32  # of the only process; where there may be more, the kernel counts both alike
+_MAX_THREADS = 32  # of an only process; with several, the kernel counts threads and processes alike
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     os.umask(0o022)
     try:
         with os.fdopen(spec_fd, encoding="utf-8", errors="surrogatepass") as file:
-            spec = eval(file.read(), {"__builtins__": {}})  # a literal that the sandbox wrote
+            spec = eval(file.read(), {"__builtins__": {}})  # a literal that our own process wrote
         _die_with(os.getppid() if spec["parent"] is None else spec["parent"])
         if spec["mechanism"] in ("namespaces", "user namespace"):
             _run_in_namespaces(spec, status_fd)
@@ -57,7 +57,7 @@ def main() -> None:
 
 def _die_with(parent: int) -> None:
     _prctl(_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that could matter
+    if os.getppid() != parent:  # the parent died before the signal was set
         os._exit(125)
 
 

@@ -1,14 +1,15 @@
-"""What this machine offers to confine a program that a model wrote: measured once, told to people.
+"""The mechanism that confines model-written programs on this machine.
 
-Three mechanisms, tried in this order by running Python under each, with the same script (`confined_start.py`):
+`confinement()` runs Python under each mechanism in turn, by the script `confined_start.py`, and takes the first that
+works:
 
-- namespaces (as root) or a user namespace: a private root on a bounded tmpfs, no network, no sight of other processes;
-- Landlock with seccomp, where no namespaces are to be had, as in most containers: the files that it may read are
-  listed, and it can neither write a file nor start a process.
+- namespaces (as root) or a user namespace: a private root on a bounded tmpfs, no network, other processes invisible;
+- Landlock with seccomp, for containers that allow no namespaces: only listed files can be read, no file can be written
+and no process started.
 
-Each drops all capabilities and refuses ptrace, mounts, new namespaces, sockets other than local ones, keys, shared
-memory of the system, io_uring, bpf and their like; root becomes another user. Both share this machine's kernel: against
-code that attacks the kernel itself, put gVisor or a virtual machine around it (`run_sandboxed(wrapper=...)`).
+Each drops all capabilities and refuses ptrace, mounts, new namespaces, sockets other than local ones, keys, System V
+shared memory, io_uring, bpf and their like; root becomes another user. Both share this machine's kernel: against code
+that attacks the kernel, use gVisor or a virtual machine (`run_sandboxed(wrapper=...)`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Mechanism = Literal["namespaces", "user namespace", "landlock", "none"]
 
 _STARTER = str(Path(__file__).with_name("confined_start.py"))
 _NOBODY = 65534
-_OTHER_USERS = (61184, 65520)  # ids that no distribution gives out for good (systemd.exec, DynamicUser)
+_OTHER_USERS = (61184, 65520)  # ids that no distribution assigns (systemd.exec, DynamicUser)
 _PROBE_SECONDS = 20.0
 _LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _READ = (
@@ -57,12 +58,12 @@ _LACKS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """How a program that a model wrote is confined here.
+    """How model-written programs are confined here.
 
     Attributes:
-        mechanism: "none": not at all.
-        is_other_user: it runs as another user than we do; False where that is not possible or not needed.
-        reasons: why better mechanisms do not work here.
+        mechanism: "none" if nothing works.
+        is_other_user: it runs as another user than this process; False where that is impossible or not needed.
+        reasons: why better mechanisms do not work.
     """
 
     mechanism: Mechanism
@@ -71,21 +72,19 @@ class Confinement:
 
     @property
     def is_confined(self) -> bool:
-        """Whether there is any."""
         return self.mechanism != "none"
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """What it can count on, in words."""
+        """Return the guarantees in words."""
         return (*_HOLDS[self.mechanism], *(("another user",) if self.is_other_user else ()))
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What it cannot, in words."""
+        """Return the missing guarantees in words."""
         return _LACKS[self.mechanism]
 
     def __str__(self) -> str:
-        """One line for people."""
         if self.is_confined:
             return f"confined by {self.mechanism}: {'; '.join(self.holds)}. Not held: {'; '.join(self.lacks)}"
         return f"NOT CONFINED: {'; '.join(self.lacks)} ({'; '.join(self.reasons)})"
@@ -93,7 +92,7 @@ class Confinement:
 
 @functools.cache
 def confinement() -> Confinement:
-    """The best mechanism that works here, found by running Python under each of them; some tens of ms, once.
+    """Return the best mechanism that works here; takes some tens of ms, once.
 
     >>> str(confinement()).startswith(("confined by ", "NOT CONFINED: "))
     True
@@ -116,12 +115,12 @@ def confinement() -> Confinement:
 
 
 def interpreter() -> str:
-    """This Python below its virtual environment, which a confined program cannot see."""
+    """Return this interpreter outside of its virtual environment, which a confined program cannot see."""
     return os.path.realpath(sys.executable)
 
 
 def starting(spec_fd: int, status_fd: int) -> list[str]:
-    """The command that confines itself as a spec says and becomes its program."""
+    """Return the command that confines itself by a spec and becomes its program."""
     return [interpreter(), "-I", "-S", "-B", _STARTER, str(spec_fd), str(status_fd)]
 
 
@@ -134,9 +133,9 @@ def spec_of(
     environment: Mapping[str, str],
     limits: Mapping[str, int],
 ) -> dict[str, Any]:
-    """The specification that `confined_start.py` reads: plain values only.
+    """Return the specification for `confined_start.py`, in plain values.
 
-    `limits`: cpu_seconds, address_bytes, file_bytes, open_files, processes.
+    `limits` has cpu_seconds, address_bytes, file_bytes, open_files and processes.
     """
     places = _places()
     is_listing = how.mechanism == "landlock"
@@ -157,17 +156,22 @@ def spec_of(
 
 
 def user_for(how: Confinement) -> int | None:
-    """The user that a program becomes; None: it stays what it is. In a user namespace that is its name inside only."""
+    """Return the user id that a program takes on, None to keep its own. In a user namespace the id is valid inside
+    only.
+    """
     if how.mechanism == "user namespace":
         return _NOBODY
-    # One of many, so that what the kernel counts by user is counted for each program apart.
+    # A random one of many, because the kernel counts some limits by user.
     return _OTHER_USERS[0] + secrets.randbelow(_OTHER_USERS[1] - _OTHER_USERS[0]) if how.is_other_user else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """What a confined program may read. `hidden` lies inside of `read` and is covered; where nothing can be covered,
-    `listed_read` is all of `read` but that, and of the folders in `listed` only the names can be read."""
+    """Paths that a confined program may read.
+
+    `hidden` lies inside `read` and is covered by empty folders. Landlock cannot cover: `listed_read` is `read` without
+    the hidden parts, and folders in `listed` can only be listed.
+    """
 
     read: tuple[str, ...]
     hidden: tuple[str, ...]
@@ -178,7 +182,7 @@ class _Places:
 
 @functools.cache
 def _places() -> _Places:
-    """System programs and libraries, this interpreter, its standard library; no installed package."""
+    """Return the places of system programs, libraries and this Python; installed packages are hidden."""
     links = {path: os.readlink(path) for path in _LINKED if os.path.islink(path)}
     read = [path for path in (*_READ, *(set(_LINKED) - set(links))) if os.path.exists(path)]
     standard = {os.path.dirname(os.path.realpath(os.__file__))}
@@ -202,7 +206,7 @@ def _places() -> _Places:
 
 
 def _expand(path: str, hidden: set[str], whole: list[str], listed: list[str]) -> None:
-    """Split `path` into what holds nothing hidden, and the folders around that."""
+    """Split `path` into parts without hidden places, and the folders around them."""
     if path in hidden:
         return
     if not any(_is_below(place, [path]) for place in hidden):
@@ -218,7 +222,7 @@ def _is_below(path: str, roots: Sequence[str]) -> bool:
 
 
 def _problem_of(how: Confinement) -> str | None:
-    """Why a mechanism does not work here; None if it does."""
+    """Return why a mechanism does not work here, or None."""
     limits = {
         "cpu_seconds": 5,
         "address_bytes": 2**28,
@@ -241,7 +245,7 @@ def _problem_of(how: Confinement) -> str | None:
 
 
 def _tried(spec: Mapping[str, Any]) -> tuple[str, str]:
-    """What a program says, and what its confinement says if that fails."""
+    """Return the output of the spec's program, and the error of a failed confinement."""
     status_read, status_write = os.pipe()
     with os.fdopen(status_read, "rb") as status, open_spec(spec) as file:
         try:
@@ -261,7 +265,7 @@ def _tried(spec: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def open_spec(spec: Mapping[str, Any]) -> Any:
-    """A nameless file that holds a specification, at its start (Any: a binary file)."""
+    """Return an open nameless file with the specification, positioned at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(repr(spec).encode("utf-8", "surrogatepass"))
     file.seek(0)

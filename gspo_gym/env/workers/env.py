@@ -1,9 +1,8 @@
-"""ProcessEnv: an environment that runs in a worker process and is driven from here like any other.
+"""`ProcessEnv`: an environment that runs in a worker process.
 
-What it does there cannot hurt the program: a crash is an EnvError that says which, a call that misses its deadline is
-ended by killing the process with all that it started (a thread in a C loop cannot be ended at all), and what it does to
-memory, to descriptors and to state that a whole process shares stays with it. This is no security boundary. Made by
-`isolation.py`, driven by `session.py`.
+It cannot hurt the program: a crash is an EnvError that says how, a call that misses its deadline is ended by killing
+the process and all that it started (a thread in a C loop cannot be ended), and changes of memory, descriptors and
+process-wide state stay in the worker. This is no security boundary.
 """
 
 from __future__ import annotations
@@ -52,28 +51,28 @@ Step = tuple[Sequence[Message], float | None, bool, bool, Mapping[str, Any]]
 
 
 class ProcessEnv:
-    """An environment in a worker process of its own, one episode after another; its methods are async.
+    """An environment in a worker process, for one episode after another; its methods are async.
 
-    Making one waits for the process and for the environment's constructor, and blocks; `open_session` does it in a
-    thread. A call that is cancelled, as one that misses its deadline is, kills the process. `close` gives the process
-    back, to be used again with its modules imported; an instance that is forgotten instead takes its process along.
+    The constructor blocks until the process and the environment are there. A call that is cancelled, as at a missed
+    deadline, kills the process. `close` returns the process to the pool with its modules imported; the process of an
+    instance that is garbage collected without `close` is killed.
 
-    Before each `reset` the worker's `random`, `numpy.random` and, if loaded, torch generators are seeded from the
-    episode's seed, so that an environment that draws from them depends on that alone.
+    Before each `reset` the worker seeds its `random`, `numpy.random` and, if loaded, torch generators from the
+    episode's seed, so that is all an environment that draws from them depends on.
 
     Args:
         env: a registered name, or a class or function that a worker can import.
-        kwargs: of its constructor; JSON.
-        start_timeout_seconds: for the process and the constructor.
-        limits: of the worker.
-        pool: where workers come from.
-        loading: gives a process that loads what the environment needs more time than that; None: nothing does.
+        kwargs: JSON arguments of its constructor.
+        start_timeout_seconds: limit for the process and the constructor.
+        limits: limits of the worker.
+        pool: pool that leases workers.
+        loading: grants more time to a process that loads the environment's packages and data; None grants none.
 
     Attributes:
         takes_messages, tool_schemas, reward_range, confinement, max_action_seconds: as the environment declares them.
-        policies: its players, which run in the worker, beside the hidden state; here they are async.
-        declared_isolation: where the environment says that it is to run; None: it does not say.
-        changed_generators: after `close`, those generators of the whole process that it was seen to use.
+        policies: async players that run in the worker, beside the hidden state.
+        declared_isolation: the environment's own `isolation`.
+        changed_generators: after `close`, the process-wide generators that it was seen to use.
 
     Raises:
         UnknownNameError: no environment of that name.
@@ -113,48 +112,46 @@ class ProcessEnv:
 
     @property
     def pid(self) -> int:
-        """The process id of the worker.
+        """Return the process id of the worker.
 
         Raises:
-            UsageError: it is closed.
+            UsageError: the environment is closed.
         """
         if self._worker is None:
             raise UsageError(f"{self.env_id}: the environment is closed, and has no process any more")
         return self._worker.pid
 
     async def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
-        """Starts an episode: (messages, info). Errors of this and the other methods are those of `EnvSession`."""
+        """Start an episode and return (messages, info). The methods raise what `EnvSession` raises."""
         given = None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")
         result = self._result("reset", await self._ask("reset", {"seed": int(seed), "options": given}))
         return result.messages, result.info
 
     async def step(self, action: Message | str) -> Step:
-        """Answers one action."""
+        """Return the answer to an action."""
         said = Message("assistant", action) if isinstance(action, str) else action
         return _as_step(self._result("step", await self._ask("step", {"action": message_to_json(said)})))
 
     async def invalid_action(self, error: str) -> Step:
-        """Answers text that could not be read as an action."""
+        """Return the answer to text that could not be read as an action."""
         return _as_step(self._result("invalid_action", await self._ask("invalid_action", {"error": error})))
 
     async def close(self) -> None:
-        """Closes the environment and gives the process back, or ends it if it leaked. Doing it again does nothing."""
+        """Close the environment and return its process to the pool, or end one that leaked; again does nothing."""
         if self._worker is None:
             return
         worker = self._worker
         try:
             left = await self._ask("close", {})
         except GymError:
-            self._end("replaced")  # what it left open is not known
+            self._end("replaced")  # what the environment left open is unknown
             raise
         self.changed_generators = tuple(left["changed_generators"])
         self._put_away(worker, left["grown"])
 
     def kill(self) -> None:
-        """End the process at once; only `close`, which then does nothing, may follow."""
+        """End the process at once; only `close` may follow, and does nothing."""
         self._end("killed")
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _open_loaded(self, target: ProcessTarget, seconds: float, loading: Loading | None) -> Json:
         key = json.dumps(target.to_json(), sort_keys=True)
@@ -204,7 +201,8 @@ class ProcessEnv:
 
     def _hold(self, worker: WorkerProcess) -> None:
         self._worker = worker
-        # An instance that nobody closed, because it came too late for its deadline, must not leave its process behind.
+        # An instance that came too late for its deadline has no owner to close it, and must not leave its process
+        # behind.
         self._finalizer = weakref.finalize(self, self._pool.discard, worker, "killed")
         self._finalizer.atexit = False
 
@@ -271,7 +269,7 @@ class ProcessEnv:
 
 @dataclass(frozen=True, slots=True)
 class _RemotePolicy:
-    """A policy that plays in the worker; equal to that of any other instance (a `PolicyFactory`)."""
+    """A policy that plays in the worker; equal for all instances."""
 
     name: str
 
@@ -288,7 +286,7 @@ class _RemotePolicy:
 
 
 def _as_step(result: StepResult) -> Step:
-    """What `step` of an environment returns; the reward with all that it was made of."""
+    """Return Gymnasium's 5-tuple of a result, with the reward's terms."""
     reward: float | None = result.reward
     if reward is not None and (result.reward_terms or result.events or result.success is not None):
         reward = Reward(result.reward_terms, events=result.events, success=result.success)
@@ -296,7 +294,7 @@ def _as_step(result: StepResult) -> Step:
 
 
 def _death(status: int | None) -> str:
-    """How a worker ended, in words."""
+    """Return how a worker ended, in words."""
     if status is None:
         return "its worker process ended, it is not known how,"
     if os.WIFSIGNALED(status):

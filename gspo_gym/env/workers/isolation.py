@@ -1,9 +1,8 @@
-"""Where an environment runs: in a thread of this process, or in a worker process of its own.
+"""The choice between a thread of this process and a worker process for an environment.
 
-A thread costs nothing and is right for code that behaves. A process is for code that may hang in a C loop, crash, leak
-or eat memory, that runs what a model wrote, or that uses what a whole process shares: Python's and numpy's own random
-generators. An environment says which it needs (`TextEnv.isolation`); one that says nothing is tried in a worker once,
-and kept there if it touches those generators.
+A thread costs nothing and suits code that behaves. A worker process suits code that may hang in a C loop, crash, leak,
+run model-written programs, or use process-wide random generators. An environment declares its need
+(`TextEnv.isolation`); one without a declaration is tried in a worker once, and stays there if it uses those generators.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CHOICES = ("auto", "thread", "process")
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where an environment runs, and why, for people."""
+    """An isolation and the reason for it, in words."""
 
     isolation: Isolation
     reason: str
@@ -49,16 +48,16 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class IsolatedFactory:
-    """Makes fresh environments that run where they were decided to; equal to one that makes the same.
+    """Factory of environments that run as decided; equal to a factory with the same arguments.
 
-    Calling it blocks until the environment is there: `open_session` calls it in a thread. Errors are those of
-    `registry.make` in a thread, those of `ProcessEnv` in a process.
+    A call blocks until the environment is there, and raises what `registry.make` or `ProcessEnv` raises.
 
     Attributes:
         env: a registered name, or a class or function.
-        kwargs: of its constructor.
-        isolation: what was asked for.
-        limits: of worker processes. start_timeout_seconds: for one to make the environment.
+        kwargs: arguments of its constructor.
+        isolation: as requested.
+        limits: of worker processes.
+        start_timeout_seconds: limit for a worker process to make the environment.
     """
 
     env: str | Callable[..., Any]
@@ -68,14 +67,13 @@ class IsolatedFactory:
     start_timeout_seconds: float = 60.0
 
     def __call__(self) -> Any:
-        """A fresh environment (Any: authors need not subclass anything)."""
         if self.decision.isolation == "process":
             return self.make_in_process(self.start_timeout_seconds)
         with LOADING.once(f"{_name_of(self.env)} {hash(repr(sorted(self.kwargs.items())))}"):
             return make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
 
     def make_in_process(self, start_timeout_seconds: float) -> ProcessEnv:
-        """A fresh environment in a worker process, whatever was asked for."""
+        """Return a fresh environment in a worker process, whatever `isolation` says."""
         return ProcessEnv(
             self.env,
             self.kwargs,
@@ -86,12 +84,12 @@ class IsolatedFactory:
 
     @property
     def runs_code(self) -> bool:
-        """Whether its class says that it runs code that a model wrote."""
+        """Return whether the environment's class declares that it runs model-written code."""
         return getattr(_creator_of(self.env), "confinement", None) is not None
 
     @property
     def decision(self) -> Decision:
-        """Where it runs; what has to be tried first is tried once a program, and blocks."""
+        """Return where the environment runs; blocks for a trial the first time, if one is needed."""
         return _decide(self)
 
 
@@ -103,15 +101,15 @@ def isolated_factory(
     limits: WorkerLimits | None = None,
     start_timeout_seconds: float = 60.0,
 ) -> IsolatedFactory:
-    """A factory of fresh environments that run in a thread or in a worker process.
+    """Return a factory of fresh environments that run in a thread or in a worker process.
 
     Args:
-        env: a registered name, or a class or function, which for a process must be importable.
-        kwargs: of its constructor; for a process, JSON.
-        isolation: "thread", "process", or "auto": what the environment says, and where it says nothing, a process if
-            it is found to touch what a process shares, else a thread.
+        env: a registered name, or a class or function (importable, for a process).
+        kwargs: arguments of its constructor (JSON, for a process).
+        isolation: "thread", "process", or "auto": as the environment declares, else a process if a trial shows that it
+            touches process-wide state, else a thread.
         limits: of worker processes.
-        start_timeout_seconds: for a worker process to make the environment, once it has loaded what that needs.
+        start_timeout_seconds: limit for a worker process to make the environment, after loading what that needs.
 
     Raises:
         UnknownNameError: no environment of that name.
@@ -125,7 +123,7 @@ def isolated_factory(
     env = resolve(env) if isinstance(env, str) else env
     if (creator := _creator_of(env)) is not None:
         require_known_arguments(_name_of(env), creator, kwargs or {})
-    asked: IsolationChoice = isolation  # type: ignore[assignment]  # it is one of them
+    asked: IsolationChoice = isolation  # type: ignore[assignment]  # checked above
     return IsolatedFactory(env, dict(kwargs or {}), asked, limits or WorkerLimits(), start_timeout_seconds)
 
 
@@ -144,13 +142,13 @@ def _decide(factory: IsolatedFactory) -> Decision:
     return _tried(json.dumps(target.to_json(), sort_keys=True), factory)
 
 
-# Module state on purpose: a trial costs a process, and what it finds stays true.
+# Module state: a trial costs a process, and its result stays true for the program.
 _FOUND: dict[str, Decision] = {}
 _ONE_TRIAL = threading.Lock()
 
 
 def _tried(key: str, factory: IsolatedFactory) -> Decision:
-    """What a reset and a step in a worker show; the first time, and logged then."""
+    """Return the decision of a reset and a step in a worker, made and logged once."""
     if key in _FOUND:
         return _FOUND[key]
     with waiting_for(_ONE_TRIAL):
@@ -162,10 +160,10 @@ def _tried(key: str, factory: IsolatedFactory) -> Decision:
 
 
 def _after_trial(factory: IsolatedFactory) -> Decision:
-    thread = OwnThread()  # a loop of our own, wherever we are called from
+    thread = OwnThread()  # asyncio.run needs a thread without a running loop, and the caller's may have one
     try:
         declared, changed = thread.call(lambda: asyncio.run(_try_out(factory)), timeout_seconds=None).unwrap()
-    except GymError as error:  # its episodes will show it, where it is somebody's concern
+    except GymError as error:  # not raised here: the environment's episodes will fail with it
         decision = Decision("thread", f"it could not be tried in a worker process: {error}")
         _log.warning("%s: runs in threads: %s", _name_of(factory.env), decision.reason)
         return decision
@@ -179,9 +177,10 @@ def _after_trial(factory: IsolatedFactory) -> Decision:
 
 
 async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[str, ...]]:
-    """What an instance says of itself, and the generators that making it again, a reset and a step changed."""
+    """Return the instance's declaration, and the generators that making, resetting and stepping it changed."""
     seconds = max(factory.start_timeout_seconds, FIRST_LOAD_SECONDS)
-    # Loading the packages may draw from a generator, too, once a process and before any seed: that is nobody's episode.
+    # Loading its packages may draw from a generator too, once per process and before any seed, which affects no
+    # episode.
     async with looking_at(lambda: factory.make_in_process(seconds)):
         pass
     session = await open_session(
@@ -191,7 +190,7 @@ async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[st
     try:
         shown = await session.reset(0)
         known = [name for name in ("random", "reference") if name in env.policies]
-        said: Message | str = "0"  # without a player any action has to do
+        said: Message | str = "0"  # arbitrary, for want of a player
         if known:
             said = await spoken_by(env.policies[known[0]](env, np.random.default_rng(0)), shown.messages)
         await session.step(Message("assistant", said) if isinstance(said, str) else said)
@@ -201,7 +200,7 @@ async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[st
 
 
 def _creator_of(env: str | Callable[..., Any]) -> Any:
-    """The class or function; loading it is what making it in a thread would do as well."""
+    """Return the environment's class or function; None if it cannot be loaded."""
     if not isinstance(env, str):
         return env
     creator: Any = gymnasium.registry[env].entry_point
@@ -209,7 +208,7 @@ def _creator_of(env: str | Callable[..., Any]) -> Any:
         return creator
     try:
         return load_env_creator(creator)
-    except Exception:  # whatever a foreign module may raise: its episodes will show it
+    except Exception:  # a foreign module may raise anything; the environment's episodes will fail with it
         return None
 
 

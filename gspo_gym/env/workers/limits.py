@@ -1,10 +1,8 @@
-"""What a worker process may use, and when it is not used again. Read by `env/workers/env.py` and by the config.
+"""Limits of worker processes, and limits of one action that hold inside C code too.
 
-Limits on one action that hold inside of C code, too: past it, the worker process is killed by the kernel.
-
-An environment that hands what a model wrote to a library (a query, a pattern, a formula) puts the call into
-`killed_after`. A process that ends by that signal exceeded its environment's limit on an action, which is the doing of
-whoever chose the action; see `errors.ActionLimitError`.
+An environment that passes model-written text to a library (a query, a pattern, a formula) wraps the call in
+`killed_after`. The kernel then ends the process by LIMIT_SIGNAL, which counts as the model's doing
+(`errors.ActionLimitError`).
 """
 
 from __future__ import annotations
@@ -23,15 +21,14 @@ from gspo_gym.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What a worker process may use, and when it is not used again.
+    """Limits of a worker process, and the conditions of its replacement.
 
     Attributes:
-        memory_mb: MiB of address space; 0: no limit.
-        max_episodes: after which it is replaced.
-        max_growth_mb, max_growth_files, max_growth_threads, max_growth_children: what it may have more of after an
-            episode than when it had made its first environment: MiB of resident memory, open files, threads, and
-            processes that it started.
-        variables: names of environment variables of the program that it is given.
+        memory_mb: MiB of address space; 0 for no limit.
+        max_episodes: episodes until it is replaced.
+        max_growth_mb, max_growth_files, max_growth_threads, max_growth_children: allowed growth of resident MiB, open
+            files, threads and child processes, from after its first constructor to the end of an episode.
+        variables: names of the program's environment variables that it gets.
     """
 
     memory_mb: int = 8192
@@ -43,7 +40,7 @@ class WorkerLimits:
     variables: tuple[str, ...] = ()
 
     def reason_to_replace(self, grown: Mapping[str, int]) -> str | None:
-        """What has grown too much, in words; None if nothing has."""
+        """Return what has grown too much, in words, or None."""
         allowed = {
             "MiB of memory": self.max_growth_mb,
             "open files": self.max_growth_files,
@@ -55,7 +52,7 @@ class WorkerLimits:
 
 
 class IsolationSettings(Settings):
-    """Where a run's environments run; keys of the section [rollout]."""
+    """Keys of [rollout] on where environments run."""
 
     isolation: Literal["auto", "thread", "process"] = Field(
         default="auto",
@@ -72,25 +69,25 @@ class IsolationSettings(Settings):
     )
 
 
-LIMIT_SIGNAL = signal.SIGALRM  # nothing else here uses it; its default action ends the process
+LIMIT_SIGNAL = signal.SIGALRM  # used for nothing else; its default action ends the process
 
 
 class _Process:
-    """Whether this process is a worker, which may be killed; set by `env/workers/worker.py`, once, after the fork."""
+    """Whether this process is a worker, which limits may kill; set once after the fork."""
 
     is_worker = False
 
 
 def this_is_a_worker() -> None:
-    """Let limits kill this process from now on."""
+    """Allow limits to kill this process from now on."""
     _Process.is_worker = True
 
 
 @contextlib.contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """In a worker process, end the process if the body takes longer; anywhere else, do nothing.
+    """End a worker process if the block takes longer; do nothing in any other process.
 
-    One at a time: a process plays one episode, and one call of it. Fractions of a second count.
+    Blocks must not nest or overlap: a process has one timer. Fractions of a second count.
 
     Raises:
         ConfigError: `seconds` is not above 0.

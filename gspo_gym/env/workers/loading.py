@@ -1,9 +1,9 @@
-"""The time that is spent once on loading what environments need, which no single environment is charged with.
+"""Time for loading what environments need, which counts against no single environment.
 
-Importing a package or reading a data set may take a minute, and sixteen worker processes that do so at the same time
-share the cores; against a limit for making one environment, all of them would fail. So what is made for the first time
-has a limit of its own, the others wait for it, and the clock of an environment that waits stands still. What has to be
-loaded again, in each worker process, gets time according to how long the first took and how many load beside it.
+Importing a package or reading a data set may take a minute, and sixteen worker processes that do it together share the
+cores; all would miss a limit for making one environment. The first load of each kind therefore has a limit of its own
+while the others wait with stopped clocks. A later load in another process gets time by how long the first one took and
+how many load beside it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 from gspo_gym.errors import EnvError
 
 FIRST_LOAD_SECONDS = 300.0  # packages may be large
-_LOOK_SECONDS = 0.2  # how often a thread that waits looks whether it still has to
-_SLACK = 2.0  # the first load had the machine to itself, as the later ones do not
+_LOOK_SECONDS = 0.2  # between two looks of a waiting thread whether it was given up
+_SLACK = 2.0  # later loads share the machine, the first did not
 
 
 class Making:
-    """The clock of one environment that is being made in another thread; to be made in a running event loop.
+    """The clock of one environment that is made in another thread; create it in the running event loop.
 
     Args:
-        seconds: that making it may take, what is loaded once not counted; None: for ever.
+        seconds: limit for making it without the loads; None for no limit.
 
     Attributes:
-        timeout: to be entered around waiting for the environment.
+        timeout: context manager to enter around waiting for the environment.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -38,10 +38,10 @@ class Making:
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._is_given_up = False
-        self._depth = 0  # of what stopped the clock
+        self._depth = 0  # of nested `stopped` blocks
 
     def run(self, factory: Callable[[], Any]) -> Any:
-        """Call `factory`, which is then what the clock of this thread is about."""
+        """Call `factory` with this clock as the clock of the current thread."""
         _OF_THREAD.making = self
         try:
             return factory()
@@ -49,19 +49,19 @@ class Making:
             _OF_THREAD.making = None
 
     def give_up(self) -> None:
-        """Nobody wants it any more: what it waits for is left, and its clock runs; in the event loop."""
+        """Give the environment up: stop waiting for loads and let the clock run. Call it in the event loop."""
         self.restart(self._seconds)
         self._is_given_up = True
 
     def restart(self, seconds: float | None) -> None:
-        """Allow so many seconds from now on; in the event loop."""
+        """Allow `seconds` from now on. Call it in the event loop."""
         if not self._is_given_up:
-            with contextlib.suppress(RuntimeError):  # it is over already
+            with contextlib.suppress(RuntimeError):  # the timeout has expired already
                 self.timeout.reschedule(None if seconds is None else self._loop.time() + seconds)
 
     @contextlib.contextmanager
     def stopped(self, seconds: float | None = None) -> Iterator[None]:
-        """Let the clock stand still during the body, or allow it so many seconds, and start anew; in the thread."""
+        """Stop the clock during the block, or allow it `seconds`, then start anew. Call it in the thread."""
         self._depth += 1
         self._restart_from_thread(seconds)
         try:
@@ -72,16 +72,15 @@ class Making:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody wants the environment any more."""
         return self._is_given_up
 
     def _restart_from_thread(self, seconds: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
             self._loop.call_soon_threadsafe(self.restart, seconds)
 
 
 class Loading:
-    """What was loaded in this program so far, by a key that names it, and how long the slowest of each took."""
+    """The loads of this program by key, with the time of the slowest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,10 +91,10 @@ class Loading:
 
     @contextlib.contextmanager
     def once(self, key: str) -> Iterator[bool]:
-        """Let one thread load `key`, while others wait for it; whether that is this one.
+        """Let one thread load `key` while others wait; yield whether it is this one.
 
-        An environment whose thread waits is not charged for that, and one that loads has `FIRST_LOAD_SECONDS`. What
-        becomes of the first load, a failure too, is all that there is to wait for, and no longer than that.
+        Waiting is not charged to an environment, and the load has `FIRST_LOAD_SECONDS`. The others stop waiting when
+        the first load ends, even by a failure, or after that time.
         """
         if key in self._slowest_seconds:
             yield False
@@ -123,9 +122,9 @@ class Loading:
 
     @contextlib.contextmanager
     def again(self, key: str, seconds: float) -> Iterator[Callable[[], float]]:
-        """Load what was loaded before, in another process; how many seconds it may take in all, as it looks by now.
+        """Load again in another process; yield a function for the seconds this may take in all, as known now.
 
-        That is `seconds`, and for each that loads at the same time twice what the slowest load of `key` took.
+        They are `seconds`, plus twice the slowest load of `key` for each load that runs at the same time.
         """
         with self._lock:
             slowest, ended = self._slowest_seconds.get(key, 0.0), self._num_ended
@@ -143,7 +142,7 @@ class Loading:
 
 @contextlib.contextmanager
 def clock_stopped(seconds: float | None = None) -> Iterator[None]:
-    """Let the clock of the environment that this thread makes, if any, stand still, or allow it so many seconds."""
+    """Stop the clock of the environment that this thread makes, if any, or allow it `seconds`."""
     making = _OF_THREAD.making
     with contextlib.nullcontext() if making is None else making.stopped(seconds):
         yield
@@ -151,10 +150,10 @@ def clock_stopped(seconds: float | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting_for(lock: threading.Lock, *, seconds: float = math.inf) -> Iterator[bool]:
-    """Hold the lock during the body; False where it was not to be had for so long. The time is not charged.
+    """Hold the lock during the block, without charging the wait; yield False if it was not free within `seconds`.
 
     Raises:
-        EnvError: nobody wants the environment any more that this thread makes.
+        EnvError: the environment that this thread makes was given up.
     """
     making, deadline = _OF_THREAD.making, time.monotonic() + seconds
     with clock_stopped():
@@ -173,5 +172,5 @@ class _OfThread(threading.local):
 
 
 _OF_THREAD = _OfThread()
-# Module state on purpose: what is loaded stays loaded as long as the program runs.
+# Module state: what is loaded stays loaded for the life of the program.
 LOADING = Loading()

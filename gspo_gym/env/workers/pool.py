@@ -1,8 +1,8 @@
-"""Worker processes: started from the server process, used again by later episodes, and ended.
+"""Worker processes: forked by the server process, reused by later episodes, and ended.
 
-A worker that closed its environment cleanly waits for the next one of the same kind, with its modules imported. One
-that missed a deadline, died, leaked or played long enough is replaced. Nothing here knows an event loop: leasing blocks
-(the caller is in a thread), the rest returns at once.
+A worker that closed its environment cleanly waits for the next one of the same kind, with its modules imported. A
+worker that missed a deadline, died, leaked or played long enough is replaced. Leasing blocks, so call it in a thread;
+the rest returns at once.
 """
 
 from __future__ import annotations
@@ -29,49 +29,50 @@ from gspo_gym.env.workers.channel import MAX_ANSWER_BYTES, Channel
 from gspo_gym.env.workers.threads import Returned, WorkerPool
 from gspo_gym.errors import ConfigError, EnvError
 
-_START_SECONDS = 60.0  # for the server to import what it needs, on a busy machine
+_START_SECONDS = 60.0  # for the server's imports, on a busy machine
 _STOP_SECONDS = 5.0
-# What the server and its workers see of the program's environment variables: no tokens, keys or proxies.
+# Environment variables that the server and its workers get: no tokens, keys or proxies.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 class WorkerProcess:
-    """A worker: its connection, its process id, and what it was leased for."""
+    """A worker: its connection, process id and kind."""
 
     def __init__(self, server: ProcessServer, pid: int, channel: Channel, kind: tuple[Any, ...]) -> None:
         self.pid = pid
         self.channel = channel
         self.kind = kind
         self.num_episodes = 0
-        self.loaded: set[str] = set()  # what it has made environments of
+        self.loaded: set[str] = set()  # keys of `Loading`
         self._server = server
         self._exit_status: Future[int | None] | None = None
 
     def kill(self) -> Future[int | None]:
-        """Kill it with everything it started; how it ended, as `os.waitpid` says it, None if that is not known.
+        """Kill it with everything it started; return its status as of `os.waitpid`, None if unknown.
 
-        Returns at once. Killing what is dead already, or has been killed, changes nothing.
+        Returns at once; again does nothing.
         """
         if self._exit_status is None:
-            # Hung up on first, an idle one would end by itself, and look as if nobody had ended it.
+            # Kill before closing: an idle worker whose connection closes exits by itself, as if it had not been
+            # killed.
             self._exit_status = self._server.kill(self.pid)
             self.channel.close()
         return self._exit_status
 
 
 class ProcessServer:
-    """The handle on the server process: it is started when first needed, and again should it have died."""
+    """Handle of the server process, which starts when first needed and again after it died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._home: str | None = None
-        self._threads = WorkerPool()  # each sees one worker to its end
+        self._threads = WorkerPool()  # each reaps one worker
 
     def fork(self, memory_limit_mb: int) -> tuple[int, socket.socket]:
-        """A fresh worker process: its id, and our end of its connection.
+        """Return the id of a fresh worker process and our end of its connection.
 
         Raises:
             EnvError: the server cannot be started, or cannot fork.
@@ -80,7 +81,7 @@ class ProcessServer:
             with self._lock:
                 return self._fork(memory_limit_mb)
         except OSError:
-            pass  # it has died since it was last asked: it is started again
+            pass  # the server died since the last request: start it again
         try:
             with self._lock:
                 return self._fork(memory_limit_mb)
@@ -88,14 +89,14 @@ class ProcessServer:
             raise EnvError(f"the server of worker processes cannot fork: {error}") from error
 
     def kill(self, pid: int) -> Future[int | None]:
-        """Kill a worker with its whole group at once; the future says how it ended."""
-        # Until it is reaped its number belongs to it, so nobody else is hit.
-        for kill in (os.killpg, os.kill):  # in its first instant it has no group yet
+        """Kill a worker with its whole group at once; return its status."""
+        # The id stays its own until it is reaped, so this cannot hit another process.
+        for kill in (os.killpg, os.kill):  # right after the fork it has no group yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
                 break
         status: Future[int | None] = Future()
-        status.set_running_or_notify_cancel()  # who waits for it may be cancelled; it is not
+        status.set_running_or_notify_cancel()  # waiting for it may be cancelled, the future itself may not
         thread = self._threads.lease()
 
         def tell(returned: Returned) -> None:
@@ -111,11 +112,11 @@ class ProcessServer:
             self._stop()
 
     def hang_up(self) -> None:
-        """Let go of a server that is another program's: this one was forked."""
+        """Drop a server that belongs to the parent program, after a fork."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.returncode = 0  # it is not ours to wait for
+            self._process.returncode = 0  # not our child, so Popen must not wait for it
 
     def _fork(self, memory_limit_mb: int) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -126,13 +127,13 @@ class ProcessServer:
                 ours.close()
                 self._stop()
                 raise
-        if pid is None:  # the server itself is well, and so are its workers
+        if pid is None:  # the server works, and so do its workers
             ours.close()
             raise EnvError("no worker process can be started: the system refuses more processes or has no memory")
         return int(pid), ours
 
     def _reap(self, pid: int) -> int | None:
-        # A process may take long to be torn down; the server, which all wait for, is asked when there is nothing to it.
+        # Teardown may take long, and all workers share the server: ask it only when reaping will not block.
         with contextlib.suppress(OSError):
             handle = os.pidfd_open(pid)
             try:
@@ -152,7 +153,11 @@ class ProcessServer:
         return None if status is None else int(status)
 
     def _ask(self, request: Mapping[str, Any], attached: socket.socket | None = None) -> Any:
-        """The server's answer (Any: JSON); an OSError if it is gone."""
+        """Return the server's JSON answer.
+
+        Raises:
+            OSError: the server is gone.
+        """
         if self._control is None:
             self._start()
         assert self._control is not None
@@ -174,7 +179,7 @@ class ProcessServer:
                 stdout=log,
                 stderr=log,
                 env=_server_variables(self._home),
-                start_new_session=True,  # Ctrl-C is for the program, which ends the workers itself
+                start_new_session=True,  # Ctrl-C goes to the program, which ends the workers itself
             )
             theirs.close()
             ours.settimeout(_START_SECONDS)
@@ -208,10 +213,10 @@ class ProcessPool:
     """Idle workers, waiting for their next episode.
 
     Args:
-        max_idle: workers kept over all kinds; beyond, the one that has waited longest ends.
+        max_idle: idle workers kept, over all kinds; beyond, the one idle longest ends.
 
     Attributes:
-        counts: what became of workers so far: "started", "reused", "killed", "died", "replaced" and "retired".
+        counts: numbers of workers "started", "reused", "killed", "died", "replaced" and "retired" so far.
     """
 
     def __init__(self, *, max_idle: int = 64) -> None:
@@ -219,7 +224,7 @@ class ProcessPool:
         self._max_idle = max_idle
         self._server = ProcessServer()
         self._lock = threading.Lock()
-        self._idle: list[WorkerProcess] = []  # the longest waiting first
+        self._idle: list[WorkerProcess] = []  # longest idle first
         self._used: set[WorkerProcess] = set()
 
     @property
@@ -227,7 +232,7 @@ class ProcessPool:
         return len(self._idle)
 
     def lease(self, kind: tuple[Any, ...], *, memory_limit_mb: int) -> WorkerProcess:
-        """An idle worker of this kind (what it has imported, and its limits), or a new one; blocks until it is there.
+        """Return an idle worker of this kind (its imports and limits), or a new one; blocks.
 
         Raises:
             ConfigError: this system cannot run environments in worker processes.
@@ -239,7 +244,7 @@ class ProcessPool:
             if worker.channel.is_silent:
                 self.counts["reused"] += 1
                 return worker
-            self.discard(worker, "died")  # while nobody looked: the system was short of memory, perhaps
+            self.discard(worker, "died")  # while idle, such as by the kernel's out-of-memory killer
         pid, connection = self._server.fork(memory_limit_mb)
         worker = WorkerProcess(self._server, pid, Channel(connection, max_bytes=MAX_ANSWER_BYTES), kind)
         with self._lock:
@@ -257,14 +262,14 @@ class ProcessPool:
             self.discard(too_many, "retired")
 
     def discard(self, worker: WorkerProcess, count_as: str) -> Future[int | None]:
-        """End a worker at once, whatever it is doing; how it ended."""
+        """End a worker at once; return its status."""
         with self._lock:
             self._used.discard(worker)
         self.counts[count_as] += 1
         return worker.kill()
 
     def close(self) -> None:
-        """End all workers and the server; the pool can be used again afterwards."""
+        """End all workers and the server; the pool can be used again."""
         with self._lock:
             workers, self._idle = [*self._idle, *self._used], []
             self._used.clear()
@@ -273,7 +278,7 @@ class ProcessPool:
         self._server.close()
 
     def forget(self) -> None:
-        """After a fork of this program: the workers are the parent's."""
+        """Drop the workers without ending them; after a fork they are the parent's."""
         for worker in (*self._idle, *self._used):
             worker.channel.close()
         self._server.hang_up()
@@ -282,7 +287,7 @@ class ProcessPool:
 
     def _take_idle(self, kind: tuple[Any, ...]) -> WorkerProcess | None:
         with self._lock:
-            for worker in reversed(self._idle):  # the latest used is the likeliest to be in the caches
+            for worker in reversed(self._idle):  # the last used is most likely in the caches
                 if worker.kind == kind:
                     self._idle.remove(worker)
                     self._used.add(worker)
@@ -291,16 +296,17 @@ class ProcessPool:
 
 
 def is_supported() -> bool:
-    """Whether this system has what worker processes need: it is Linux."""
+    """Return whether this system can run worker processes (only Linux can)."""
     return sys.platform == "linux"
 
 
 def _server_variables(home: str) -> dict[str, str]:
-    """The environment variables of the server; what can be imported here can be imported there."""
+    """Return the environment variables of the server, which can import what this process can."""
     path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
     variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     variables |= dict.fromkeys(_ONE_THREAD, "1")
-    # The order of a set of texts follows the hash seed: without it a task would differ from program to program.
+    # The iteration order of a set of str depends on the hash seed: with a random one, tasks would differ between
+    # runs.
     return variables | {"HOME": home, "TMPDIR": home, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0"}
 
 
@@ -310,7 +316,7 @@ def _last_line(log: IO[bytes]) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-# Module state on purpose: processes are a resource of the program, and reusing them over episodes is what it is for.
+# Module state: processes are a resource of the program, shared by all episodes.
 POOL = ProcessPool()
 atexit.register(POOL.close)
 if hasattr(os, "register_at_fork"):

@@ -1,9 +1,8 @@
-"""Runs model-written programs confined, in a folder of their own, with limits and without our environment.
+"""Run model-written programs confined, in a fresh folder, with limits and an empty environment.
 
-What confines them here says `confinement()` (`confinement.py`, which has the mechanisms); where nothing does, a program
-is refused unless the caller allows it. Beside that: a session, standard streams only, an empty environment, and limits
-that hold for all its processes and files together. The kernel is shared with it: against code that attacks that, put a
-`wrapper` in front, which then stands in for the confinement:
+`confinement()` says what confines them here; where nothing does, a program is refused unless the caller allows it.
+Besides, it gets a session and only the standard streams, and the limits hold for all its processes and files together.
+The kernel is shared: against code that attacks it, pass a `wrapper`, which then replaces the confinement:
 
 - docker: ("docker", "run", "--rm", "-i", "--network", "none", "--memory", "512m", "--pids-limit", "32", "--user",
   str(os.getuid()), "-v", "{folder}:{folder}", "-w", "{folder}", "python:3.11-slim", "timeout", "20"). A container
@@ -12,7 +11,7 @@ that hold for all its processes and files together. The kernel is shared with it
   "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--bind", "{folder}", "{folder}",
   "--chdir", "{folder}", "--unshare-all", "--die-with-parent")
 
-Safe to call from threads: nothing here runs Python between fork and exec.
+Safe to call from threads: no Python runs between fork and exec.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ except ImportError as _error:
 __all__ = ["SandboxLimits", "SandboxResult", "confinement", "require_confinement", "run_python", "run_sandboxed"]
 
 _CHUNK_BYTES = 65_536
-_POLL_SECONDS = 0.05  # how late the end of a program is seen whose children hold its output open
-_DRAIN_SECONDS = 0.5  # for what is still in the pipes after everything was killed
+_POLL_SECONDS = 0.05  # delay until the end of a program is seen if its children hold its output open
+_DRAIN_SECONDS = 0.5  # for the rest in the pipes after everything was killed
 
-_INSIDE = "/sandbox"  # the folder, where it has a file system of its own
+_INSIDE = "/sandbox"  # the folder's path in a private root
 
-# Inside a wrapper, which has a file system of its own, the limits are set by a shell: $1..$6. bash says -u, dash -p.
+# A wrapper has a file system of its own, so a shell sets the limits, $1..$6. bash has `ulimit -u`, dash `-p`.
 _LAUNCH = (
     'ulimit -c 0; ulimit -t "$1"; ulimit -v "$2"; ulimit -f "$3"; ulimit -n "$4"; '
     '{ ulimit -u "$5" 2>/dev/null || ulimit -p "$5"; } || exit 126; shift 5; "$@"'
@@ -60,20 +59,20 @@ _LAUNCH = (
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What a program may use, with all that it starts.
+    """Limits of a program and all that it starts.
 
     Attributes:
-        max_seconds: on the clock; then everything it started is killed.
-        max_cpu_seconds: of computing, whole seconds, of each process.
-        max_memory_bytes: of all its processes: each gets an equal share of address space, beyond which an allocation
-            fails. Python alone needs some 20 MB.
-        max_file_bytes: of all its files together, which lie in memory. Where the confinement is Landlock it can write
-            none; unconfined, or in a wrapper, this is of each file.
-        max_processes: at one time, threads included; 1: it can start none, but some threads. Where the confinement is
-            Landlock it is 1.
-        max_open_files: descriptors of a process, the three standard ones included. A pipe or local socket keeps up to a
-            fifth of a MiB in the kernel, beside `max_memory_bytes`, and no program can make that more.
-        max_output_bytes: kept of stdout and of stderr each; the rest is read and dropped.
+        max_seconds: wall time; then everything it started is killed.
+        max_cpu_seconds: whole seconds of CPU time, for each process.
+        max_memory_bytes: memory of all its processes: each gets an equal share of address space, beyond which
+            allocations fail. Python alone needs some 20 MB.
+        max_file_bytes: size of all its files together, which lie in memory. Under Landlock it can write none;
+            unconfined or in a wrapper, this holds for each file.
+        max_processes: at one time, threads included. With 1 it can start no process, but some threads; under Landlock
+            it is 1.
+        max_open_files: descriptors of a process, including the standard three. A pipe or local socket holds up to a
+            fifth of a MiB in the kernel, besides `max_memory_bytes`; no program can raise that.
+        max_output_bytes: kept of stdout and of stderr each; the rest is dropped.
     """
 
     max_seconds: float = 10.0
@@ -94,16 +93,15 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """How a program ended and what it said.
+    """Result of a program.
 
     Attributes:
-        exit_code: that it chose; None if it was killed.
-        signal: by which it was killed, such as 9; None if it ended itself. An exit code of 129 to 192 is read as a
-            signal, as shells do.
+        exit_code: None if it was killed.
+        signal: number of the signal that killed it, else None. Exit codes 129 to 192 count as signals, as in shells.
         stdout, stderr: the first `max_output_bytes`, as UTF-8 with replacements.
         timed_out: it was killed at `max_seconds`.
-        stdout_truncated, stderr_truncated: more was said than was kept.
-        seconds: on the clock, from start to end.
+        stdout_truncated, stderr_truncated: there was more output than was kept.
+        seconds: wall time from start to end.
     """
 
     exit_code: int | None
@@ -117,7 +115,7 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
-        """It ended itself with exit code 0."""
+        """Return whether it exited with code 0."""
         return self.exit_code == 0
 
 
@@ -130,19 +128,19 @@ def run_sandboxed(
     wrapper: Sequence[str] = (),
     allow_unconfined: bool = False,
 ) -> SandboxResult:
-    """Run a program in a fresh folder that holds `files`, wait for its end and remove the folder.
+    """Run a program in a fresh folder with `files`, wait for its end and remove the folder.
 
     Args:
-        argv: the program, by its path or by its name in /usr/bin and /bin, and its arguments.
-        files: text by relative path; the folder is where the program starts.
-        stdin: what it reads.
-        limits: None: the defaults.
-        wrapper: put in front, with {folder} replaced by the folder's path; it stands in for the confinement.
-        allow_unconfined: run it where nothing confines it, too; it can then do all that this user can.
+        argv: the program, by path or by its name in /usr/bin and /bin, and its arguments.
+        files: texts by relative path; the folder is the working directory.
+        stdin: its input.
+        limits: None for the defaults.
+        wrapper: command put in front, with {folder} replaced by the folder's path; replaces the confinement.
+        allow_unconfined: run it even if nothing confines it; it can then do all that this user can.
 
     Raises:
-        ConfigError: an empty `argv`, a file's name that leaves the folder, or nothing here confines it.
-        EnvError: the program (or the wrapper) cannot be started.
+        ConfigError: an empty `argv`, a file name outside the folder, or nothing here confines it.
+        EnvError: the program or the wrapper cannot be started.
     """
     limits = limits or SandboxLimits()
     if not argv:
@@ -178,10 +176,11 @@ def run_python(
     python: str | None = None,
     allow_unconfined: bool = False,
 ) -> SandboxResult:
-    """Run a program in Python, with the standard library and the modules among `files`, without site-packages.
+    r"""Run a Python program with the standard library and the modules among `files`, without site-packages.
 
     Args:
-        code: becomes main.py. python: the interpreter; None: this one.
+        code: text of main.py.
+        python: interpreter; None for this one.
 
     Raises:
         ConfigError, EnvError: as `run_sandboxed`.
@@ -200,10 +199,10 @@ def run_python(
 
 
 def require_confinement(who: str, *, allow_unconfined: bool) -> Confinement:
-    """What confines programs here, for `who` is about to run one.
+    """Return the confinement of programs here; `who` names the caller in the error.
 
     Raises:
-        ConfigError: nothing does, and `allow_unconfined` is not set.
+        ConfigError: nothing confines them, and `allow_unconfined` is not set.
     """
     how = confinement()
     if not (how.is_confined or allow_unconfined):
@@ -221,13 +220,14 @@ def _limited(argv: Sequence[str], limits: SandboxLimits) -> list[str]:
         max(1, _allowed(limits.max_memory_bytes, resource.RLIMIT_AS) // 1024),
         max(1, _allowed(limits.max_file_bytes, resource.RLIMIT_FSIZE) // 512),
         _allowed(limits.max_open_files, resource.RLIMIT_NOFILE),
-        _allowed(limits.max_processes + 1, resource.RLIMIT_NPROC),  # 1: the shell
+        _allowed(limits.max_processes + 1, resource.RLIMIT_NPROC),  # the shell is one
     )
     return ["/bin/sh", "-c", _LAUNCH, "sh", *map(str, numbers), *argv]
 
 
 def _allowed(wanted: int, kind: int) -> int:
-    """The limit, or our own if that is lower: it cannot be raised, and a shell that fails to is no result."""
+    """Return the limit, or this process's own if that is lower."""
+    # A hard limit cannot be raised, and a shell that fails to would look like the program's failure.
     hardest = resource.getrlimit(kind)[1]
     return wanted if hardest == resource.RLIM_INFINITY else min(wanted, hardest)
 
@@ -247,7 +247,11 @@ def _run_confined(
     stdin: IO[bytes],
     limits: SandboxLimits,
 ) -> SandboxResult:
-    """Run by way of the script that confines itself; what it says on its pipe is no result but an error."""
+    """Run a program by `confined_start.py`.
+
+    Raises:
+        EnvError: the confinement failed.
+    """
     num_processes = 1 if how.mechanism == "landlock" else limits.max_processes
     numbers = {
         "cpu_seconds": limits.max_cpu_seconds,
@@ -267,7 +271,7 @@ def _run_confined(
                 )
         finally:
             os.close(status_write)
-        os.set_blocking(status_read, False)  # a process that got away may hold the other end
+        os.set_blocking(status_read, False)  # an escaped process may hold the other end
         problem = status.read() or b""
     if problem:
         text = problem.decode("utf-8", "replace")
@@ -321,7 +325,7 @@ def _run(
 
 @dataclass(slots=True)
 class _Output:
-    """What was read from a pipe: the first bytes, and whether more came."""
+    """Output of a pipe: the first bytes, and whether more came."""
 
     max_bytes: int
     kept: bytearray = field(default_factory=bytearray)
@@ -334,7 +338,7 @@ class _Output:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> tuple[_Output, _Output, bool]:
-    """stdout, stderr, and whether the deadline passed. The end of the program is the end of all that it started."""
+    """Return stdout, stderr and whether the deadline passed. When the program ends, all that it started is killed."""
     assert process.stdout is not None
     assert process.stderr is not None
     stdout, stderr = _Output(max_bytes), _Output(max_bytes)
@@ -349,13 +353,13 @@ def _read(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> 
                 has_ended = True
                 deadline = time.monotonic() + _DRAIN_SECONDS
                 _kill_group(process)
-    if not has_ended:  # it closed its output: wait for the rest of it
+    if not has_ended:  # it closed its output before its end
         timed_out = not _ends_before(process, deadline)
     return stdout, stderr, timed_out
 
 
 def _read_some(selector: selectors.BaseSelector, seconds: float) -> None:
-    """A chunk from each pipe that has one; a pipe at its end is not watched any more."""
+    """Read a chunk from each pipe that has one; stop watching a pipe at its end."""
     for key, _ in selector.select(seconds):
         chunk = os.read(key.fd, _CHUNK_BYTES)
         if chunk:
@@ -365,12 +369,12 @@ def _read_some(selector: selectors.BaseSelector, seconds: float) -> None:
 
 
 def _is_dead(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended; leaves it a zombie, so that its group's number stays taken until the group is killed."""
+    """Return whether it has ended, and leave it a zombie: its group id stays taken until the group is killed."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _ends_before(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    pause = 0.0005  # almost always it is about to end
+    pause = 0.0005  # it has closed its output, so it usually ends at once
     while not _is_dead(process):
         if time.monotonic() >= deadline:
             return False
@@ -380,7 +384,7 @@ def _ends_before(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Everything in its session's group, and with a process namespace everything it started; then forget it."""
+    """Kill its process group (and with a process namespace all that it started), and reap it."""
     if process.returncode is None:
         _kill_group(process)
         process.wait()
@@ -392,7 +396,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder, also what is read-only in it or nested too deep for Python."""
+    """Remove the folder, including read-only parts and those nested too deep for Python."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():

@@ -1,9 +1,8 @@
 """The process that worker processes are forked from: `python -m gspo_gym.env.workers.server DESCRIPTOR FOLDER`.
 
-It has one thread, has imported what every environment needs, and does nothing but fork; so a new worker costs
-milliseconds, shares that memory with the others, and inherits no thread, lock or open file of the program. Started by
-`env/workers/pool.py`, once a program. It ends with the program: when the connection does, it kills all workers and is
-gone.
+It has one thread, has imported what every environment needs, and only forks: a new worker costs milliseconds, shares
+that memory, and inherits no thread, lock or open file of the program. When the program's connection ends, it kills all
+workers and exits.
 """
 
 from __future__ import annotations
@@ -28,9 +27,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve(control: socket.socket) -> None:
-    """Answer {"fork": memory_limit_mb}, with the worker's end of a connection attached, by its process id, and
-    {"reap": process id} by how it ended (as `os.waitpid` says it), until the other end hangs up. None: it cannot."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a worker leaves behind becomes ours, and can be killed
+    """Answer requests until the other end closes; None says that it cannot.
+
+    {"fork": memory_limit_mb}, sent with the worker's end of a connection, is answered by its process id; {"reap":
+    process id} by its status as of `os.waitpid`.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of workers become our children, and can be killed
     workers: set[int] = set()
     control.send(b"ready")
     while True:
@@ -57,7 +59,7 @@ def serve(control: socket.socket) -> None:
 
 
 def _fork(control: socket.socket, descriptor: int, memory_limit_mb: int) -> int | None:
-    """The process id of a fresh worker; None if the system refuses."""
+    """Return the process id of a fresh worker; None if the system refuses."""
     server_pid = os.getpid()
     try:
         pid = os.fork()
@@ -72,7 +74,7 @@ def _fork(control: socket.socket, descriptor: int, memory_limit_mb: int) -> int 
 
 
 def _reap(pid: int) -> int | None:
-    """How a process that has ended, or is about to, ended; None if it is none of ours."""
+    """Return the status of a process that has ended or is about to; None if it is not our child."""
     try:
         return os.waitpid(pid, 0)[1]
     except ChildProcessError:
@@ -80,7 +82,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _kill_orphans(workers: set[int]) -> None:
-    """Kill what workers that are gone have started in sessions of its own; theirs become ours, and so on."""
+    """Kill processes that workers, now gone, started in sessions of their own, and their children in turn."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while orphans := {int(pid) for pid in children.read_text(encoding="ascii").split()} - workers:
         for pid in orphans:
@@ -90,13 +92,13 @@ def _kill_orphans(workers: set[int]) -> None:
 
 
 def main(argv: list[str]) -> Any:
-    """The command; `argv` is the descriptor that the program passed on, and the temporary folder that is its home."""
+    """Serve on the descriptor `argv[0]`; remove the folder `argv[1]`, the home of workers, at the end."""
     control = socket.socket(fileno=int(argv[0]))
-    list_environments()  # finds the packages that bring environments once, for all workers
+    list_environments()  # finds installed environments once, for all workers
     gc.collect()
-    gc.freeze()  # what is shared is not written to by a collection in a worker, and so stays shared
+    gc.freeze()  # a collection in a worker would write to the shared pages, and so copy them
     serve(control)
-    shutil.rmtree(argv[1], ignore_errors=True)  # the program may have been killed, and cannot
+    shutil.rmtree(argv[1], ignore_errors=True)  # by us, because the program may have been killed
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Which environment a worker process is to make: everything about it as JSON, and how it is made from that.
+"""The environment that a worker process is to make, as JSON.
 
-A worker shares no memory with the program that asks, so an environment is named by where its class or function is
-imported from. What a program defines in its own main file is found by that file's path, as in `multiprocessing`.
+A worker shares no memory with the program, so an environment is named by the place its class or function is imported
+from; the program's main file is named by its path, as in `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gspo_gym.env.workers.channel import require_json
 from gspo_gym.errors import ConfigError, ContractError
 
 _MAIN = "__main__"
-_MAIN_OF_WORKER = "__mp_main__"  # multiprocessing's name for it: `if __name__ == "__main__"` must not hold
+_MAIN_OF_WORKER = "__mp_main__"  # as in multiprocessing: `if __name__ == "__main__"` must not hold in a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class ProcessTarget:
     """What a worker makes.
 
     Attributes:
-        name: in errors; the id of a registered environment.
-        entry_point: "package.module:Class" or a function instead of the class.
-        main_path: the program's own file, where that is the module; None otherwise.
-        kwargs: for the constructor; JSON.
-        is_registered: made as `registry.make` makes it, with checked arguments; False: called, and that is all.
-        max_episode_steps: Gymnasium's time limit, if it was registered with one.
+        name: the id of a registered environment, or a name for errors.
+        entry_point: "package.module:Class", or a function instead of the class.
+        main_path: the program's main file if `entry_point` is in it, else None.
+        kwargs: JSON arguments of the constructor.
+        is_registered: whether it is made as by `registry.make`, with checked arguments, or only called.
+        max_episode_steps: Gymnasium's time limit, if registered with one.
     """
 
     name: str
@@ -47,16 +47,16 @@ class ProcessTarget:
     max_episode_steps: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For `from_json`."""
+        """Return the fields for `from_json`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ProcessTarget:
-        """What `to_json` was called on."""
+        """Return the target that `to_json` wrote."""
         return cls(**value)
 
     def make(self) -> Any:
-        """A fresh environment (Any: authors need not subclass anything); called in the worker.
+        """Return a fresh environment; called in the worker.
 
         Raises:
             ConfigError: the entry point cannot be imported.
@@ -82,7 +82,7 @@ class ProcessTarget:
 
 
 def target_of(env: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> ProcessTarget:
-    """The target for a registered name, or for a class or function.
+    """Return the target of a registered name, or of a class or function.
 
     Raises:
         UnknownNameError: no environment of that name.
@@ -107,7 +107,7 @@ def target_of(env: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> Proce
 
 
 def entry_point_of(creator: Any) -> tuple[str, str | None]:
-    """Where a class or function is imported from, and the file of the program if it is defined there.
+    """Return the import path of a class or function, and the program's main file if it is defined there.
 
     Raises:
         ConfigError: it cannot be imported: it is local to a function, made on the fly or typed into a shell.
@@ -136,7 +136,7 @@ def entry_point_of(creator: Any) -> tuple[str, str | None]:
 
 
 def _main_module(path: str) -> types.ModuleType:
-    """The program's own file as a module, run once in this process."""
+    """Return the program's main file as a module, run once in this process."""
     module = sys.modules.get(_MAIN_OF_WORKER)
     if module is None or getattr(module, "__file__", None) != path:
         module = types.ModuleType(_MAIN_OF_WORKER)

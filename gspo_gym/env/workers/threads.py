@@ -1,8 +1,8 @@
-"""Daemon threads that run environments' synchronous code, so that a slow or hanging one holds up nobody else.
+"""Daemon threads for synchronous environment code, so a slow or hanging call blocks no other environment.
 
-A thread belongs to one owner at a time (an `EnvSession`, or a `ToolEnv` with time limits), because libraries such as
-sqlite3 tie their objects to the thread that made them. It is reused by later owners, unless a call in it missed its
-deadline: then it is left to its fate.
+A thread has one owner at a time (an `EnvSession`, or a `ToolEnv` with time limits), because libraries such as sqlite3
+tie objects to the thread that made them. Later owners reuse it, unless a call in it missed its deadline: then it is
+abandoned.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_MAX_IDLE = 256  # threads kept for later owners; beyond, a thread ends with its owner
+_MAX_IDLE = 256  # threads kept for later owners
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What became of a call: its value, or what it raised (Any: any function may be called)."""
+    """Result of a call: its value, or the error that it raised."""
 
     value: Any
     error: BaseException | None
 
     def unwrap(self) -> Any:
-        """The value; raises what the call raised."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
 
 
 class Worker:
-    """A daemon thread that makes one call after another."""
+    """A daemon thread that makes calls one after another."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Returned], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="gspo-gym-env").start()
 
     def submit(self, function: Callable[[], Any], on_returned: Callable[[Returned], Any]) -> None:
-        """Call `function` after all that was submitted before, then `on_returned`, which must not raise."""
+        """Call `function` after all earlier calls, then `on_returned`, which must not raise."""
         self._jobs.put((function, on_returned))
 
     def stop(self) -> None:
-        """End the thread after what was submitted."""
+        """End the thread after the submitted calls."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -54,7 +54,7 @@ class Worker:
             function, on_returned = job
             try:
                 returned = Returned(function(), None)
-            except BaseException as error:  # SystemExit too: it is the environment's failure, not this thread's end
+            except BaseException as error:  # SystemExit too: the environment failed, the thread goes on
                 returned = Returned(None, error)
             on_returned(returned)
             del job, function, on_returned, returned  # an idle thread keeps no environment alive
@@ -67,32 +67,34 @@ class WorkerPool:
         self._idle: list[Worker] = []  # append and pop are atomic
 
     def lease(self) -> Worker:
-        """An idle worker, or a new one."""
+        """Return an idle worker, or a new one."""
         try:
             return self._idle.pop()
         except IndexError:
             return Worker()
 
     def give_back(self, worker: Worker) -> None:
-        """Take back a worker that has nothing to do."""
+        """Take back an idle worker."""
         if len(self._idle) < _MAX_IDLE:
             self._idle.append(worker)
         else:
             worker.stop()
 
     def forget(self) -> None:
-        """Drop the idle workers without a word: after a fork their threads do not exist."""
+        """Drop the idle workers; after a fork their threads do not exist."""
         self._idle = []
 
 
-# Module state on purpose: threads are a resource of the process, and reusing them over sessions is what it is for.
+# Module state: threads are a resource of the process, shared by all sessions.
 _POOL = WorkerPool()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_POOL.forget)
 
 
 class OwnThread:
-    """One owner's thread: leased at the first call, given back by `release` or when the owner is collected."""
+    """The thread of one owner: leased at the first call, returned by `release` or when the owner is garbage
+    collected.
+    """
 
     def __init__(self, pool: WorkerPool = _POOL) -> None:
         self._pool = pool
@@ -100,10 +102,10 @@ class OwnThread:
         self._finalizer: weakref.finalize[[Worker], OwnThread] | None = None
 
     def call(self, function: Callable[[], Any], *, timeout_seconds: float | None) -> Returned:
-        """Make the call in the thread and wait; None waits for ever.
+        """Make the call in the thread and wait; None waits without limit.
 
         Raises:
-            TimeoutError: the deadline passed (what `function` raises is in the result). Call `abandon` next.
+            TimeoutError: the deadline passed (an error of `function` is in the result). Call `abandon` next.
         """
         box: queue.SimpleQueue[Returned] = queue.SimpleQueue()
         self._lease().submit(function, box.put)
@@ -118,7 +120,7 @@ class OwnThread:
         future: asyncio.Future[Returned] = loop.create_future()
 
         def tell(returned: Returned) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
                 loop.call_soon_threadsafe(_settle, future, returned)
 
         self._lease().submit(function, tell)
@@ -126,7 +128,7 @@ class OwnThread:
             return await future
 
     def abandon(self, last_call: Callable[[], Any] | None = None) -> None:
-        """Leave the thread to its fate; should it ever get free, it makes `last_call` and ends."""
+        """Leave the thread alone; if its call ever returns, it makes `last_call` and ends."""
         worker = self._detach()
         if worker is not None:
             if last_call is not None:
@@ -134,7 +136,7 @@ class OwnThread:
             worker.stop()
 
     def release(self) -> None:
-        """Give the thread back; it must have nothing to do."""
+        """Return the idle thread to the pool."""
         worker = self._detach()
         if worker is not None:
             self._pool.give_back(worker)
@@ -160,4 +162,4 @@ def _settle(future: asyncio.Future[Returned], returned: Returned) -> None:
 
 
 def _ignore(_: Returned) -> None:
-    """The result of a call that nobody waits for."""
+    """Drop the result."""

@@ -1,9 +1,9 @@
-"""What a worker process does: make the environment it is told to make, and play one episode after another.
+"""The worker process: makes the environment that it is told to, and plays one episode after another.
 
-Forked by `env/workers/server.py`, which has imported this module already; it answers requests of `env/workers/env.py`
-until the other end hangs up. Before it does anything it gives up what it inherited: the terminal, open descriptors, and
-as much memory as its limit says. It drives the environment through `EnvSession`, as a rollout would, so what is
-accepted, what is refused and what the errors say are the same in a process as in a thread.
+It is forked by the server, which has imported this module, and answers the requests of `ProcessEnv` until the
+connection ends. First it gives up what it inherited: the terminal, open descriptors, and memory above its limit. It
+drives the environment through `EnvSession` like a rollout, so a process and a thread accept, refuse and report the
+same.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from gspo_gym.errors import ContractError, GymError, UnknownNameError, UsageErro
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message
 
-Request = Mapping[str, Any]  # JSON
+Request = Mapping[str, Any]
 _MAX_OPEN_FILES = 1024
 _MAX_FILE_BYTES = 2**30
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAPBSET_DROP = 24
 _CAPABILITIES_VERSION = 0x20080522
-_SEEING = (19, 21, 38)  # SYS_PTRACE, SYS_ADMIN and PERFMON: each lets root read what Landlock closes
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # of every architecture
+_SEEING = (19, 21, 38)  # SYS_PTRACE, SYS_ADMIN, PERFMON: each lets root read what Landlock closes
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # the same on every architecture
 _LANDLOCK_VERSION = 1  # a flag
 _MAKE_BLOCK_DEVICE, _SCOPE_SIGNAL = 1 << 11, 1 << 1
 
 
 def run_worker(connection: socket.socket, *, server_pid: int, memory_limit_mb: int) -> None:
-    """Become a worker and serve until the connection ends; for a freshly forked process, which it ends.
+    """Become a worker, serve until the connection ends, and exit; for a freshly forked process.
 
-    `memory_limit_mb` is of address space, in MiB; 0: no limit.
+    `memory_limit_mb` is MiB of address space; 0 for no limit.
     """
     status = 1
     try:
@@ -74,13 +74,13 @@ def run_worker(connection: socket.socket, *, server_pid: int, memory_limit_mb: i
         asyncio.run(_serve(Channel(connection, max_bytes=MAX_REQUEST_BYTES)))
         status = 0
     finally:
-        os._exit(status)  # nothing of the server's (its `atexit`, its buffers) is run twice
+        os._exit(status)  # a normal exit would run the server's atexit functions and flush its buffers again
 
 
 def _give_up_what_was_inherited(connection: socket.socket, server_pid: int) -> None:
-    os.setsid()  # a group of its own, which can be killed with all that the environment starts
+    os.setsid()  # a process group of its own can be killed with all that the environment starts
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server_pid:  # it died before it could matter
+    if os.getppid() != server_pid:  # the server died before prctl
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -91,9 +91,11 @@ def _give_up_what_was_inherited(connection: socket.socket, server_pid: int) -> N
 
 
 def _lose_sight_of_others() -> None:
-    """Enter a Landlock domain, from which no process outside can be traced: /proc/<pid>/environ and mem of the program
-    are closed to the environment, also to root. What else is refused costs nobody anything: signals to processes
-    outside, or, on kernels before 6.12, making block devices and mounting. Without Landlock root keeps its sight."""
+    """Enter a Landlock domain: processes outside cannot be traced, so the program's /proc/<pid>/environ and mem are
+    closed, to root too.
+
+    Without Landlock, root keeps its sight.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in _SEEING:
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -106,6 +108,8 @@ def _lose_sight_of_others() -> None:
     version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
     if version < 1:
         return
+    # A domain must handle some right. Signals to processes outside, or before kernel 6.12 making block devices, are
+    # what environments need least.
     attributes = (ctypes.c_uint64 * 3)(*((0, 0, _SCOPE_SIGNAL) if version >= 6 else (_MAKE_BLOCK_DEVICE, 0, 0)))
     size = ctypes.c_size_t(24 if version >= 6 else 8)
     ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, ctypes.byref(attributes), size, 0)
@@ -119,7 +123,7 @@ def _lose_sight_of_others() -> None:
 def _close_quietly(descriptor: int) -> None:
     try:
         os.close(descriptor)
-    except OSError:  # the one that listed the folder
+    except OSError:  # the descriptor of the listing is closed already
         return
 
 
@@ -127,7 +131,7 @@ def _set_limits(memory_limit_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
     _lower(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too long a file is an OSError
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file over the limit is an OSError
     if memory_limit_mb:
         _lower(resource.RLIMIT_AS, memory_limit_mb * 2**20)
 
@@ -149,13 +153,13 @@ async def _serve(channel: Channel) -> None:
 
 
 async def _answer_to(worker: _Worker, request: Request) -> bytes:
-    """What is sent back, whatever happens: {"result": ...} or {"error": class, "text": ..., "cause": ...}."""
+    """Return the frame of {"result": ...} or {"error": class, "text": ..., "cause": ...}."""
     method = str(request["method"])
     where = f"{worker.name}: {method}(): an observation"
     try:
         return frame_of({"result": await worker.answer(method, request)}, max_bytes=MAX_ANSWER_BYTES, where=where)
     except GymError as error:
-        return _error_frame(type(error).__name__, str(error), error)  # the session's, which says where
+        return _error_frame(type(error).__name__, str(error), error)  # from the session, whose text says where
     except Exception as error:
         return _error_frame("EnvError", f"{worker.name}: {method}() raised {_told(error)}{place_of(error)}", error)
 
@@ -170,7 +174,7 @@ def _told(error: BaseException) -> str:
 
 
 class _Worker:
-    """At most one environment at a time, its hand-written players, and what the process had before it."""
+    """The state of a worker: at most one environment, its players, and what the process held before it."""
 
     def __init__(self) -> None:
         self.name = "a worker process"
@@ -181,7 +185,7 @@ class _Worker:
         self._changed: set[str] = set()
 
     async def answer(self, method: str, request: Request) -> Any:
-        """The result of one request, as JSON."""
+        """Return the JSON result of a request."""
         if method == "open":
             return await self._open(request)
         if method == "close":
@@ -227,7 +231,9 @@ class _Worker:
         }
 
     async def _close(self) -> Any:
-        """Closes the environment; {"grown": what the process has more of than after its first `open`, ...}."""
+        """Close the environment; return how the process has grown since its first `open`, and the generators that
+        changed.
+        """
         session, self._session = self._session, None
         self._players.clear()
         if session is not None:
@@ -240,7 +246,7 @@ class _Worker:
         return {"grown": grown, "changed_generators": changed}
 
     async def _say(self, session: EnvSession, request: Request) -> Any:
-        """What one of the environment's own players says next; it is made where the hidden state is, here."""
+        """Return the next action of one of the environment's own players, which run here beside the hidden state."""
         player = self._players.get(request["player"])
         if player is None:
             policies, name = session.env.policies, request["policy"]
@@ -253,13 +259,13 @@ class _Worker:
         return said if isinstance(said, str) else message_to_json(said)
 
     def _seed_generators(self, seed: int) -> None:
-        """Seed what the whole process shares, so that an environment that draws from it depends on its seed alone."""
+        """Seed the process-wide generators, so an environment that draws from them depends on its seed alone."""
         self._note_changed_generators()
-        # Not `seed` itself: an environment that seeds them with it has to be told from one that does not.
+        # Not `seed` itself: an environment that seeds them with it would look like one that leaves them alone.
         seed = child_seed(seed, "process")
         seed_random(seed)
         np.random.set_state(np.random.RandomState(seed % 2**32).get_state())
-        torch: Any = sys.modules.get("torch")  # never loaded for this
+        torch: Any = sys.modules.get("torch")  # not imported for this
         if hasattr(torch, "default_generator"):
             torch.default_generator.manual_seed(seed)
         self._generators = _generators()
@@ -275,14 +281,14 @@ def _generators() -> dict[str, Any]:
 
 
 def _generator(state: Mapping[str, Any]) -> np.random.Generator:
-    """The generator whose state the program sent."""
+    """Return the generator with the state that the program sent."""
     bits = getattr(np.random, str(state["bit_generator"]))()
     bits.state = state
     return np.random.Generator(bits)
 
 
 def _possessions() -> dict[str, int]:
-    """What an environment may leave behind in its process."""
+    """Return counts of what an environment may leave behind in its process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     tasks = list(Path("/proc/self/task").iterdir())
     children = [pid for task in tasks for pid in (task / "children").read_text(encoding="ascii").split()]
