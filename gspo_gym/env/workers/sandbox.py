@@ -186,7 +186,7 @@ def run_python(
         ConfigError, EnvError: as `run_sandboxed`.
 
     >>> run_python("print(6 * 7)").stdout
-    '42\\n'
+    '42\n'
     """
     return run_sandboxed(
         (python or interpreter(), "-E", "-s", "-S", "-B", "-X", "utf8", "main.py"),
