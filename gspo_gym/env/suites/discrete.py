@@ -1,10 +1,8 @@
-"""DiscreteEnv: any Gymnasium environment that takes numbered actions, played in words.
+"""`DiscreteEnv`: any Gymnasium environment with numbered actions, played in words.
 
-A pair of functions carries it over: `describe` says in words what is observed, `parse` reads an action out of an
-answer. Both have a default, so `make("Discrete", env="CartPole-v1")` is enough to begin with. In a config:
-`rollout.env_name = "Discrete"`, `rollout.env_config = { env = "CartPole-v1", observation_names = [...] }`.
-
-Actions: the numbered actions of a Gymnasium space, by name. For `discrete.py` and its scripted players.
+`describe` puts an observation into words, `parse` reads an action from an answer. Both have defaults, so
+`make("Discrete", env="CartPole-v1")` works. In a config: `rollout.env_name = "Discrete"`, `rollout.env_config = { env =
+"CartPole-v1", observation_names = [...] }`.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError
 from gspo_gym.types import Message
 
-# Any, in this file: observations and actions are whatever the environment's spaces hold.
-Describe = Callable[[Any, Any], str]  # (observation, the environment below its wrappers) -> what the model reads
-Parse = Callable[[str], Any]  # an answer -> the action for `step`, or None if it is none
-Succeeded = Callable[[float, bool], bool | None]  # (last reward, terminated) of an episode that is over -> success
+# Observations and actions are Any here: they are what the environment's spaces hold.
+Describe = Callable[[Any, Any], str]  # (observation, unwrapped environment) -> text for the model
+Parse = Callable[[str], Any]  # answer -> action for `step`, or None
+Succeeded = Callable[[float, bool], bool | None]  # (last reward, terminated) of a finished episode -> success
 StepTuple = tuple[str, Reward, bool, bool, Info]
 
-_MAX_NUMBERS = 64  # an observation with more of them needs a `describe` of its own
+_MAX_NUMBERS = 64  # a larger observation needs a `describe` function
 
-# What the numbers mean in Gymnasium's classic control: (names of the observation, names of the actions).
+# Names of the numbers in Gymnasium's classic control: (observation, actions).
 CLASSIC_CONTROL: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "CartPole": (
         ("cart position", "cart velocity", "pole angle", "pole angular velocity"),
@@ -59,29 +57,33 @@ CLASSIC_CONTROL: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class DiscreteEnv(TextEnv):
     """A Gymnasium environment with a Discrete or MultiDiscrete action space, in words.
 
-    An answer is an action if `parse` reads one; by default its name or number, in any case and white space, and with
-    several dimensions one for each, separated by commas. Anything else is illegal: the inner environment is not
-    stepped, the model is told what is legal, and the answer costs `illegal_penalty`. Rewards of the inner environment
-    are passed on unchanged as the term "reward".
+    An answer is an action if `parse` reads one; by default its name or number in any case and white space, and for
+    several dimensions one of each, separated by commas. Anything else is illegal: the inner environment is not stepped,
+    the model is told the legal actions, and the answer costs `illegal_penalty`. The inner rewards pass unchanged as the
+    term "reward".
 
     Args:
         env: a registered id, or a function that makes the environment.
-        env_kwargs: for its constructor; only with an id.
-        describe: (observation, environment) -> text, or "MODULE:NAME" of such a function. None: names and numbers.
-        parse: answer -> action or None, or "MODULE:NAME". None: by name or number.
-        action_names: of each action in order; for MultiDiscrete a list for each dimension. None: known ones of classic
+        env_kwargs: arguments of its constructor; only with an id.
+        describe: (observation, environment) -> text, or "MODULE:NAME" of such a function. None writes names and
+            numbers.
+        parse: answer -> action or None, or "MODULE:NAME". None reads names or numbers.
+        action_names: of each action in order; for MultiDiscrete a list per dimension. None takes those of classic
             control, else the numbers.
-        observation_names: of the observation's numbers, for the default `describe`. None: as for actions, else x0, x1.
-        rules: what the first observation starts with. None: that an action has to be chosen.
+        observation_names: of the observation's numbers, for the default `describe`. None takes those of classic
+            control, else x0, x1.
+        rules: beginning of the first observation. None says that an action must be chosen.
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        max_steps: answers, illegal ones included, until the episode is truncated. None: the registered time limit of
-            the environment; without one the episode goes on until the environment ends it.
+        max_steps: answers, illegal ones included, until truncation. None takes the registered time limit; without one
+            the inner environment ends the episode.
         reward_range: smallest and largest return, if known.
-        success: (last reward, terminated) -> success of an episode that is over, or "MODULE:NAME". None: not told.
+        success: (last reward, terminated) -> success of a finished episode, or "MODULE:NAME". None declares no success.
 
     Attributes (read by scripted policies):
-        inner: the environment below Gymnasium's wrappers. observation: its last one. actions: names and numbers.
-        steps_left: answers before truncation; None: no limit.
+        inner: the unwrapped environment.
+        observation: its last observation.
+        actions: names and numbers.
+        steps_left: answers before truncation; None for no limit.
 
     Raises:
         ConfigError: the action space is not discrete, or an argument does not fit the environment.
@@ -133,7 +135,7 @@ class DiscreteEnv(TextEnv):
         self._is_playing = False
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, Info]:
-        """Resets the inner environment with the options and the seed, or one drawn as `splits.next_seed` says."""
+        """Reset the inner environment with the options and the seed, or one drawn by `splits.next_seed`."""
         super().reset(seed=seed)
         seed = next_seed(self.np_random) if seed is None else seed
         self.observation, info = self._outer.reset(seed=seed, options=dict(options) if options else None)
@@ -142,7 +144,7 @@ class DiscreteEnv(TextEnv):
         return f"{self._rules}\n{self._view()}\nActions: {self.actions}.", dict(info)
 
     def step(self, action: str) -> StepTuple:
-        """Plays the action that the answer names."""
+        """Play the action that the answer names."""
         self._require_reset("step")
         chosen = self._parse(action)
         if chosen is None:
@@ -151,12 +153,11 @@ class DiscreteEnv(TextEnv):
         return self._answered(self._view(), {"reward": float(reward)}, bool(terminated), bool(truncated), dict(info))
 
     def invalid_action(self, error: str) -> StepTuple:
-        """An answer that could not even be read is illegal like any other."""
+        """Treat an unreadable answer as an illegal one."""
         self._require_reset("invalid_action")
         return self._illegal(f"{error}\nActions: {self.actions}.")
 
     def close(self) -> None:
-        """Closes the inner environment."""
         self._outer.close()
 
     def _require_reset(self, method: str) -> None:
@@ -183,7 +184,7 @@ class DiscreteEnv(TextEnv):
 
 
 def random_actions(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """A uniformly chosen action every time, of a `DiscreteEnv` whose `parse` takes names (Any: `PolicyFactory`)."""
+    """Return a player that draws actions uniformly; needs a `parse` that takes names."""
 
     def play(_messages: Sequence[Message]) -> str:
         return str(env.actions.sample(rng))
@@ -192,10 +193,10 @@ def random_actions(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def in_numbers(observation: Any, names: Sequence[str] | None = None) -> str:
-    """The numbers of an observation with their names: x0, x1, ... or, of a Dict space, its keys.
+    """Return the numbers of an observation with their names: x0, x1, ... or the keys of a Dict space.
 
     Raises:
-        ConfigError: it is too large to be read, or the names are not as many as the numbers.
+        ConfigError: it has too many numbers, or the names are not as many as the numbers.
 
     >>> in_numbers(np.array([0.5, -1.0]))
     'x0 = 0.5000, x1 = -1.000'
@@ -213,7 +214,7 @@ def in_numbers(observation: Any, names: Sequence[str] | None = None) -> str:
 
 
 def _numbers(observation: Any, name: str) -> list[tuple[str, Any]]:
-    """(name, number) of everything in an observation, in order."""
+    """Return all (name, number) pairs of an observation, in order."""
     if isinstance(observation, Mapping):
         return [pair for key, part in observation.items() for pair in _numbers(part, str(key))]
     if isinstance(observation, tuple | list):
@@ -247,18 +248,18 @@ def _registered_limit(env: Any) -> int | None:
 
 
 def _function(given: Any, what: str) -> Any:
-    """The function itself, or the one that "MODULE:NAME" names; None stays None."""
+    """Return the function, or the one that "MODULE:NAME" names; None stays None."""
     return named_object(given, what) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)
 class Actions:
-    """What may be chosen in each dimension of an action; a Discrete space has one dimension.
+    """The choices in each dimension of an action; a Discrete space has one dimension.
 
     Attributes:
-        names: for each dimension the names, in the order of their numbers.
-        starts: for each dimension the number of its first name.
-        is_single: whether an action is one number (Discrete) or an array of them (MultiDiscrete).
+        names: for each dimension, the names in the order of their numbers.
+        starts: for each dimension, the number of its first name.
+        is_single: an action is one number (Discrete), not an array (MultiDiscrete).
 
     >>> actions = Actions.of(Discrete(3), ["left", "stay", "right"])
     >>> actions.parse(" Right "), actions.parse("1"), actions.parse("jump")
@@ -273,7 +274,7 @@ class Actions:
 
     @classmethod
     def of(cls, space: Any, names: Sequence[Any] | None) -> Actions:
-        """The actions of a space (Any: whatever an environment has); None: they are called by their numbers.
+        """Return the actions of a space; without names, they are called by their numbers.
 
         Raises:
             ConfigError: the space is not discrete, or the names do not fit it.
@@ -297,7 +298,7 @@ class Actions:
         return cls(given, starts, is_single)
 
     def parse(self, text: str) -> Any:
-        """The action that a text names, by names or numbers; None if it is none."""
+        """Return the action that a text names by names or numbers, or None."""
         parts = [text] if self.is_single else text.split(",")
         if len(parts) != len(self.names):
             return None
@@ -307,11 +308,11 @@ class Actions:
         return chosen[0] if self.is_single else np.array(chosen)
 
     def sample(self, rng: np.random.Generator) -> str:
-        """A random action, by its names."""
+        """Return the names of a random action."""
         return ", ".join(dimension[int(rng.integers(len(dimension)))] for dimension in self.names)
 
     def name(self, number: int) -> str:
-        """What a number of the first dimension is called."""
+        """Return the name of a number in the first dimension."""
         return self.names[0][number - self.starts[0]]
 
     def __str__(self) -> str:
@@ -325,7 +326,7 @@ class Actions:
         for index, name in enumerate(names):
             if folded == _folded(name):
                 return start + index
-        # names come first: they may be numbers themselves
+        # After the names, which may look like numbers too.
         if re.fullmatch(r"-?\d{1,9}", folded) and start <= int(folded) < start + len(names):
             return int(folded)
         return None

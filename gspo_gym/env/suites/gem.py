@@ -1,9 +1,7 @@
-"""GemEnv: the environments of axon-rl's GEM (the package gem-llm), by their ids.
+"""`GemEnv`: the environments of axon-rl's GEM (the package gem-llm), and players of its games.
 
-In a config: `rollout.env_name = "Gem"` with `rollout.env_config = { game = "game:GuessTheNumber-v0-easy" }`. GEM's own
-observation wrappers, which repeat the history as one text every turn, are not used: a turn shows what is new.
-
-Hand-written players of GEM's games, for `gem.py`. References read the secret or the solution from the game.
+In a config: `rollout.env_name = "Gem"` with `rollout.env_config = { game = "game:GuessTheNumber-v0-easy" }`. GEM's
+observation wrappers, which repeat the history as one text every turn, are not used: a turn shows only what is new.
 """
 
 from __future__ import annotations
@@ -29,31 +27,29 @@ StepTuple = tuple[str, Reward, bool, bool, Info]
 
 _MAX_SHOWN = 200  # characters of another package's error
 _GAMES, _QUESTIONS = "game:", "rg:"
-_END = "<｜TERMINAL_STATE｜>"  # what GEM's questions say instead of nothing
+_END = "<｜TERMINAL_STATE｜>"  # GEM's questions say this instead of nothing
 
 
 class GemEnv(TextEnv):
-    """One GEM environment; answers are passed on as they are, and GEM reads what is in their last \\boxed{}.
+    r"""One GEM environment; it reads the last \boxed{} of an answer, which is passed on unchanged.
 
-    An observation is GEM's own with the prefix and the suffix that belong to it, where games keep their board. Rewards
-    are passed on unchanged as the term "reward". GEM declares no success but for mathematics ("correct" in its info),
-    so games have no success rate.
+    An observation is GEM's own with its prefix and suffix, where games keep their board. Rewards pass unchanged as the
+    term "reward". GEM declares success only for mathematics ("correct" in its info), so games have no success rate.
 
-    GEM draws from the process's random generators, and seeds them: they are lent to the episode while its code runs,
-    and rollouts play in worker processes, because making a Sokoban may take seconds. Ids under "rg:" ask the same 500
-    questions in training and in evaluation; `ReasoningGym` keeps them apart. Ids under "math:", "code:", "logic:",
-    "qa:" and "eval:" load a data set from the hub, and word games nltk's list of words.
+    GEM draws from process-wide random generators and seeds them, so they are lent to an episode while its code runs.
+    Rollouts play in worker processes, because making a Sokoban may take seconds. Ids under "rg:" ask the same 500
+    questions in training and evaluation; `ReasoningGym` keeps the two apart. Ids under "math:", "code:", "logic:",
+    "qa:" and "eval:" load a data set from the hub, and word games load nltk's list of words.
 
-    Policies: "random" for games; "reference" for GuessTheNumber, Mastermind, Sudoku and TowerofHanoi, whose secret or
-    solution is at hand.
+    Policies: "random" for games; "reference" for GuessTheNumber, Mastermind, Sudoku and TowerofHanoi.
 
     Args:
         game: GEM's id, such as "game:Mastermind-v0-hard" or "rg:chain_sum".
-        **env_kwargs: for GEM's constructor, such as `max_turns=12`.
+        **env_kwargs: arguments of GEM's constructor, such as `max_turns=12`.
 
     Raises:
         MissingExtraError: gem-llm is not installed.
-        UnknownNameError: GEM has no such environment; says the nearest.
+        UnknownNameError: GEM has no such environment; names the nearest.
     """
 
     isolation = "process"
@@ -70,17 +66,18 @@ class GemEnv(TextEnv):
             self.policies = {"random": random_play, **references(game)}  # type: ignore[misc]  # on the instance
         elif game.startswith(_QUESTIONS):
             self.reward_range = (0.0, 1.0)
-        self.inner: Any = None  # GEM's environment, made for each episode (Any: untyped). For the players.
+        self.inner: Any = None  # GEM's environment, made for each episode; read by the players
         self._generators = OwnGenerators(0)
         self._is_playing = False
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, Info]:
-        """Makes a fresh GEM environment, because some do not forget, and starts the episode of the seed."""
+        """Make a GEM environment and start the episode of the seed."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"GemEnv.reset: expected no options, got {sorted(options)}")
         if seed is None:
             seed = next_seed(self.np_random)
+        # A fresh one each time, because some keep state over a reset.
         self.close()
         self._generators = OwnGenerators(child_seed(seed, "gem"))
         with self._generators.in_place():
@@ -92,7 +89,7 @@ class GemEnv(TextEnv):
         return self._text(*answer), dict(answer[1])
 
     def step(self, action: str) -> StepTuple:
-        """GEM's answer to a text."""
+        """Return GEM's answer to a text."""
         if not self._is_playing:
             raise ResetNeeded("GemEnv.step: no episode is being played; call reset first")
         with self._generators.in_place():
@@ -106,12 +103,12 @@ class GemEnv(TextEnv):
         return text, Reward({"reward": reward}, success=success), bool(terminated), bool(truncated), dict(info)
 
     def invalid_action(self, error: str) -> StepTuple:
-        """Text that could not be read as a message is an answer without \\boxed{}, which GEM judges."""
+        r"""Let GEM judge an unreadable answer as an empty one, which has no \boxed{}."""
         del error
         return self.step("")
 
     def close(self) -> None:
-        """Closes GEM's environment, if it can be closed."""
+        """Close GEM's environment, if it can be closed."""
         close = getattr(self.inner, "close", None)
         self.inner, self._is_playing = None, False
         if callable(close):
@@ -123,13 +120,13 @@ class GemEnv(TextEnv):
     def _called(self, what: str, call: Any) -> Any:
         try:
             return call()
-        except Exception as error:  # whatever GEM or a game raises
-            # nltk, for one, writes a screenful in colours.
+        except Exception as error:  # GEM and its games may raise anything
+            # The text is cleaned, because nltk writes a screenful in colours.
             text = " ".join(re.sub(r"\x1b\[\d+m|\*{4,}", " ", str(error)).split())[:_MAX_SHOWN]
             raise EnvError(f"GEM {self.game}: {what} raised {type(error).__name__}: {text}") from error
 
     def _text(self, observation: Any, info: Any) -> str:
-        """The parts of an observation on lines of their own, as GEM's wrappers join them."""
+        """Return the parts of an observation on separate lines, as GEM's wrappers join them."""
         if not isinstance(observation, str) or not isinstance(info, Mapping):
             raise ContractError(f"GEM {self.game}: expected a text and an info, got {described(observation)}")
         parts = [str(info.get("prefix", "")), observation, str(info.get("suffix", ""))]
@@ -137,12 +134,11 @@ class GemEnv(TextEnv):
 
 
 def _last_word(observation: Any) -> str:
-    """What the model is told at the end, without the request for another move."""
+    """Return the observation at the end, without the request for another move."""
     return "" if observation == _END else str(observation)
 
 
 def _package() -> Any:
-    """Any: untyped."""
     try:
         return importlib.import_module("gem")
     except ImportError as error:
@@ -150,7 +146,7 @@ def _package() -> Any:
 
 
 def references(game: str) -> dict[str, PolicyFactory]:
-    """{"reference": the player that earns 1} for the ids of games that have one, else nothing.
+    """Return the reference policy of a game whose secret or solution can be read, else nothing.
 
     >>> list(references("game:Sudoku-v0-easy")), references("game:Sokoban-v0-easy")
     (['reference'], {})
@@ -162,13 +158,11 @@ def references(game: str) -> dict[str, PolicyFactory]:
 
 
 def random_play(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """GEM's own random action; `env` is a `GemEnv` (Any: `PolicyFactory` fixes the type).
-
-    Two games have none, so theirs is here. Others forget the \\boxed{} in which they want it, or add brackets.
-    """
-    own = OwnGenerators(int(rng.integers(2**31)))  # the game's must not notice that anybody draws
+    """Return a player that makes GEM's random actions in a `GemEnv`."""
+    own = OwnGenerators(int(rng.integers(2**31)))  # the game's generators must not advance
 
     def play(_messages: Sequence[Message]) -> str:
+        # Two games have no random action. Some others forget the \\boxed{} that they require, or add brackets.
         for name, draw in _RANDOM_MOVES.items():
             if env.game.startswith(f"game:{name}-"):
                 return f"\\boxed{{{draw(env.inner, rng)}}}"

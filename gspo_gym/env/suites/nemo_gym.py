@@ -1,8 +1,9 @@
-"""NeMoGym: environments that a NeMo-Gym server plays over HTTP (0.4.0's protocol, which needs Python 3.12 to serve).
+"""`NeMoGymEnv`: environments that a NeMo-Gym server plays over HTTP (the protocol of 0.4.0; serving it needs Python
+3.12).
 
-Two kinds of server. A *resources* server has tools and grades the whole conversation at its end: POST /seed_session,
-/{tool}, /verify. A *gymnasium* server plays turns: POST /reset, /step, and /close where it has that. In both, a row of
-a data set is the task, and one cookie jar is one episode (`nemo_gym_http.py` says why that matters).
+A *resources* server has tools and grades the conversation at its end: POST /seed_session, /{tool}, /verify. A
+*gymnasium* server plays turns: POST /reset, /step, and /close if it has that. In both, a row of a data set is the task
+and one cookie jar is one episode (`nemo_gym_http.py` says why).
 """
 
 from __future__ import annotations
@@ -22,40 +23,40 @@ from gspo_gym.errors import ConfigError, ContractError, nearest_name
 from gspo_gym.types import Message, ToolCall
 
 Kind = Literal["resources", "gymnasium"]
-Step = tuple[Any, float | None, bool, bool, dict[str, Any]]  # Any: an observation; info
+Step = tuple[Any, float | None, bool, bool, dict[str, Any]]
 
 _KINDS = ("resources", "gymnasium")
 _PARAMS = "responses_create_params"
-_SHOWN = 200  # characters of a wrong value that an error repeats
+_SHOWN = 200  # characters of a wrong value in an error
 
 
 class NeMoGymEnv(TextEnv):
     """An environment behind a NeMo-Gym server; the model answers with text or with the row's tools.
 
-    kind "resources": each tool call is made on the server; a message without one is the answer, which ends the episode
-    with the server's verdict as its reward. kind "gymnasium": each message is a step of the server, and the rewards of
-    the steps add up.
+    kind "resources": tool calls are made on the server; a message without one is the answer, which ends the episode
+    with the server's verdict as the reward. kind "gymnasium": each message is a step of the server, and rewards add up.
 
-    The seed picks the row and nothing else: servers that draw at random themselves (0.4.0's blackjack) play another
-    game each time, which `gspo-gym env check` finds out. Without `held_out`, evaluation is given the training rows,
-    and `info["is_held_out"]` is False.
+    The seed picks only the row: a server that draws at random (0.4.0's blackjack) plays another game each time, which
+    `gspo-gym env check` reports. Without `held_out`, evaluation uses the training rows, and `info["is_held_out"]` is
+    False.
 
     Args:
-        url: of the server, http://127.0.0.1:8000.
+        url: of the server, such as http://127.0.0.1:8000.
         rows: tasks, as a file or in memory, each with `responses_create_params`. All must offer the same tools.
-        held_out: the same, for seeds below 2**31; rows that are in it are not trained on.
+        held_out: the same, for seeds below 2**31; these rows are not trained on.
         kind: of the server.
-        max_steps: of a resources server: after so many turns without an answer, the conversation so far is graded and
-            the episode truncated; None leaves it to the rollout, and such an episode then has no reward.
-        timeout_seconds: for one answer of the server.
+        max_steps: for a resources server, turns without an answer until the conversation is graded as it is and the
+            episode truncated. None leaves it to the rollout, and such an episode then has no reward.
+        timeout_seconds: limit of one answer of the server.
 
     Raises:
-        ConfigError: an argument. ContractError: a row is not one.
+        ConfigError: an argument does not fit.
+        ContractError: a row is malformed.
         MissingExtraError: httpx is not installed.
     """
 
     takes_messages = True
-    isolation = "thread"  # async throughout: it runs in the event loop
+    isolation = "thread"  # async throughout, so it runs in the event loop
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class NeMoGymEnv(TextEnv):
         self._tool_schemas = _common_tools(self._rows)
         if self._held_out is not None and _common_tools(self._held_out) != self._tool_schemas:
             raise ConfigError("NeMoGym: the tools of held_out are not those of rows; use one environment for each set")
-        self._session: ServerSession | None = None  # None: no episode is being played
+        self._session: ServerSession | None = None  # None between episodes
         self._row: dict[str, Any] = {}
         self._said: list[Message] = []  # since the row's input
         self._num_turns = 0
@@ -88,13 +89,13 @@ class NeMoGymEnv(TextEnv):
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Those of the rows."""
+        """Return the tools that all rows offer."""
         return self._tool_schemas
 
     async def reset(  # type: ignore[override]  # async, as TextEnv allows
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begins the row of the seed in a new session, or of one drawn as `splits.next_seed` says."""
+        """Begin the row of the seed, or of one drawn by `splits.next_seed`, in a new session."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"NeMoGym.reset: expected no options, got {sorted(options)}")
@@ -119,7 +120,7 @@ class NeMoGymEnv(TextEnv):
         return messages, {"row": where, "is_held_out": rows is self._held_out, **info}
 
     async def step(self, action: Message | str) -> Step:  # type: ignore[override]
-        """One turn."""
+        """Play one turn."""
         if self._session is None:
             raise ResetNeeded("NeMoGymEnv.step: no episode is being played; call reset first")
         message = Message("assistant", action) if isinstance(action, str) else action
@@ -128,7 +129,7 @@ class NeMoGymEnv(TextEnv):
         try:
             step = await (self._play(message) if self._kind == "gymnasium" else self._answer(message))
         except BaseException:
-            await self._drop()  # half a turn was played
+            await self._drop()  # the server has played an unknown part of the turn
             raise
         self._said += step[0]
         if step[2] or step[3]:
@@ -136,7 +137,7 @@ class NeMoGymEnv(TextEnv):
         return step
 
     async def close(self) -> None:  # type: ignore[override]
-        """Ends the session, and tells a server that wants to know."""
+        """End the session, and tell a server that supports it."""
         if self._session is None:
             return
         try:
@@ -145,10 +146,8 @@ class NeMoGymEnv(TextEnv):
         finally:
             await self._drop()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
     async def _answer(self, message: Message) -> Step:
-        """A turn with a resources server."""
+        """Play a turn with a resources server."""
         answers = [await self._call(call) for call in message.tool_calls]
         is_cut_off = bool(answers) and self._num_turns == self._max_steps
         if answers and not is_cut_off:
@@ -161,7 +160,7 @@ class NeMoGymEnv(TextEnv):
         return answers, reward, not is_cut_off, is_cut_off, info
 
     async def _call(self, call: ToolCall) -> Message:
-        # The path is the tool's name: one that the row does not offer could be /verify.
+        # The path is the tool's name, so a name that the row does not offer could be /verify.
         names = [schema["function"]["name"] for schema in self._tool_schemas]
         if call.name in names:
             assert self._session is not None
@@ -171,7 +170,7 @@ class NeMoGymEnv(TextEnv):
         return Message("tool", text, tool_call_id=call.id, name=call.name)
 
     async def _play(self, message: Message) -> Step:
-        """A turn with a gymnasium server."""
+        """Play a turn with a gymnasium server."""
         assert self._session is not None
         body = {**self._row, "response": self._response([message])}
         if self._is_idempotent:
@@ -206,12 +205,13 @@ def _read(rows: RowSource) -> list[tuple[dict[str, Any], str]]:
 
 
 def _common_tools(rows: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[Mapping[str, Any], ...]:
-    """The tools that all rows offer: the model is told of them before a row is drawn.
+    """Return the tools that all rows offer.
 
     Raises:
-        ContractError: a row has no `responses_create_params`, or its tools are no functions.
-        ConfigError: there are no rows, or rows with different tools.
+        ContractError: a row has no `responses_create_params`, or a tool is no function.
+        ConfigError: there are no rows, or their tools differ.
     """
+    # The model is told its tools once per environment, before a row is drawn.
     if not rows:
         raise ConfigError("NeMoGym: expected at least one row on each side, got none")
     common: tuple[Mapping[str, Any], ...] | None = None

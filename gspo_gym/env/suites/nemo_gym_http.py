@@ -1,8 +1,8 @@
-"""One session of a NeMo-Gym server: an HTTP client with its own cookies, which notices when the session is lost.
+"""One session of a NeMo-Gym server: an HTTP client with the session's cookies.
 
-A NeMo-Gym server takes a request without its cookie for a new session and answers 200 with a plausible losing reward.
-So no request goes out here without the cookie, and no answer is believed that comes back with another session. Proxies
-of the environment are not used.
+A NeMo-Gym server takes a request without its cookie for a new session, and answers 200 with a plausible losing reward.
+So each request is checked to carry the cookie, and each answer to be of the same session. Proxies of the environment
+are not used.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, MissingExt
 if TYPE_CHECKING:
     import httpx
 
-_SHOWN = 300  # characters of a body that an error repeats
+_SHOWN = 300  # characters of a body in an error
 _RETRIED_STATUS = (502, 503, 504)
-_MAX_TRIES = 3  # of a request that may be repeated
+_MAX_TRIES = 3  # for a request that may be repeated
 
 
 class ServerSession:
-    """The cookies and the connection of one episode.
+    """Cookies and connection of one episode.
 
     Args:
         url: of the server.
-        timeout_seconds: for one answer, after which the session is given up.
+        timeout_seconds: limit of one answer; the session is given up after it.
 
     Raises:
         MissingExtraError: the httpx package is not installed.
@@ -47,13 +47,13 @@ class ServerSession:
             timeout=timeout_seconds,
             trust_env=False,
             follow_redirects=False,
-            verify=_tls() if url.startswith("https:") else False,  # False: nothing is verified because nothing is TLS
+            verify=_tls() if url.startswith("https:") else False,  # plain HTTP needs no (slow) SSL context
         )
-        self._cookie = ""  # its name; "" before the session begins
+        self._cookie = ""  # name of the cookie; "" before the session begins
         self._session = ""
 
     async def begin(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the first request, which must start a session.
+        """Send the first request, which must start a session, and return its answer.
 
         Raises:
             ContractError: it sets no cookie, or more than one; and as `post`.
@@ -67,15 +67,15 @@ class ServerSession:
         return answer
 
     async def post(self, path: str, body: Mapping[str, Any], *, may_repeat: bool = False) -> dict[str, Any]:
-        """The JSON object that a request in this session is answered with (Any: JSON).
+        """Return the JSON answer to a request in this session.
 
         Args:
             path, body: of the request.
-            may_repeat: the server knows a request that it has answered before, so one whose answer was lost is sent
-                again.
+            may_repeat: the server recognises a repeated request, so one without an answer is sent again.
 
         Raises:
-            EnvError: the session is lost, or the server fails. EnvTimeoutError: no answer in time.
+            EnvError: the session is lost, or the server fails.
+            EnvTimeoutError: no answer in time.
             ContractError: the request is refused (4xx), or the answer is no JSON object.
         """
         for attempt in range(_MAX_TRIES):
@@ -93,7 +93,7 @@ class ServerSession:
         raise AssertionError("the last try returns or raises")
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What a tool answers, as it stands in the body; a refusal of the arguments (400, 422) is for the model.
+        """Return a tool's answer as text; a refusal of the arguments (400, 422) is text for the model.
 
         Raises:
             as `post`.
@@ -106,18 +106,18 @@ class ServerSession:
         return response.text
 
     async def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
     async def _send_in_session(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        """Sends with the session's cookie, and checks that it still is the session's after."""
+        """Send with the session's cookie, and check that the answer is of the same session."""
         if self._client is None:
             raise EnvError(f"{self._where(path)}: the session is closed")
         self._require_session(path, "before the request")
         response = await self._send(path, body)
-        if response.status_code < 500:  # a proxy's 502 sets no cookie, and loses none
+        if response.status_code < 500:  # the 502 of a proxy sets no cookie, and loses none
             self._require_session(path, "after the answer")
         return response
 
@@ -141,7 +141,7 @@ class ServerSession:
         try:
             return await self._client.post(path, json=body)
         except httpx.TimeoutException as error:
-            await self.close()  # it may still be at it: what it does is not known any more
+            await self.close()  # the server may still be working, so its state is unknown
             raise EnvTimeoutError(f"{self._where(path)}: no answer within {self._timeout:g} seconds") from error
         except httpx.HTTPError as error:
             raise EnvError(f"{self._where(path)}: {type(error).__name__}: {error}") from error
@@ -152,7 +152,7 @@ class ServerSession:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """One for all episodes: reading the certificates takes longer than a short episode does."""
+    """Return one context for all episodes: reading the certificates takes longer than a short episode."""
     return ssl.create_default_context()
 
 

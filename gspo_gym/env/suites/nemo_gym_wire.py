@@ -1,4 +1,4 @@
-"""NeMo-Gym's words for a conversation: OpenAI's Responses API. No I/O."""
+"""Conversations in the form of NeMo-Gym, OpenAI's Responses API. No I/O."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gspo_gym.types import Message
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_SHOWN = 200  # characters of a wrong value that an error repeats
+_SHOWN = 200  # characters of a wrong value in an error
 
-JsonObject = Mapping[str, Any]  # Any: JSON
+JsonObject = Mapping[str, Any]
 
 
 def messages_of(params: JsonObject, *, where: str) -> tuple[Message, ...]:
-    """The messages that `responses_create_params` begins with: its instructions and its input.
+    """Return the messages of `responses_create_params`: its instructions and its input.
 
     Raises:
-        ContractError: there is something that is no text message.
+        ContractError: something in it is no text message.
     """
     messages = [Message("system", params["instructions"])] if params.get("instructions") else []
     given = params.get("input", ())
@@ -40,7 +40,7 @@ def messages_of(params: JsonObject, *, where: str) -> tuple[Message, ...]:
 
 
 def tool_schemas_of(params: JsonObject, *, where: str) -> tuple[JsonObject, ...]:
-    """The row's tools as OpenAI chat function schemas: there, name and parameters stand one level deeper.
+    """Return the row's tools as OpenAI chat function schemas, which nest name and parameters one level deeper.
 
     Raises:
         ContractError: a tool is no function.
@@ -56,11 +56,8 @@ def tool_schemas_of(params: JsonObject, *, where: str) -> tuple[JsonObject, ...]
 
 
 def response_of(messages: Sequence[Message], params: JsonObject, *, response_id: str) -> dict[str, Any]:
-    """A Responses-API object whose output is the conversation after the row's input.
-
-    What a model server would know and nobody reads here (time of creation, model) is constant, so that one episode is
-    always the same request.
-    """
+    """Return a Responses API object whose output is the conversation after the row's input."""
+    # Time and model are constants, which makes the request of an episode reproducible.
     items = [item for index, message in enumerate(messages) for item in _items(message, f"{response_id}_{index}")]
     return {
         "id": response_id,
@@ -75,11 +72,11 @@ def response_of(messages: Sequence[Message], params: JsonObject, *, response_id:
 
 
 def session_of(cookie: str) -> str:
-    """The session that a signed Starlette cookie stands for: its `session_id` if it has one, else all it holds.
+    """Return the session of a signed Starlette cookie: its `session_id`, else all its data.
 
-    A cookie is `base64(JSON).time.signature`; time and signature are new with every reply. One of another make is taken
-    as it is.
+    Any other cookie is returned as it is.
     """
+    # base64(JSON).time.signature: time and signature change with every reply.
     payload = cookie.strip('"').partition(".")[0]
     try:
         held = json.loads(base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True))
@@ -102,7 +99,7 @@ def _content_of(content: Any, where: str) -> str:
 
 
 def _items(message: Message, item_id: str) -> list[dict[str, Any]]:
-    """The output items that one message is."""
+    """Return the output items of one message."""
     if message.role == "tool":
         return [{"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content}]
     if message.role != "assistant":

@@ -1,8 +1,9 @@
-"""OpenEnv: environments that a server plays, over the WebSocket of OpenEnv's protocol (verified against openenv 0.10).
+"""`OpenEnvEnv`: environments that a server plays over the WebSocket of OpenEnv's protocol (checked against openenv
+0.10).
 
-One episode is one socket, which is one session of the server, reset exactly once: a second reset opens a second socket.
-OpenEnv's HTTP /reset and /step are never used: each answers from a fresh environment. What OpenEnv cannot say: it has
-`done` and no `truncated`, so every end is *terminated* (our own server says which).
+An episode is one socket, which is one session of the server, reset exactly once. OpenEnv's HTTP /reset and /step are
+not used, because each answers from a fresh environment. OpenEnv has `done` and no `truncated`, so every end is
+*terminated*, except where our own server says more.
 """
 
 from __future__ import annotations
@@ -36,47 +37,47 @@ from gspo_gym.errors import ContractError, EnvError
 from gspo_gym.seeding import generator
 from gspo_gym.types import Message, ToolCall
 
-# Module state on purpose: what a server says of itself is the same for every environment made of it.
+# Module state: the facts of a server are the same for every environment made of it.
 _FACTS = FactsCache()
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0  # between tries to get a session
-_MAX_ERRORS = 3  # steps in a row that the server fails to execute: then it is broken, whatever the model did
+_MAX_ERRORS = 3  # failed steps in a row that mean a broken server, not a bad action
 _RECOVERABLE = ("EXECUTION_ERROR", "VALIDATION_ERROR")  # at a step; the session survives both
 
-Frame = Mapping[str, Any]  # Any: JSON
+Frame = Mapping[str, Any]  # JSON
 
 
 class OpenEnvEnv(TextEnv):
     """An environment behind an OpenEnv server.
 
-    Where the server's actions are tool calls, its tools are offered to the model, and each call is a step of the
-    server; the rewards of a turn add up. Otherwise the model's text is one field of the action.
+    If the server's actions are tool calls, its tools are offered to the model and each call is a step of the server;
+    the rewards of a turn add up. Otherwise the model's text is one field of the action.
 
-    What the model sees of errors: an action that the server finds invalid (VALIDATION_ERROR) was not made, is answered
-    with the reasons and earns 0, as with `TextEnv.invalid_action`; one that it failed to execute (EXECUTION_ERROR,
-    which is how OpenEnv environments refuse illegal moves) is answered with the server's text, unscored, and the third
-    in a row is an EnvError. All other errors, and a lost socket, are EnvErrors: the episode is played anew.
+    An action that the server finds invalid (VALIDATION_ERROR) is answered with the reasons and earns 0, as by
+    `TextEnv.invalid_action`. One that it failed to execute (EXECUTION_ERROR, by which OpenEnv environments refuse
+    illegal moves) is answered with the server's text, unscored; the third in a row is an EnvError. All other errors,
+    and a lost socket, are EnvErrors: the episode is played again.
 
     Args:
         url: of the server: ws://127.0.0.1:8000, or with http, https, wss.
-        text_field: of the action, for what the model says; None: the only one that is required. A field that is not
-            text is read as JSON ("3" is 3).
+        text_field: field of the action for the model's text; None takes the only required one. A field that is not text
+            is read as JSON ("3" is 3).
         action_fields: further fields of every action, with their values.
-        observation_fields: of the observation, shown to the model; () shows its only text field, or all as JSON.
-        reset_options: given to every reset beside the seed. A server ignores what its environment does not take, the
-            seed too: `gspo-gym env check` finds that out.
-        api_key_env: the environment variable with the key, sent as "Authorization: Bearer KEY"; None sends none.
-        connect_timeout_seconds, message_timeout_seconds: to connect; for one answer, after which the socket is dropped.
-        capacity_timeout_seconds: how long a reset waits for a place in a full server. Below the rollout's
-            `step_timeout_seconds`, or that is what ends the wait.
-        max_message_bytes: a longer answer is an error.
+        observation_fields: fields of the observation to show; () shows its only text field, or all as JSON.
+        reset_options: passed to every reset beside the seed. A server ignores what its environment does not take, even
+            the seed, which `gspo-gym env check` reports.
+        api_key_env: environment variable with the key, sent as "Authorization: Bearer KEY"; None sends none.
+        connect_timeout_seconds, message_timeout_seconds: limits to connect and for one answer.
+        capacity_timeout_seconds: how long a reset waits for a place in a full server. Keep it below the rollout's
+            `step_timeout_seconds`, which ends the wait otherwise.
+        max_message_bytes: limit of an answer.
 
     Raises:
-        ConfigError: the URL, or the fields do not fit the server's action.
-        EnvError, EnvTimeoutError, ContractError: the server does not say what it is.
+        ConfigError: the URL is malformed, or the fields do not fit the server's action.
+        EnvError, EnvTimeoutError, ContractError: the server does not describe itself.
         MissingExtraError: websockets or httpx is not installed.
     """
 
-    isolation = "thread"  # async throughout: it runs in the event loop
+    isolation = "thread"  # async throughout, so it runs in the event loop
 
     def __init__(
         self,
@@ -112,13 +113,13 @@ class OpenEnvEnv(TextEnv):
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """As the server lists its tools."""
+        """Return the server's tools."""
         return self._facts.tool_schemas
 
     async def reset(  # type: ignore[override]  # async, as TextEnv allows
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Opens a session and resets it, once; without a seed, with one drawn as `splits.next_seed` says."""
+        """Open a session and reset it with the seed, or one drawn by `splits.next_seed`."""
         super().reset(seed=seed)
         await self.close()
         seed = next_seed(self.np_random) if seed is None else seed
@@ -129,10 +130,10 @@ class OpenEnvEnv(TextEnv):
         return self._observation(data), {"metadata": data.get("metadata")}
 
     async def step(self, action: Message | str) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # type: ignore[override]
-        """One turn: one step of the server, or one for each tool call."""
+        """Play one turn: one step of the server, or one for each tool call."""
         if not self._is_playing:
             raise ResetNeeded("OpenEnvEnv.step: no episode is being played; call reset first")
-        self._is_playing = False  # until this turn is answered in full
+        self._is_playing = False  # until this turn is answered in full, so that a failed turn ends the episode
         if isinstance(action, str):
             answer = await self._step_text(action)
         elif self._facts.takes_whole_turns:
@@ -146,15 +147,13 @@ class OpenEnvEnv(TextEnv):
         return answer
 
     async def close(self) -> None:  # type: ignore[override]
-        """Ends the session."""
+        """End the session."""
         socket, self._socket, self._is_playing = self._socket, None, False
         if socket is not None:
             await socket.close()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
     async def _begin(self, given: Mapping[str, Any], seed: int) -> Frame:
-        """The answer to reset in a new session; waits while the server is full."""
+        """Return the answer to reset in a new session; wait while the server is full."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._capacity_timeout
         for attempt in itertools.count():
@@ -172,7 +171,7 @@ class OpenEnvEnv(TextEnv):
                 return self._data(reply, "reset")
             await self.close()
             wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**attempt)
-            # All episodes of a group have one seed; the port keeps them from coming back together.
+            # All episodes of a group share a seed; the port spreads their retries.
             wait *= generator(seed, "capacity", port, attempt).uniform(0.5, 1.5)
             if loop.time() + wait > deadline:
                 raise EnvError(
@@ -208,7 +207,7 @@ class OpenEnvEnv(TextEnv):
         return self._observation(data), reward, terminated, truncated, {"metadata": data.get("metadata")}
 
     async def _step_calls(self, calls: Sequence[ToolCall]) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step of the server for each call; after the last of the episode, calls are answered and not made."""
+        """Make a step of the server for each call; calls after the end of the episode are answered but not made."""
         messages: list[Message] = []
         rewards: list[float] = []
         done = False
@@ -240,7 +239,7 @@ class OpenEnvEnv(TextEnv):
         return await self._socket.exchange({"type": "step", "data": action})
 
     def _recoverable(self, reply: Frame) -> str | None:
-        """What the model is told of an error that the session survives; None: it is none.
+        """Return the text for the model of an error that the session survives, else None.
 
         Raises:
             EnvError: too many steps in a row were not executed.
@@ -256,17 +255,18 @@ class OpenEnvEnv(TextEnv):
         return _said(reply)
 
     def _data(self, reply: Frame, asked: str) -> Frame:
-        """The data of an observation.
+        """Return the data of an observation.
 
         Raises:
-            EnvError: the server answers with an error; one of ours says by its class whether the action exceeded a
-                limit (`env/blame.py`). ContractError: it answers with something else.
+            EnvError: the server answers with an error; from our own server, of the class that says whether the action
+                exceeded a limit (`env/blame.py`).
+            ContractError: it answers with something else.
         """
         code = _code(reply)
         if code in ("INVALID_JSON", "UNKNOWN_TYPE"):
             raise ContractError(f"{self._http_url}: {asked}: it does not speak OpenEnv's protocol: {_said(reply)}")
         if code is not None:
-            _FACTS.forget(self._http_url)  # perhaps it was restarted as something else
+            _FACTS.forget(self._http_url)  # it may have been restarted with another environment
             raise _failure_in(reply)(f"{self._http_url}: {asked}: {code}: {_said(reply)}")
         data = reply.get("data")
         if reply["type"] != "observation" or not isinstance(data, Mapping):
@@ -278,7 +278,7 @@ class OpenEnvEnv(TextEnv):
 
 
 def _code(reply: Frame) -> str | None:
-    """The code of an error; None: it is none."""
+    """Return the code of an error; None for other replies."""
     if reply["type"] != "error":
         return None
     data = reply.get("data")
@@ -286,7 +286,7 @@ def _code(reply: Frame) -> str | None:
 
 
 def _said(reply: Frame) -> str:
-    """An error in words, with the reasons that pydantic gives on the other side."""
+    """Return an error in words, with pydantic's reasons from the server."""
     data = reply.get("data")
     if not isinstance(data, Mapping):
         return str(data)
@@ -299,7 +299,7 @@ def _said(reply: Frame) -> str:
 
 
 def _failure_in(reply: Frame) -> type[EnvError]:
-    """What a server of ours says beside the code of an error, which other servers do not."""
+    """Return the class of failure that our own server adds to an error."""
     data = reply.get("data")
     details = data.get(EXTENSION) if isinstance(data, Mapping) else None
     return failure_of(details.get("failure") if isinstance(details, Mapping) else None)

@@ -1,9 +1,7 @@
-"""One WebSocket to an OpenEnv server, which is one session of it; and what a server says over HTTP before that.
+"""The connection to an OpenEnv server: one WebSocket per session, its facts over HTTP, and the translation of its
+answers.
 
-A socket that is lost is lost: nothing here connects again. Proxies of the environment are not used. Called by
-`openenv.py`.
-
-What an OpenEnv server says, as our environments say it: tools, observations, results, rewards. No I/O.
+A lost socket is not reconnected. Proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -23,21 +21,18 @@ from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutErro
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
-_SHOWN = 200  # characters of a wrong answer that an error repeats
-_CLOSE_SECONDS = 2.0  # for the goodbye
+_SHOWN = 200  # characters of a wrong answer in an error
+_CLOSE_SECONDS = 2.0  # for the closing handshake
 
 
 class Socket:
     """A connection that answers one message with one message.
 
-    Whatever keeps an answer from being read (the deadline, a cancellation, the other side) drops the connection, so
-    that a late answer is never taken for the next one.
-
     Args:
         url: of the server's WebSocket.
         headers: sent when it is opened.
-        connect_timeout_seconds, message_timeout_seconds: to open it; for one answer.
-        max_message_bytes: longer ones are refused.
+        connect_timeout_seconds, message_timeout_seconds: limits to open it and for one answer.
+        max_message_bytes: longer messages are refused.
     """
 
     def __init__(
@@ -56,7 +51,7 @@ class Socket:
 
     @property
     def local_port(self) -> int:
-        """Ours, which no other open connection to this server has."""
+        """Return the local port, which no other open connection to this server has."""
         return int(self._connection.local_address[1]) if self._connection is not None else 0
 
     async def open(self) -> None:
@@ -87,10 +82,11 @@ class Socket:
             raise EnvError(f"{self._url}: cannot connect: {type(error).__name__}: {error}") from error
 
     async def exchange(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message and read the answer (Any: JSON).
+        """Send a message and return the answer.
 
         Raises:
-            EnvError: the session is lost. EnvTimeoutError: no answer in time.
+            EnvError: the session is lost.
+            EnvTimeoutError: no answer in time.
             ContractError: the answer is no object with a type.
         """
         from websockets.exceptions import ConnectionClosed
@@ -98,9 +94,10 @@ class Socket:
         connection = self._connection
         if connection is None:
             raise EnvError(f"{self._url}: the session is lost; a new reset makes a new one")
+        # Any failure below drops the connection: a late answer must not be taken for the next one.
         try:
             async with asyncio.timeout(self._message_timeout):
-                with contextlib.suppress(ConnectionClosed):  # a full server says so and closes, and reads nothing
+                with contextlib.suppress(ConnectionClosed):  # a full server says so and closes without reading
                     await connection.send(json.dumps(message))
                 text = await connection.recv()
         except TimeoutError:
@@ -119,7 +116,7 @@ class Socket:
         return self._read(text)
 
     async def close(self) -> None:
-        """Say goodbye, so that the server's place is free at once; a server that does not answer is left."""
+        """Close the session, which frees the server's place at once; a server that does not answer is left."""
         from websockets.exceptions import ConnectionClosed
 
         connection, self._connection = self._connection, None
@@ -134,7 +131,7 @@ class Socket:
             raise
 
     def drop(self) -> None:
-        """Cut the connection without a word."""
+        """Cut the connection without a closing handshake."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.transport.abort()
@@ -151,7 +148,7 @@ class Socket:
 
 
 def http_url_of(url: str) -> str:
-    """The server's address for HTTP, without a slash at its end; that of its WebSocket will do, too.
+    """Return the server's HTTP address without a slash at its end; a WebSocket URL is accepted too.
 
     Raises:
         ConfigError: it is no URL of http, https, ws or wss.
@@ -168,7 +165,7 @@ def http_url_of(url: str) -> str:
 
 
 class FactsCache:
-    """What servers say of their environments, asked once for each address."""
+    """The facts of servers, asked once per address."""
 
     def __init__(self) -> None:
         self._facts: dict[str, ServerFacts] = {}
@@ -176,7 +173,7 @@ class FactsCache:
         self._locks: dict[str, threading.Lock] = {}
 
     def of(self, http_url: str, *, headers: Mapping[str, str], timeout_seconds: float) -> ServerFacts:
-        """The facts of a server; blocks while they are asked for.
+        """Return the facts of a server; blocks while it is asked.
 
         Raises:
             EnvError, EnvTimeoutError: the server cannot be reached or refuses.
@@ -185,13 +182,13 @@ class FactsCache:
         """
         with self._lock:
             lock = self._locks.setdefault(http_url, threading.Lock())
-        with lock:  # a group's episodes begin together: one asks
+        with lock:  # a group's episodes begin together; only the first asks
             if http_url not in self._facts:
                 self._facts[http_url] = _ask(http_url, headers, timeout_seconds)
             return self._facts[http_url]
 
     def forget(self, http_url: str) -> None:
-        """Ask again next time: the server may be another one now."""
+        """Ask the server again next time."""
         self._facts.pop(http_url, None)
 
 
@@ -212,7 +209,7 @@ def _ask(http_url: str, headers: Mapping[str, str], timeout_seconds: float) -> S
             facts = ServerFacts(action, observation)
             if not facts.may_take_tool_calls:
                 return facts
-            where = f"{http_url}/mcp"  # over HTTP, which takes no session's place
+            where = f"{http_url}/mcp"  # over HTTP, which takes no place of a session
             request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
             return ServerFacts(
                 action, observation, tool_schemas_of(_json(client.post(where, json=request), where), where=where)
@@ -223,7 +220,7 @@ def _ask(http_url: str, headers: Mapping[str, str], timeout_seconds: float) -> S
         raise EnvError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def _json(response: Any, where: str) -> dict[str, Any]:  # Any: httpx is imported where it is used
+def _json(response: Any, where: str) -> dict[str, Any]:
     if response.status_code != 200:
         raise EnvError(f"{where}: status {response.status_code}: {response.text[:_SHOWN]}")
     try:
@@ -235,20 +232,20 @@ def _json(response: Any, where: str) -> dict[str, Any]:  # Any: httpx is importe
     return answer
 
 
-# The key of an observation's metadata under which our own server says what OpenEnv has no word for.
+# Key of an observation's metadata where our own server says what OpenEnv has no field for.
 EXTENSION = "gspo_gym"
-_BESIDE = ("metadata", "reward", "done")  # fields that every OpenEnv observation may have beside its own
+_BESIDE = ("metadata", "reward", "done")  # every OpenEnv observation may have them
 
-JsonObject = Mapping[str, Any]  # Any: JSON
+JsonObject = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of its environment before anything is played.
+    """A server's description of its environment.
 
     Attributes:
         action_schema, observation_schema: JSON schemas.
-        tool_schemas: OpenAI function schemas; () where actions are not tool calls.
+        tool_schemas: OpenAI function schemas; () if actions are not tool calls.
     """
 
     action_schema: JsonObject
@@ -257,27 +254,30 @@ class ServerFacts:
 
     @property
     def takes_whole_turns(self) -> bool:
-        """Whether one step takes a message with all its tool calls, as our own server does."""
+        """Return whether one step takes a message with all its tool calls, as our own server does."""
         return {"message", "tool_calls"} <= _properties(self.action_schema).keys()
 
     @property
     def may_take_tool_calls(self) -> bool:
-        """Whether the action is OpenEnv's tool call, or its bare base class, as which a server accepts calls, too."""
+        """Return whether the action is OpenEnv's tool call, or its bare base class, with which a server may accept
+        calls too.
+        """
         names = _properties(self.action_schema).keys()
         return {"tool_name", "arguments"} <= names or names <= {"metadata", "type"}
 
 
 def text_field_of(schema: JsonObject, *, named: str | None, fixed: JsonObject, where: str) -> str:
-    """The field of an action that takes what the model says.
+    """Return the field of an action that takes the model's text.
 
     Args:
         schema: of the action.
-        named: the user's choice; None: the only required field if it is a string, or the only string where none is.
-        fixed: fields with a value of the user's.
+        named: the user's choice; None takes the only required field if it is a string, or the only string if none is
+            required.
+        fixed: fields to which the user gave values.
         where: the server, for errors.
 
     Raises:
-        ConfigError: the choice is not clear, or leaves a required field without a value.
+        ConfigError: the choice is ambiguous, or leaves a required field without a value.
     """
     fields = {name: field for name, field in _properties(schema).items() if name != "metadata"}
     for name in (*fixed, *([named] if named is not None else [])):
@@ -299,12 +299,12 @@ def text_field_of(schema: JsonObject, *, named: str | None, fixed: JsonObject, w
 
 
 def takes_text(schema: JsonObject, field: str) -> bool:
-    """Whether a field of the action takes text as it is; any other is read as JSON ("3" is 3)."""
+    """Return whether a field of the action takes text; any other is read as JSON ("3" is 3)."""
     return _is_text(_properties(schema)[field])
 
 
 def tool_schemas_of(answer: Any, *, where: str) -> tuple[JsonObject, ...]:
-    """OpenAI function schemas from the answer to JSON-RPC's tools/list (Any: JSON); () if the server has none.
+    """Return OpenAI function schemas from the answer to JSON-RPC's tools/list; () if the server has no tools.
 
     Raises:
         ContractError: it is no such answer.
@@ -326,10 +326,10 @@ def tool_schemas_of(answer: Any, *, where: str) -> tuple[JsonObject, ...]:
 
 
 def observation_of(data: JsonObject, *, fields: Sequence[str], where: str) -> Any:
-    """What the model is shown: text, or messages where the server is ours.
+    """Return the text for the model, or messages if the server is ours.
 
-    The fields that are named, each on its own lines; without any, the observation's only field if that is text, else
-    all of them as JSON.
+    The text has the named fields, each on its own lines; without names the observation's only field if that is text,
+    else all of them as JSON.
 
     Raises:
         ContractError: there is no observation, or no such field.
@@ -351,7 +351,7 @@ def observation_of(data: JsonObject, *, fields: Sequence[str], where: str) -> An
 
 
 def tool_result_of(data: JsonObject, *, where: str) -> str:
-    """What a tool answered, as text; an error starts with "error: ".
+    """Return a tool's answer as text; an error starts with "error: ".
 
     Raises:
         ContractError: it is no such answer, or has parts that are not text.
@@ -376,7 +376,7 @@ def tool_result_of(data: JsonObject, *, where: str) -> str:
 
 
 def reward_of(data: JsonObject, *, where: str) -> float | None:
-    """The reward; null is None, "not scored here".
+    """Return the reward; None, which means "not scored here", for null.
 
     Raises:
         ContractError: it is no finite number.
@@ -389,22 +389,22 @@ def reward_of(data: JsonObject, *, where: str) -> float | None:
     details = extension_of(data) or {}
     terms = details.get("reward_terms") or {}
     rich = Reward(terms, events=details.get("events") or (), success=details.get("success"))
-    # Terms that add up to something else would change the reward: OpenEnv's own number counts.
+    # Only OpenEnv's own number counts: terms with another sum would change the reward.
     return rich if float(rich) == float(reward) else float(reward)
 
 
 def extension_of(data: JsonObject) -> JsonObject | None:
-    """What our own server says beside OpenEnv's words; None from any other."""
+    """Return our own server's additions to OpenEnv's fields; None from any other server."""
     metadata = data.get("metadata")
     details = metadata.get(EXTENSION) if isinstance(metadata, Mapping) else None
     return details if isinstance(details, Mapping) else None
 
 
 def is_done(data: JsonObject, *, where: str) -> bool:
-    """Whether the episode is over.
+    """Return whether the episode is over.
 
     Raises:
-        ContractError: the server does not say.
+        ContractError: `done` is no bool.
     """
     done = data.get("done", False)
     if not isinstance(done, bool):

@@ -1,14 +1,10 @@
-"""ReasoningGymEnv: every generator of the reasoning-gym package, one question an episode, scored by the generator.
+"""`ReasoningGymEnv`: the generators of the reasoning-gym package, one question an episode, scored by the generator.
 
 `make("ReasoningGym", dataset="chain_sum", min_terms=3)`; in a config `rollout.env_name = "ReasoningGym"` with
 `rollout.env_config = { dataset = "chain_sum", min_terms = 3 }`.
 
-The process's random generators, lent to one episode at a time.
-
-Packages that draw from the modules `random` and `numpy.random` share one stream among all episodes of a process. Here
-an episode has streams of its own, which stand in the place of the global ones while its code runs; afterwards those are
-as they were. What draws from them in another thread meanwhile (a library that waits a random time before it tries
-again) is still seen by the episode; only a process of its own (`TextEnv.isolation`) keeps that out.
+`OwnGenerators` keeps such packages reproducible: they draw from the modules `random` and `numpy.random`, which all
+episodes of a process share.
 """
 
 from __future__ import annotations
@@ -33,27 +29,26 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
 
-Entry = dict[str, Any]  # Any: "metadata" holds whatever a generator needs to score an answer
+Entry = dict[str, Any]  # "metadata" holds what a generator needs to score an answer
 
 _DEFAULT_FRACTION = 0.1
 _MAX_DRAWS = 200  # a side with a tenth of the questions is missed with probability 0.9^200 = 7e-10
 _NO_ANSWER = "(no answer)"
-# Where a right answer is kept by generators whose entries have none under "answer".
+# Keys of a right answer in entries that have none under "answer".
 _EXAMPLES = ("example_correct_answer", "example_answer", "possible_answer")
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A generator with its settings; equal ones ask the same questions."""
+    """A generator with its settings; equal sources ask the same questions."""
 
     name: str
     held_out_fraction: float
     settings_text: str
     settings: Mapping[str, Any] = field(compare=False)
 
-    # Any, here and below: the package is untyped.
     def made(self, seed: int) -> Any:
-        """The package's dataset of a seed.
+        """Return the package's dataset of a seed.
 
         Raises:
             UnknownNameError, ConfigError: there is no such generator, or it refuses the settings.
@@ -65,17 +60,14 @@ class _Source:
             raise UnknownNameError(f"ReasoningGymEnv: there is no dataset {self.name!r}; {hint}")
         try:
             return package.create_dataset(self.name, seed=seed, size=1, **self._converted())
-        except (AssertionError, AttributeError, TypeError, ValueError) as error:  # how generators refuse their settings
+        except (AssertionError, AttributeError, TypeError, ValueError) as error:  # raised for refused settings
             raise ConfigError(f"ReasoningGymEnv: {self.name} refused {dict(self.settings)}: {error}") from error
 
     def entry(self, made: Any, seed: int) -> tuple[Any, Entry]:
-        """The entry of a seed, and the dataset that scores it: `made`, if that can give it.
-
-        Entry 7 of seed 0 is entry 0 of seed 7, so one dataset gives them all; some prepare a list, of one here.
-
-        Some also draw from the process's generators (list_functions), or seed them (pool_matrix); they are given their
-        own, by the seed.
-        """
+        """Return the entry of a seed and the dataset that scores it, which is `made` if that has the entry."""
+        # Entry 7 of seed 0 is entry 0 of seed 7, so one dataset gives all entries; but some datasets prepare a list
+        # (of one here) and raise. Some also draw from the process-wide generators (list_functions) or seed them
+        # (pool_matrix).
         with OwnGenerators(seed).in_place():
             try:
                 return made, made[seed]
@@ -84,7 +76,7 @@ class _Source:
                 return own, own[0]
 
     def _converted(self) -> dict[str, Any]:
-        """The settings; the parts of "composite" may be mappings, as a config file has them."""
+        """Return the settings with the parts of "composite", mappings in a config file, as the package's records."""
         settings = dict(self.settings)
         if self.name == "composite" and "datasets" in settings:
             spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
@@ -98,26 +90,24 @@ class _Source:
 class ReasoningGymEnv(TextEnv):
     """One generated question an episode; the reward is the generator's `score_answer`, from 0 to 1, unchanged.
 
-    A seed names a question. Which side it belongs to is decided by its text: a question of the wrong side is drawn
-    again, so that training (seeds from 2**31 up) never asks what evaluation does. An answer that earns 1 is a success.
-    "isomorphic_strings", "polynomial_multiplication" and "ransom_note" (0.1.23) draw from sets, whose order is another
-    in each process: for the same questions everywhere, set PYTHONHASHSEED.
+    A seed names a question. The text of a question decides its side; questions of the wrong side are drawn again, so
+    training (seeds from 2**31 up) never asks an evaluation question. An answer that earns 1 is a success.
+    "isomorphic_strings", "polynomial_multiplication" and "ransom_note" (0.1.23) draw from sets, whose order differs
+    between processes: set PYTHONHASHSEED to get the same questions.
 
-    The policy "reference" says the entry's own answer, and exists where that earns 1; "random" the answer of another
-    question.
+    The policy "reference" says the entry's own answer, if that earns 1; "random" the answer of another question.
 
     Args:
         dataset: name of a generator, such as "chain_sum".
-        prompt: which of the package's own instructions is the system message: "default", "simple", "direct",
-            "chain_of_draft" or "DeepSeekZero". All ask for <answer>...</answer>; of the last such pair the inside is
-            scored, and an answer without one is scored as no answer. None: no instructions, and the whole text without
-            white space around it is scored.
-        held_out_fraction: how many of the questions are for evaluation, in (0, 1); 0.1 by default.
-        **generator_config: the generator's own settings, but for `seed` and `size`, which the episode's seed decides.
+        prompt: the package's instructions for the system message: "default", "simple", "direct", "chain_of_draft" or
+            "DeepSeekZero". All ask for <answer>...</answer>; the inside of the last such pair is scored, and without
+            one there is no answer. None gives no instructions, and scores the stripped text.
+        held_out_fraction: fraction of the questions for evaluation, in (0, 1); default 0.1.
+        **generator_config: the generator's settings except `seed` and `size`, which follow from the episode's seed.
 
     Raises:
         MissingExtraError: reasoning-gym is not installed.
-        UnknownNameError: there is no such generator or prompt; says the nearest.
+        UnknownNameError: there is no such generator or prompt; names the nearest.
         ConfigError: the generator refuses the settings.
     """
 
@@ -142,19 +132,20 @@ class ReasoningGymEnv(TextEnv):
         settings_text = json.dumps(generator_config, sort_keys=True, default=repr)
         self._source = _Source(dataset, held_out_fraction, settings_text, generator_config)
         self.dataset_name = dataset
-        # A copy: what a dataset keeps in attributes is its own, and the tables that some load are not loaded again.
+        # A shallow copy: a dataset may set attributes on itself, and the tables that some load need not be loaded
+        # again.
         self._made = copy.copy(_loaded(self._source))
         self._entry: Entry | None
         self._scorer, self._entry = self._source.entry(self._made, 0)
         self.policies: Mapping[str, PolicyFactory] = {"random": others_answer}  # type: ignore[misc]  # on the instance
         if self._is_solved():
             self.policies = {"reference": right_answer, **self.policies}  # type: ignore[misc]
-        self._entry = None  # no episode is being played
+        self._entry = None  # None between episodes
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[tuple[Message, ...], Info]:
-        """Asks the question of the seed, or of one drawn as `splits.next_seed` says."""
+        """Ask the question of the seed, or of one drawn by `splits.next_seed`."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"ReasoningGymEnv.reset: expected no options, got {sorted(options)}")
@@ -173,27 +164,27 @@ class ReasoningGymEnv(TextEnv):
         return messages, {"dataset": self.dataset_name}
 
     def step(self, action: str) -> tuple[str, Reward, bool, bool, Info]:
-        """Scores the answer; the episode is over."""
+        """Score the answer and end the episode."""
         answer = action.strip() if self._instructions is None else self._package.utils.extract_answer(action)
         return self._over(answer)
 
     def invalid_action(self, error: str) -> tuple[str, Reward, bool, bool, Info]:
-        """An answer that could not be read is scored as none."""
+        """Score no answer and end the episode."""
         del error
         return self._over(None)
 
     def right_answer(self) -> str | None:
-        """The entry's own answer to the question that is being asked, or None if it has none."""
+        """Return the current entry's own answer, or None if it has none."""
         entry = self._asked("right_answer")
         found = [entry["answer"], *(entry.get("metadata", {}).get(name) for name in _EXAMPLES)]
         return next((str(answer) for answer in found if answer is not None), None)
 
     def as_action(self, answer: str) -> str:
-        """An answer as the prompt asks for it."""
+        """Return an answer in the form that the prompt asks for."""
         return answer if self._instructions is None else f"<answer>{answer}</answer>"
 
     def another(self, seed: int) -> ReasoningGymEnv:
-        """An environment of the same generator that asks another question, the one of this seed."""
+        """Return an environment of the same generator with the question of `seed`."""
         other = copy.copy(self)
         other.reset(seed=seed)
         return other
@@ -209,14 +200,12 @@ class ReasoningGymEnv(TextEnv):
         return "", Reward({"score": score}, success=score >= 1.0), True, False, {"answer": answer} | refused
 
     def _score(self, answer: str | None, entry: Entry) -> tuple[float, Info]:
-        """What the generator gives for an answer, and what it raised.
-
-        Some generators raise on answers that they cannot read. That is a wrong answer, and not a failed episode, which
-        would be played again without a lesson; unless the generator cannot even score its own answer.
-        """
+        """Return the generator's score of an answer, and its refusal if it raised."""
         try:
             return float(self._scorer.score_answer(answer, entry)), {}
-        except Exception as error:  # whatever a generator raises
+        except Exception as error:  # generators may raise anything
+            # A generator that scores its own answer but not this one finds it unreadable, which is wrong. A failed
+            # episode would be played again, and the model would not learn from it.
             right = self.right_answer()
             if right is not None and answer != right and self._score(right, entry)[0] > 0:
                 return 0.0, {"refused": f"{type(error).__name__}: {error}"}
@@ -225,7 +214,7 @@ class ReasoningGymEnv(TextEnv):
             ) from error
 
     def _is_solved(self) -> bool:
-        """Whether the entry's own answer earns 1."""
+        """Return whether the entry's own answer earns 1."""
         right = self.right_answer()
         return right is not None and self._score(right, self._asked("reset"))[0] >= 1.0
 
@@ -243,7 +232,7 @@ def _loaded(source: _Source) -> Any:
 
 @functools.lru_cache(maxsize=4096)  # a group plays one seed many times, and some generators take a tenth of a second
 def _drawn_seed(source: _Source, seed: int) -> int | None:
-    """The generator's seed of the first question on the side that the episode's seed asks for; None: there was none."""
+    """Return the generator's seed of the first question on the side of the episode's seed; None if none was drawn."""
     made, draws = copy.copy(_loaded(source)), np.random.default_rng(seed)
     for _ in range(_MAX_DRAWS):
         drawn = int(draws.integers(2**31))
@@ -254,12 +243,12 @@ def _drawn_seed(source: _Source, seed: int) -> int | None:
 
 
 def right_answer(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """The entry's own answer (Any: `PolicyFactory` fixes the type)."""
+    """Return a player that says the entry's own answer."""
     return lambda _messages: env.as_action(env.right_answer())
 
 
 def others_answer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """The own answer of a training question, or none where entries have no answers."""
+    """Return a player that says the answers of training questions, or a placeholder if entries have no answers."""
 
     def play(_messages: Sequence[Message]) -> str:
         other = env.another(next_seed(rng, is_held_out=False))
@@ -280,11 +269,14 @@ def _package() -> Any:
 
 
 _MAX_WAIT_SECONDS = 60.0
-_in_use = threading.RLock()  # the global generators exist once
+_in_use = threading.RLock()  # the process has one pair of generators
 
 
 class OwnGenerators:
-    """The states in which one episode left the two global generators.
+    """An episode's own states of the two process-wide generators.
+
+    Draws of another thread inside `in_place` (a library that waits a random time before a retry) still advance the
+    episode's states; only `TextEnv.isolation` "process" keeps them out.
 
     >>> mine, before = OwnGenerators(0), random.getstate()
     >>> with mine.in_place():
@@ -299,10 +291,10 @@ class OwnGenerators:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the global generators are the episode's.
+        """Put the episode's states in place of the process-wide ones during the block.
 
         Raises:
-            EnvError: another episode's code has had them for a minute; it hangs, and nobody can take them from it.
+            EnvError: the code of another episode has held them for a minute; it hangs and cannot be stopped.
         """
         if not _in_use.acquire(timeout=_MAX_WAIT_SECONDS):
             raise EnvError(

@@ -1,10 +1,8 @@
-"""SkyRLGymEnv: the environments of skyrl-gym, with the rows of the data set that they were written for.
+"""`SkyRLGymEnv`: the environments of skyrl-gym on the rows of their data sets, and players for those with an answer.
 
-A row is one task in SkyRL's form: its column "prompt" holds the opening messages, every other column goes to the
-environment as its `extras`. In a config: `rollout.env_name = "SkyRLGym"` with
-`rollout.env_config = { game = "gsm8k", rows = "train.parquet" }`.
-
-Hand-written players of the environments of skyrl-gym whose rows have the answer, for `skyrl_gym.py`.
+A row is one task in SkyRL's form: its column "prompt" has the opening messages, the other columns are the environment's
+`extras`. In a config: `rollout.env_name = "SkyRLGym"` with `rollout.env_config = { game = "gsm8k", rows =
+"train.parquet" }`.
 """
 
 from __future__ import annotations
@@ -26,34 +24,34 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
 
-StepTuple = tuple[Any, Reward, bool, bool, Info]  # Any: messages, or nothing at the end
+StepTuple = tuple[Any, Reward, bool, bool, Info]
 
 _DEFAULT_FRACTION = 0.1
-_GRADERS = {"gsm8k": (0.0, 1.0), "gsm8k_multi_turn": (0.0, 1.2), "aime": (-1.0, 1.0)}  # by id, with their returns
+_GRADERS = {"gsm8k": (0.0, 1.0), "gsm8k_multi_turn": (0.0, 1.2), "aime": (-1.0, 1.0)}  # ranges of returns by id
 _SILENCE = "(no observation)"
 _registering = threading.Lock()
 
 
 class SkyRLGymEnv(TextEnv):
-    """One skyrl-gym environment for each row; answers, observations and rewards are passed on unchanged.
+    """A skyrl-gym environment with one row an episode; answers, observations and rewards pass unchanged.
 
-    Seeds below 2**31 name held-out rows, those from there up (which training draws) training rows: see
-    `dataset_questions.Questions`. SkyRL tells only that an episode is done, which counts as terminated. What it calls
-    the postprocessed action is in `info`: here the model's own tokens are trained on, as they were sampled.
+    Seeds below 2**31 name held-out rows, those above, which training draws, training rows: see `Questions.of_seed`.
+    SkyRL only says that an episode is done, which counts as terminated. Its postprocessed action goes to `info`:
+    training uses the tokens that the model sampled.
 
     Policies "reference" and "random" exist for gsm8k, gsm8k_multi_turn and aime, whose rows have the answer.
 
     Args:
-        game: an id of skyrl-gym, or "MODULE:CLASS" of an environment of one's own.
+        game: an id of skyrl-gym, or "MODULE:CLASS" of another environment.
         rows, held_out, held_out_fraction, split_seed: as in `DatasetEnv`.
-        env_config: settings of the environment, such as {"db_path": ...} for text2sql; read as attributes.
-        success_reward: a last reward of at least this much is a success. None: success is not told, but for gsm8k,
-            gsm8k_multi_turn and aime, where it is 1.
+        env_config: settings that the environment reads as attributes, such as {"db_path": ...} for text2sql.
+        success_reward: a last reward of at least this is a success. None is 1 for gsm8k, gsm8k_multi_turn and aime, and
+            declares no success for others.
         reward_range: smallest and largest return, if known.
 
     Raises:
         MissingExtraError: skyrl-gym is not installed.
-        UnknownNameError: there is no such environment; says the nearest.
+        UnknownNameError: there is no such environment; names the nearest.
         ConfigError: the rows cannot be read, or lack a prompt.
     """
 
@@ -75,28 +73,28 @@ class SkyRLGymEnv(TextEnv):
         self._package = _package()
         self.game = _registered(self._package, game)
         self._env_config = dict(env_config or {})
-        # The prompt alone decides the side of a row, and equal ones stay together.
+        # Only the prompt decides the side of a row, so rows with equal prompts stay together.
         reading = Reading(ConversationTemplate.of([{"role": "user", "content": "{prompt}"}]), frozenset())
         self.questions: Questions = load_questions(
             rows, held_out, reading, held_out_fraction=fraction, split_seed=split_seed
         )
         self._success_reward = success_reward
-        # Others run code or queries that the model wrote.
+        # The others run code or queries that the model wrote.
         self.isolation = None if game in _GRADERS else "process"
         if game in _GRADERS:
             self._success_reward = 1.0 if success_reward is None else success_reward
             self.reward_range = _GRADERS[game]
-            # There wrong answers in the right form earn something, too, before the right one.
+            # Here wrong answers in the right form, before the right one, earn something too.
             self.reference_is_perfect = game != "gsm8k_multi_turn"
             self.policies = {"reference": right_answer, "random": wrong_answer}  # type: ignore[misc]  # on the instance
         if reward_range is not None:
             self.reward_range = (float(reward_range[0]), float(reward_range[1]))
-        self.inner: Any = None  # skyrl-gym's environment, made for each episode (Any: untyped)
-        self.row: Mapping[str, Any] = {}  # of this episode; for the players
+        self.inner: Any = None  # skyrl-gym's environment, made for each episode
+        self.row: Mapping[str, Any] = {}  # of the current episode; read by the players
         self._is_playing = False
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        """Makes the environment of the seed's row, or of one drawn as `splits.next_seed` says."""
+        """Make the environment of the seed's row, or of one drawn by `splits.next_seed`."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"SkyRLGymEnv.reset: expected no options, got {sorted(options)}")
@@ -118,7 +116,7 @@ class SkyRLGymEnv(TextEnv):
         return _as_sequence(messages), {"row": row.where, **dict(info)}
 
     def step(self, action: str) -> StepTuple:
-        """The environment's answer to a text."""
+        """Return the environment's answer to a text."""
         if not self._is_playing:
             raise ResetNeeded("SkyRLGymEnv.step: no episode is being played; call reset first")
         answer = self._called("step", self.game, lambda: self.inner.step(action))
@@ -132,17 +130,17 @@ class SkyRLGymEnv(TextEnv):
         if done and self._success_reward is not None:
             success = bool(answer["reward"] >= self._success_reward)
         info = {"metadata": answer.get("metadata"), "postprocessed_action": answer.get("postprocessed_action")}
-        # Some tools answer with nothing; the model has to be told something, or it would speak twice in a row.
+        # Some tools answer with nothing, but two turns of the model need an observation between them.
         messages = _as_sequence(answer["observations"]) or ("" if done else _SILENCE)
         return messages, Reward({"reward": answer["reward"]}, success=success), done, False, info
 
     def invalid_action(self, error: str) -> StepTuple:
-        """Text that could not be read as a message is an empty answer, which the environment judges."""
+        """Let the environment judge an unreadable answer as an empty one."""
         del error
         return self.step("")
 
     def close(self) -> None:
-        """Closes the environment, if there is one."""
+        """Close the environment, if there is one."""
         inner, self.inner, self._is_playing = self.inner, None, False
         if inner is not None:
             inner.close()
@@ -150,17 +148,17 @@ class SkyRLGymEnv(TextEnv):
     def _called(self, what: str, where: str, call: Any) -> Any:
         try:
             return call()
-        except Exception as error:  # whatever an environment raises
+        except Exception as error:  # environments may raise anything
             raise EnvError(f"skyrl-gym {self.game}, {where}: {what} raised {type(error).__name__}: {error}") from error
 
 
 def _as_sequence(messages: Any) -> tuple[Any, ...]:
-    """Messages with the keys that there are in the OpenAI shape."""
+    """Return the messages as plain dicts."""
     return tuple({**message} for message in messages)
 
 
 def _registered(package: Any, game: str) -> str:
-    """The id, or the class of one's own under its own name."""
+    """Return the id, after registering a "MODULE:CLASS" under that name."""
     known = importlib.import_module("skyrl_gym.envs.registration").registry
     with _registering:  # skyrl-gym refuses a second registration
         if game not in known and ":" in game:
@@ -171,7 +169,6 @@ def _registered(package: Any, game: str) -> str:
 
 
 def _package() -> Any:
-    """Any: untyped."""
     try:
         package = importlib.import_module("skyrl_gym")
         importlib.import_module("skyrl_gym.envs")
@@ -180,19 +177,19 @@ def _package() -> Any:
     return package
 
 
-_FORMS = {"aime": "Answer: {}"}  # how an answer is written, by id; else as in GSM8K
+_FORMS = {"aime": "Answer: {}"}  # form of an answer by id; the others use GSM8K's
 _GSM8K = "#### {}"
 
 
 def right_answer(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """The row's answer; `env` is a `SkyRLGymEnv` (Any: `PolicyFactory` fixes the type)."""
+    """Return a player that says the row's answer in a `SkyRLGymEnv`."""
     row = env.row
     answer = row["reward_model" if env.game == "aime" else "reward_spec"]["ground_truth"]
     return lambda _messages: _FORMS.get(env.game, _GSM8K).format(answer)
 
 
 def wrong_answer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """A random number of three digits in the right form."""
+    """Return a player that says random numbers of three digits in the right form."""
 
     def play(_messages: Sequence[Message]) -> str:
         return _FORMS.get(env.game, _GSM8K).format(rng.integers(100, 1000))

@@ -1,8 +1,7 @@
-"""TextArenaEnv: games of the package `textarena`, in which the model is one of the players, or all of them.
+"""`TextArenaEnv`: games of the package `textarena`, in which the model plays one seat, or all of them.
 
-The game decides what is legal, who has won and what it is worth; this says only whose turn it is. What is not the
-model's turn is answered by opponents inside `reset` and `step`: at random, by a hand-written player, by a model behind
-an endpoint, or by any function, such as one that asks the present policy.
+The game decides what is legal, who has won and what it is worth. The other seats are played inside `reset` and `step`:
+at random, by a hand-written player, by a model behind an endpoint, or by a function.
 """
 
 from __future__ import annotations
@@ -22,45 +21,45 @@ from gspo_gym.errors import ConfigError, ContractError, EnvError, nearest_name
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Message
 
-# A player of one seat: it is shown that seat's conversation. One function serves all opponents' seats.
+# Player of one seat, shown that seat's conversation. One function serves the seats of all opponents.
 Opponent = Callable[[Sequence[Message]], Message | str | Awaitable[Message | str]]
 
-_MAX_TURNS_OF_OTHERS = 1_000  # between two of the model's; more is a game that does not get on
+_MAX_TURNS_OF_OTHERS = 1_000  # between two turns of the model; more mean a game that does not progress
 _NOTHING_NEW = "It is your turn."
 
 
 class TextArenaEnv(TextEnv):
     """One game of TextArena. Needs `pip install 'gspo-gym[envs-textarena]'`.
 
-    Observations are what the game tells the player, each piece once; with several players every piece says in brackets
-    who speaks. An action is the model's text as it is: games read the first thing in square brackets, or all of it.
+    Observations are what the game tells the player, each piece once; with several players each piece names its speaker
+    in brackets. An action is the model's unchanged text: games read the first thing in square brackets, or all of it.
 
-    The game scores its end only, so earlier turns are not scored (None, not 0): an episode that a limit cuts off has no
-    result. The reward is the game's for this player, unchanged, as the term "outcome": usually 1 for a win or a solved
-    puzzle, -1 for a loss, 0 for a draw, a fraction for a puzzle solved in part. `success` is a reward above 0 against
-    others, of at least 1 alone. All ends are *terminated*: turn limits of games are rules of theirs. An invalid move is
-    told to the model by the game, which lets one pass and ends with the second in a row.
+    The game scores only its end, so earlier turns are not scored (None, not 0), and an episode that a limit cuts off
+    has no result. The reward is the game's for this player, unchanged, as the term "outcome": usually 1 for a win or a
+    solved puzzle, -1 for a loss, 0 for a draw, a fraction for a puzzle solved in part. `success` is a reward above 0
+    against others, of at least 1 alone. All ends are *terminated*, because turn limits are rules of the games. The game
+    answers an invalid move; it allows one, and ends with the second in a row.
 
-    With opponent "self" one conversation plays every seat in turn, told which one it is, and everything told to any
-    seat stands in it: of use in games without secrets. Its end has a term for every seat, such as "seat 1", and no
-    success; in a zero-sum game they add up to 0. To train against itself, give a function that asks the present policy.
+    With opponent "self", one conversation plays every seat in turn and holds what is told to any of them, which suits
+    games without secrets. The end has a term for each seat, such as "seat 1", and no success; in a zero-sum game the
+    terms add up to 0. To train against the current policy, pass a function that asks it.
 
     Args:
-        game: such as "TicTacToe-v0"; "-raw" at its end is understood, the other forms are refused.
-        num_players: None: the fewest that the game takes.
+        game: such as "TicTacToe-v0", with or without "-raw"; other forms are refused.
+        num_players: None takes the fewest that the game allows.
         seat: the model's, from 0; "random" draws it from the seed.
-        opponent: "random" (moves that the game lists as legal, if it lists any); "scripted" (for a few games);
-            "self"; the settings of a `ChatModel` by name, such as {"model": ..., "base_url": ...}; or a function from
-            one seat's conversation to what it says, plain or async; it needs isolation "thread", because it cannot go
-            to a worker process.
+        opponent: "random" (moves that the game lists as legal, if any); "scripted" (for a few games); "self"; the
+            settings of a `ChatModel` by name, such as {"model": ..., "base_url": ...}; or a function, plain or async,
+            from one seat's conversation to its answer. A function cannot be sent to a worker process, so it needs
+            isolation "thread".
 
     Raises:
         MissingExtraError: textarena is not installed.
-        UnknownNameError: no such game.
-        ConfigError: the game needs what is not on this machine, or an argument does not fit it.
+        UnknownNameError: there is no such game.
+        ConfigError: the game needs something missing on this machine, or an argument does not fit it.
     """
 
-    # It draws from generators of the whole process, and some games loop for ever.
+    # Games draw from process-wide generators, and some loop for ever.
     isolation = "process"
 
     def __init__(
@@ -80,7 +79,7 @@ class TextArenaEnv(TextEnv):
         if seat != "random" and seat not in range(self.num_players):
             raise ConfigError(f"TextArena: expected seat 'random' or 0 to {self.num_players - 1}, got {seat!r}")
         if self.num_players != fewest:
-            Match(self.game, self.num_players, 0)  # a number that the game refuses is told now, not in every episode
+            Match(self.game, self.num_players, 0)  # refuse a wrong number now, not in every episode
         self._seat_setting = seat
         self._plays_all = opponent == "self" and self.num_players > 1
         self._chat_model: ChatModel | None = None
@@ -95,7 +94,7 @@ class TextArenaEnv(TextEnv):
         self.policies = _policies(scripted, is_sure=self.num_players == 1)  # type: ignore[misc]  # they are the game's
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
-        """Starts a game and plays it up to the model's first turn: (observation, info), or an awaitable of it."""
+        """Start a game and play it up to the model's first turn: (observation, info), or an awaitable of it."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"TextArena.reset: expected no options, got {sorted(options)}")
@@ -111,19 +110,17 @@ class TextArenaEnv(TextEnv):
         return self._drive(self._opening())
 
     def step(self, action: str) -> Any:
-        """Plays the model's turn, and the others' up to its next: Gymnasium's 5-tuple, or an awaitable of it."""
+        """Play the model's turn and the others' up to its next: Gymnasium's 5-tuple, or an awaitable of it."""
         return self._drive(self._turn(action))
 
     def invalid_action(self, error: str) -> Any:
-        """An answer that could not be read is a turn in which nothing was said: the game says what that costs."""
+        """Play a turn in which nothing was said; the game decides its cost."""
         return self._drive(self._turn("", error))
 
     def close(self) -> Any:
-        """Forgets the game; where a model behind an endpoint plays, an awaitable that closes its connections."""
+        """Drop the game; with a model behind an endpoint, return an awaitable that closes its connections."""
         self._match = None
         return None if self._chat_model is None else self._chat_model.close()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     async def _opening(self) -> tuple[str, Info]:
         match = self._running("reset")
@@ -132,7 +129,7 @@ class TextArenaEnv(TextEnv):
 
     async def _turn(self, action: str, error: str = "") -> tuple[str, Reward | None, bool, bool, Info]:
         match = self._running("step")
-        if not match.is_over:  # it may be over before the model's first turn, when the others have lost it
+        if not match.is_over:  # the others may have lost before the model's first turn
             match.say(action)
             await self._let_others_play(match)
         observation = self._observation(match)
@@ -148,7 +145,7 @@ class TextArenaEnv(TextEnv):
         if report.get("reason"):
             observation = f"{observation}\n{report['reason']}".lstrip("\n")
         info = {"rewards": dict(result.rewards), **report}
-        if not result.rewards:  # the game ends without saying what it was worth
+        if not result.rewards:  # some games end without a result
             return observation, None, True, False, info
         if self._plays_all:
             terms = {f"seat {seat}": result.rewards[seat] for seat in sorted(result.rewards) if seat >= 0}
@@ -182,7 +179,7 @@ class TextArenaEnv(TextEnv):
             return text or ("" if match.is_over else _NOTHING_NEW)
         self.seat = self.seat if match.is_over else match.seat_to_move
         news = match.news(self.seat)
-        for entry in self._told_to_others[self.seat]:  # what is told to all stands in the conversation already
+        for entry in self._told_to_others[self.seat]:  # the conversation holds what was told to every seat already
             if entry in news:
                 news.remove(entry)
         self._told_to_others[self.seat] = []
@@ -193,7 +190,7 @@ class TextArenaEnv(TextEnv):
         return text if match.is_over else f"{text}\n{_turn_of(self.seat)}".lstrip("\n")
 
     def _drive(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """The answer itself where nothing in it has to be awaited, else the awaitable."""
+        """Return the answer, or the awaitable if an opponent is async."""
         if self._is_async:
             return answer
         try:
@@ -208,7 +205,7 @@ class TextArenaEnv(TextEnv):
         return self._match
 
     def _opponents(self, opponent: str | Mapping[str, Any] | Opponent) -> Callable[[int, int], Opponent]:
-        """(seat, seed) -> who plays that seat in one game."""
+        """Return a function from (seat, seed) to the player of that seat in one game."""
         if isinstance(opponent, Mapping):
             known = ChatModelSettings.__dataclass_fields__
             for name in opponent:
@@ -235,7 +232,7 @@ def _policies(scripted: PolicyFactory | None, *, is_sure: bool) -> Mapping[str, 
     policies: dict[str, PolicyFactory] = {"random": lambda _env, rng: RandomMover(rng)}
     if scripted is not None:
         policies["scripted"] = scripted
-        if is_sure:  # against others even a perfect player may not win
+        if is_sure:  # against others, even a perfect player may not win
             policies["reference"] = scripted
     return policies
 

@@ -1,9 +1,7 @@
-"""One match of a TextArena game: the foreign game object, asked for as little as possible.
+"""One match of a TextArena game, and hand-written players that read only the conversation.
 
-Always the game's "-raw" form, whose observations are lists of (speaker, text, kind) that only grow; the other forms
-repeat the whole history every turn. Reading them empties them, so each player's are read once, here.
-
-Hand-written players of TextArena's games. What they know is in the conversation; none reads the game's state.
+A match uses the game's "-raw" form, whose observations are lists of (speaker, text, kind); the other forms repeat the
+history every turn. Reading an observation empties it, so each player's is read once, here.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message
 
 _SUFFIX = "-raw"
-_GAME = -1  # textarena.GAME_ID: the game itself speaks
-_MAX_PLAYERS = 16  # tried when a game is asked how few it takes
+_GAME = -1  # textarena.GAME_ID, the speaker of the game's own texts
+_MAX_PLAYERS = 16  # tried to find the fewest that a game allows
 _downloading = threading.Lock()
 
 
@@ -45,11 +43,11 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a match ended.
+    """Result of a match.
 
     Attributes:
         rewards: by seat, as the game gave them; empty if it gave none.
-        reports: by seat: role, invalid_move, turn_count and reason, as far as the game says.
+        reports: by seat: role, invalid_move, turn_count and reason, as far as the game reports them.
     """
 
     rewards: Mapping[int, float]
@@ -57,10 +55,10 @@ class Result:
 
 
 class Match:
-    """A fresh game with its players' seats, 0 to num_players - 1. Everything in it follows from the seed.
+    """A game with seats 0 to num_players - 1; the seed determines all of it.
 
     Raises:
-        ConfigError, UnknownNameError, MissingExtraError: the game cannot be made here; see `make_game`.
+        ConfigError, UnknownNameError, MissingExtraError: as `make_game`.
         EnvError: it does not start.
     """
 
@@ -68,8 +66,8 @@ class Match:
         self.game, self.num_players = game, num_players
         self._generators = OwnGenerators(child_seed(seed, "textarena"))
         with self._generators.in_place():
-            # Seeded before it is made, because some games draw in the constructor; and by its own argument, so that a
-            # seed means the same game here as it does to other users of TextArena.
+            # Seeded before it is made, because some games draw in the constructor; and by its own argument, so a
+            # seed gives the game that it gives to other users of TextArena.
             self._game = make_game(game)
             try:
                 self._game.reset(num_players=num_players, seed=seed)
@@ -79,16 +77,16 @@ class Match:
 
     @property
     def is_over(self) -> bool:
-        """Whether the game has ended, by its own rules."""
+        """Return whether the game has ended by its rules."""
         return bool(self._game.state.done)
 
     @property
     def seat_to_move(self) -> int:
-        """Whose turn it is."""
+        """Return the seat whose turn it is."""
         return int(self._game.state.current_player_id)
 
     def say(self, text: str) -> None:
-        """The player whose turn it is says `text`.
+        """Say `text` as the player whose turn it is.
 
         Raises:
             EnvError: the game raised.
@@ -100,18 +98,18 @@ class Match:
                 raise EnvError(f"{self.game}: step raised {type(error).__name__}: {error}") from error
 
     def news(self, seat: int) -> list[Said]:
-        """What that player was told since it was last asked for, without the echo of what it said itself."""
+        """Return what that player was told since the last call, without the echo of its own words."""
         if seat == self.seat_to_move and not self.is_over:
             with self._generators.in_place():
                 _, entries = self._game.get_observation()
-        else:  # TextArena shows observations to nobody but the player to move; the last one is for all
+        else:  # TextArena gives observations to the player to move only, but the last ones are for all
             entries = self._game.state.observations[seat]
             self._game.state.observations[seat] = []
         straight = map(_straightened, entries)
         return [Said(self._name(who), str(text)) for who, text, kind in straight if not self._is_echo(seat, who, kind)]
 
     def result(self) -> Result:
-        """How it ended.
+        """Return the result.
 
         Raises:
             ContractError: the rewards are no finite numbers by seat.
@@ -129,20 +127,18 @@ class Match:
         return str(names.get(speaker, "GAME" if speaker == _GAME else f"Player {speaker}"))
 
     def _is_echo(self, seat: int, speaker: int, kind: Any) -> bool:
-        """Whether it repeats what this player said, which stands in its conversation already.
-
-        Some games of one player enter the player's words as the game's own.
-        """
+        """Return whether an entry repeats what this player said."""
+        # In some games for one player, the player's words come as the game's own.
         return kind.name == "PLAYER_ACTION" and (speaker == seat or self.num_players == 1)
 
 
 def make_game(game: str) -> Any:
-    """A new game object (Any: textarena is untyped), made without a download.
+    """Return a new game object, made without a download.
 
     Raises:
         MissingExtraError: textarena is not installed.
-        UnknownNameError: no such game; says the nearest.
-        ConfigError: the game needs data that is not on this machine, a key, or a newer Python; says which.
+        UnknownNameError: there is no such game; names the nearest.
+        ConfigError: the game needs data that is missing on this machine, a key, or a newer Python.
     """
     textarena = _textarena()
     if game + _SUFFIX not in _registry(textarena):
@@ -150,7 +146,7 @@ def make_game(game: str) -> Any:
     try:
         with _without_downloads():
             return textarena.make(game + _SUFFIX)
-    except LookupError as error:  # what nltk raises for a corpus that is not there
+    except LookupError as error:  # raised by nltk for a missing corpus
         raise ConfigError(
             f"TextArena: {game} needs word lists of nltk that are not on this machine, and nothing is downloaded "
             "silently; get them with: python -m nltk.downloader words averaged_perceptron_tagger_eng"
@@ -161,7 +157,7 @@ def make_game(game: str) -> Any:
 
 
 def games() -> tuple[str, ...]:
-    """The names of all games of the installed textarena, without the ending "-raw".
+    """Return the names of all games of the installed textarena, without the ending "-raw".
 
     Raises:
         MissingExtraError: textarena is not installed.
@@ -171,14 +167,13 @@ def games() -> tuple[str, ...]:
 
 @functools.cache
 def fewest_players(game: str) -> int:
-    """How many players a game needs at least: the first number with which it starts.
-
-    TextArena does not say it; games refuse a wrong number when they start. A game that is not written for one player
-    alone (has no `SinglePlayerState`) is not asked to play with one, though some do not refuse it.
+    """Return the smallest number of players with which a game starts.
 
     Raises:
         as `make_game`; ConfigError: it starts with no number of players up to 16.
     """
+    # TextArena declares no number; games refuse a wrong one when they start. A few start with one player although
+    # they are not written for it: they have no `SinglePlayerState`.
     single_player = _textarena().SinglePlayerState
     reason = ""
     for num_players in range(1, _MAX_PLAYERS + 1):
@@ -187,7 +182,7 @@ def fewest_players(game: str) -> int:
             made = make_game(game)
             try:
                 made.reset(num_players=num_players, seed=0)
-            except Exception as error:  # an assertion in most games, but by no means in all
+            except Exception as error:  # most games assert, but not all
                 reason = reason or f"{type(error).__name__}: {error}"
                 continue
         if num_players > 1 or isinstance(made.state, single_player):
@@ -196,12 +191,12 @@ def fewest_players(game: str) -> int:
 
 
 def as_text(said: Sequence[Said], *, with_speakers: bool) -> str:
-    """Entries as one text, a line each; several players are told apart by name."""
+    """Return entries as one text, a line each, with the names of speakers if asked."""
     return "\n".join(f"[{entry.speaker}] {entry.text}" if with_speakers else entry.text for entry in said)
 
 
 def _straightened(entry: tuple[Any, Any, Any]) -> tuple[int, Any, Any]:
-    """(speaker, text, kind); three games of 0.7.4 enter what a player said as (kind, speaker, text)."""
+    """Return (speaker, text, kind); three games of 0.7.4 enter a player's words as (kind, speaker, text)."""
     first, second, third = entry
     return (second, third, first) if hasattr(first, "name") else entry
 
@@ -221,7 +216,7 @@ def _registry(textarena: Any) -> Mapping[str, Any]:
 
 @contextmanager
 def _without_downloads() -> Iterator[None]:
-    """Inside, `nltk.download` does nothing: games call it when they are imported or made, whatever it answers."""
+    """Turn `nltk.download` off during the block: games call it when imported or made, whatever is there."""
     try:
         nltk: Any = importlib.import_module("nltk")
     except ImportError:
@@ -243,10 +238,10 @@ _SPEAKER = re.compile(r"^\[(?:GAME|Player[^\]]*)\] ", re.MULTILINE)
 
 
 class RandomMover:
-    """Says something in square brackets: one of the moves listed as legal, else like one that was shown.
+    """A player that says a move in square brackets: one listed as legal, else one like those shown.
 
-    Games say "Available Moves: '[0]', '[4]'" or give examples in their rules. An example is varied: each of its whole
-    numbers becomes a random digit half of the time. So in many games a part of its moves is not legal.
+    Games say "Available Moves: '[0]', '[4]'" or give examples in their rules. In an example, each whole number becomes
+    a random digit half of the time, so in many games some of its moves are illegal.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -270,12 +265,12 @@ class RandomMover:
 
 
 def scripted_player(game: str) -> PolicyFactory | None:
-    """The hand-written player of a game, in any of its variants; None if there is none."""
+    """Return the hand-written player of a game in any of its variants, or None."""
     return _SCRIPTED.get(game.partition("-v0")[0])
 
 
 def bisect_number(_env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """GuessTheNumber: the middle of what the hints leave."""
+    """Return a player of GuessTheNumber that says the middle of what the hints leave."""
 
     def play(messages: Sequence[Message]) -> str:
         low, high = map(int, re.findall(r"between (\d+) and (\d+)", messages[0].content)[0])
@@ -290,7 +285,7 @@ def bisect_number(_env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def stack_disks(_env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """TowerOfHanoi: the shortest solution, from wherever the disks lie."""
+    """Return a player of TowerOfHanoi that takes the shortest solution from any position."""
 
     def play(messages: Sequence[Message]) -> str:
         board = dict(re.findall(r"([ABC]): \[([\d, ]*)\]", messages[-1].content))
@@ -302,7 +297,9 @@ def stack_disks(_env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def _next_disk_move(peg_of: dict[int, str]) -> tuple[str, str]:
-    """The largest disk that is not where it should be moves, when all smaller ones are on the third peg."""
+    """Return the next move of the shortest solution, as (peg, peg)."""
+    # The largest misplaced disk moves once all smaller ones are on the third peg, which is then where they are
+    # wanted.
     wanted, move = "C", ("A", "C")
     for disk in sorted(peg_of, reverse=True):
         if peg_of[disk] != wanted:
@@ -312,7 +309,7 @@ def _next_disk_move(peg_of: dict[int, str]) -> tuple[str, str]:
 
 
 def balance_piles(_env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """Nim: leaves piles whose exclusive or is 0, if that can be done; if not, takes one object from any pile."""
+    """Return a player of Nim that leaves piles whose exclusive or is 0, or else takes one object from any pile."""
 
     def play(messages: Sequence[Message]) -> str:
         piles = [(int(pile), int(left)) for pile, left in re.findall(r"pile (\d+): (\d+)", messages[-1].content)]
@@ -328,7 +325,7 @@ def balance_piles(_env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def never_lose_tic_tac_toe(_env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """TicTacToe: a move of the best value, found by trying all."""
+    """Return a player of TicTacToe that makes a move of the best value, by exhaustive search."""
 
     def play(messages: Sequence[Message]) -> str:
         board = messages[-1].content.rpartition("Current Board:")[2].partition("Available")[0]
@@ -345,9 +342,9 @@ _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 
 
 @cache
 def _value(cells: tuple[str, ...], to_move: str) -> int:
-    """1, 0 or -1 for the player to move, if both play their best."""
+    """Return 1, 0 or -1 for the player to move, under best play of both."""
     if any(cells[a] == cells[b] == cells[c] != " " for a, b, c in _LINES):
-        return -1  # the other one has just won
+        return -1  # the other player has just won
     other = "X" if to_move == "O" else "O"
     return max((-_value(_with(cells, cell, to_move), other) for cell in _free(cells)), default=0)
 

@@ -1,8 +1,7 @@
-"""ToyTextEnv: Gymnasium's toy text suite in words: Blackjack, CliffWalking, FrozenLake and Taxi.
+"""`ToyTextEnv`: Gymnasium's toy text suite (Blackjack, CliffWalking, FrozenLake, Taxi) in words.
 
-The games are Gymnasium's own, run inside; their rewards and ends are passed on unchanged. This file adds the words and
-the players. pygame is not needed, because nothing is drawn. In a config: `rollout.env_name = "ToyText"` with
-`rollout.env_config = { game = "Taxi-v4" }`.
+Gymnasium's own games run inside, and their rewards and ends pass unchanged. pygame is not needed. In a config:
+`rollout.env_name = "ToyText"` with `rollout.env_config = { game = "Taxi-v4" }`.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ _ROWS, _COLUMNS = 4, 12  # of the cliff
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """What a game of the suite needs beside Gymnasium's code (Any: its observation and environment).
+    """Words, limits and reference player for a game of the suite.
 
     Attributes:
         env_id: Gymnasium's id, with its version.
-        actions: their names, in the order of their numbers.
-        rules: what the game is, given the environment.
-        describe: what is seen, given (observation, environment).
+        actions: names, in the order of their numbers.
+        rules: text, given the environment.
+        describe: text, given (observation, environment).
         success: (last reward, terminated) -> whether the episode was won.
         reward_range: of a whole episode, given (environment, max_steps).
-        reference: best play on average, without looking ahead into the randomness.
-        illegal_penalty: so much that never answering with an action earns no more than the worst play does: the cost of
-            a step where steps cost something.
-        max_steps: where Gymnasium registers no time limit.
+        reference: player with the best play on average, without foresight of chance.
+        illegal_penalty: large enough that answers without an action earn no more than the worst play: the cost of a
+            step where steps cost something.
+        max_steps: limit if Gymnasium registers none.
     """
 
     env_id: str
@@ -50,28 +49,29 @@ class Game:
 
 
 class ToyTextEnv(DiscreteEnv):
-    """One game of Gymnasium's toy text suite; the first observation has the rules, every one what is seen.
+    r"""One game of Gymnasium's toy text suite; the first observation has the rules.
 
-    Answers are read as in `DiscreteEnv`: an action by its name or number, anything else costs `illegal_penalty` and one
-    of the steps. An episode is a success if Blackjack is won, or the goal reached, or the passenger delivered.
+    Answers are read as in `DiscreteEnv`: an action by its name or number; anything else costs `illegal_penalty` and a
+    step. An episode is a success if Blackjack is won, the goal reached, or the passenger delivered.
 
-    The policy "reference" plays best on average: backward induction over Gymnasium's transition table, and over the
-    endless deck of Blackjack. It does not know how the dice will fall, and the passenger may be near or far.
+    The policy "reference" plays best on average: by backward induction over Gymnasium's transition table, or over the
+    endless deck of Blackjack. Its return still depends on chance.
 
     Args:
         game: "Blackjack-v1", "CliffWalking-v1", "CliffWalkingSlippery-v1", "FrozenLake-v1", "FrozenLake8x8-v1" or
             "Taxi-v4"; the version may be left out.
-        max_steps: answers until truncation. None: Gymnasium's limit (FrozenLake 100, 8x8 200, Taxi 200); 200 for
-            CliffWalking and 20 for Blackjack, which have none.
-        illegal_penalty: subtracted for an answer that is no action, >= 0. None: 1 where a step costs 1 (CliffWalking,
-            Taxi), 0.05 in Blackjack, where saying nothing to the end then costs what losing costs, 0 in FrozenLake.
-        **env_kwargs: for Gymnasium's constructor, such as `is_slippery=False`, `is_rainy=True` or `natural=True`.
+        max_steps: answers until truncation. None takes Gymnasium's limit (FrozenLake 100, 8x8 200, Taxi 200), or 200
+            for CliffWalking and 20 for Blackjack, which have none.
+        illegal_penalty: subtracted for an answer that is no action, >= 0. None is 1 where a step costs 1 (CliffWalking,
+            Taxi), 0.05 in Blackjack, where 20 such answers cost what losing costs, and 0 in FrozenLake.
+        **env_kwargs: arguments of Gymnasium's constructor, such as `is_slippery=False`, `is_rainy=True` or
+        `natural=True`.
 
     Raises:
-        UnknownNameError: there is no such game; says the nearest.
+        UnknownNameError: there is no such game; names the nearest.
 
     >>> env = ToyTextEnv("CliffWalking")
-    >>> print(env.reset(seed=0)[0].partition("\\n")[2])
+    >>> print(env.reset(seed=0)[0].partition("\n")[2])
     . . . . . . . . . . . .
     . . . . . . . . . . . .
     . . . . . . . . . . . .
@@ -81,7 +81,7 @@ class ToyTextEnv(DiscreteEnv):
     -100.0
     """
 
-    # What best play earns depends on the cards, the ice and where the passenger waits.
+    # The return of best play depends on the cards, the ice and the place of the passenger.
     reference_is_perfect = False
 
     def __init__(
@@ -174,7 +174,7 @@ def _lake_range(env: Any, max_steps: int) -> tuple[float, float]:
 
 
 def _map(letters: str, place: int, num_columns: int) -> str:
-    """The map with an A where the player is."""
+    """Return the map with an A at the player's place."""
     marked = f"{letters[:place]}A{letters[place + 1 :]}"
     return "\n".join(" ".join(marked[start : start + num_columns]) for start in range(0, len(marked), num_columns))
 
@@ -225,7 +225,7 @@ _TAXI = ("south", "north", "east", "west", "pick up", "drop off")
 
 
 def _games() -> dict[str, Game]:
-    """By their names without a version."""
+    """Return the games by their names without a version."""
     hand = Game("Blackjack-v1", ("stick", "hit"), _blackjack_rules, _hand, _is_positive, _blackjack_range, best_hand)
     cliff = Game("CliffWalking-v1", _CLIFF, _cliff_rules, _cliff, _is_terminated, _cliff_range, play_table)
     cliff = replace(cliff, illegal_penalty=1.0, max_steps=200)

@@ -1,7 +1,4 @@
-"""The hand-written players of `toy_text.py`: best play on average, computed and not looked up.
-
-They read the environment's state and its table of probabilities, and nothing of what chance will do.
-"""
+"""Players of `toy_text.py` with the best play on average, computed from the environment's state and probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from gspo_gym.types import Message
 # Gymnasium's `P`: for each state and action, the outcomes (probability, next state, reward, terminated).
 Transitions = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]
 
-_DRAWN = {**dict.fromkeys(range(1, 10), 1 / 13), 10: 4 / 13}  # ten, jack, queen and king count 10; the deck is endless
+_DRAWN = {**dict.fromkeys(range(1, 10), 1 / 13), 10: 4 / 13}  # ten and face cards count 10; the deck is endless
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Table:
 
     @classmethod
     def of(cls, transitions: Transitions) -> Table:
-        """The table of an environment's `P`."""
+        """Return the table of an environment's `P`."""
         num_outcomes = max(len(outcomes) for moves in transitions.values() for outcomes in moves.values())
         missing = (0.0, 0, 0.0, True)
         rows = [
@@ -48,17 +45,19 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class BestMoves:
-    """`moves[k - 1, state]`: the best with k steps left, int [steps, states]. `values`: the return with all of them."""
+    """`moves[k - 1, state]` is the best with k steps left, int [steps, states]; `values` are the returns with all
+    steps.
+    """
 
     moves: np.ndarray[Any, Any]
     values: np.ndarray[Any, Any]
 
 
 def best_moves(table: Table, num_steps: int) -> BestMoves:
-    """The moves of the largest expected return within a number of steps, undiscounted.
+    """Return the moves of the largest expected undiscounted return within a number of steps.
 
-    Backward induction over the finite horizon (Puterman 1994, section 4.5), exact for the table; of equally good moves
-    the one with the lowest number.
+    Backward induction over the finite horizon (Puterman 1994, section 4.5), exact for the table; of equally good moves,
+    the lowest number.
     """
     values = np.zeros(len(table.probs))
     moves = np.zeros((num_steps, len(values)), dtype=np.int64)
@@ -71,7 +70,7 @@ def best_moves(table: Table, num_steps: int) -> BestMoves:
 
 
 def play_table(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """Best play in a `ToyTextEnv` whose game has a table of transitions (Any: `PolicyFactory` fixes the type)."""
+    """Return a player of best moves in a `ToyTextEnv` whose game has a table of transitions."""
     moves = best_moves(Table.of(env.inner.P), env.steps_left).moves
 
     def play(_messages: Sequence[Message]) -> str:
@@ -80,14 +79,11 @@ def play_table(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
     return play
 
 
-# --- Blackjack, which has no table: the player's hand is drawn from an endless deck -----------------------------------
-
-
 def best_hand(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """Hits while that is expected to earn more than to stick, in the Blackjack of a `ToyTextEnv`.
+    """Return a player of Blackjack that hits if that is expected to earn more than to stick.
 
-    Exact but for the bonus of a natural, which is paid for sticking to the first two cards: they sum to 21, and no
-    player hits those.
+    Exact except for the bonus of a natural, which is paid for sticking to the first two cards: they sum to 21, and this
+    player sticks to 21.
     """
 
     def play(_messages: Sequence[Message]) -> str:
@@ -99,7 +95,7 @@ def best_hand(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def value_of_stick(total: int, shown: int) -> float:
-    """The expected reward of stopping at a sum, when the dealer shows a card (1: an ace)."""
+    """Return the expected reward of stopping at a sum when the dealer shows a card (1 is an ace)."""
     return sum(
         prob * (1.0 if dealt > 21 or total > dealt else -1.0 if total < dealt else 0.0)
         for dealt, prob in _dealer(shown, shown == 1)
@@ -108,7 +104,7 @@ def value_of_stick(total: int, shown: int) -> float:
 
 @functools.cache
 def value_of_hit(total: int, has_usable_ace: bool, shown: int) -> float:
-    """The expected reward of drawing a card and playing best from there."""
+    """Return the expected reward of drawing a card and playing best from there."""
     expected = 0.0
     for card, prob in _DRAWN.items():
         new_total, new_ace = _with_card(total, has_usable_ace, card)
@@ -121,7 +117,7 @@ def value_of_hit(total: int, has_usable_ace: bool, shown: int) -> float:
 
 @functools.cache
 def _dealer(shown: int, has_ace: bool) -> tuple[tuple[int, float], ...]:
-    """(final sum, probability) of a dealer who shows a card; sums above 21 are 22."""
+    """Return (final sum, probability) pairs of a dealer that shows a card; 22 stands for all sums above 21."""
     return _dealt(shown + 10 if has_ace else shown, has_ace)
 
 
@@ -137,7 +133,7 @@ def _dealt(total: int, has_usable_ace: bool) -> tuple[tuple[int, float], ...]:
 
 
 def _with_card(total: int, has_usable_ace: bool, card: int) -> tuple[int, bool]:
-    """The sum and whether an ace counts 11, after a card; an ace counts 11 unless that goes above 21."""
+    """Return the sum after a card and whether an ace in it counts 11, which it does unless the sum goes above 21."""
     if card == 1 and total + 11 <= 21:
         return total + 11, True
     total += card

@@ -1,8 +1,8 @@
-"""VerifiersEnv: an environment of the package `verifiers`, one turn at a time.
+"""`VerifiersEnv`: an environment of the package `verifiers`, one turn at a time.
 
-There the environment drives: its rollout loop calls a client for each answer of the model, and a rubric scores the end.
-Here that loop runs as a task of its own with a client that generates nothing: it hands every prompt out as our
-observation and waits until `step` brings the answer (`verifiers_client.py`). The environment's code is run unchanged.
+In verifiers, the environment's rollout loop calls a client for each answer of the model, and a rubric scores the end.
+Here that loop runs unchanged as a task, with a client that passes each prompt to the episode as an observation and
+waits until `step` brings the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gspo_gym.types import Message
 
 StepTuple = tuple[Sequence[Message] | str, Reward | None, bool, bool, Info]
 
-# The environment ended by a limit and not by its task. (`is_truncated` says only that an answer was cut off.)
+# Stop conditions that are limits, not ends of the task. (`is_truncated` only says that an answer was cut off.)
 _LIMITS = ("timeout_reached", "max_total_completion_tokens_reached", "prompt_too_long")
 _UNMADE = "error: the episode is over, this call was not made"
 
@@ -33,26 +33,25 @@ class VerifiersEnv(TextEnv):
     """An environment that `verifiers.load_environment` finds. Needs `pip install 'gspo-gym[envs-verifiers]'`.
 
     A seed below 2**31 names a row of its evaluation data, one from 2**31 up a row of its training data; as many
-    consecutive seeds as there are rows name each once. An environment without evaluation data uses its training rows
-    for both, as verifiers does: then an evaluation is not held out, and `info["is_held_out"]` is False.
+    consecutive seeds as there are rows name each once. Without evaluation data the training rows serve for both, as in
+    verifiers; then `info["is_held_out"]` is False.
 
-    The observation is what a prompt has that the conversation has not. An environment that rewrites the conversation
-    (drops or changes an earlier message) or asks for several answers at once is refused with a ContractError: the model
-    would be trained on a conversation that it never saw.
+    The observation is the part of a prompt after the conversation so far. An environment that rewrites the conversation
+    (drops or changes an earlier message) or asks for several answers at once is refused with a ContractError, because
+    the model would be trained on a conversation that it never saw.
 
-    Only the end is scored. Its reward has a term for each reward function that has a weight, weight x score, or the
-    single term "reward" where a rubric computes it in another way. Functions without a weight are metrics, in
-    `info["metrics"]`. There is no success: verifiers has no such notion. verifiers scores a function that raises with
-    0; here that is an EnvError, as is every error that a rollout ends with. Rubrics that score several rollouts against
-    each other are refused when the environment is made.
+    Only the end is scored. Its reward has a term of weight x score for each reward function with a weight, or the
+    single term "reward" if a rubric computes it in another way. Functions without a weight are metrics, in
+    `info["metrics"]`. verifiers has no notion of success. It scores a reward function that raises with 0; here that is
+    an EnvError, as is every error that ends a rollout. Rubrics that compare rollouts are refused in the constructor.
 
     An answer that could not be read is not shown to the environment: the model is told why, unscored, and tries again.
 
     Args:
         env_id: as in `verifiers.load_environment`: an installed environment package, or any module with a function
             `load_environment`.
-        env_args: that function's arguments.
-        max_unread_answers: so many in a row, at least 1, truncate the episode.
+        env_args: arguments of that function.
+        max_unread_answers: unreadable answers in a row that truncate the episode, at least 1.
 
     Raises:
         MissingExtraError: verifiers is not installed.
@@ -75,14 +74,14 @@ class VerifiersEnv(TextEnv):
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Of the tools that the environment gives every rollout."""
+        """Return the tools that the environment gives every rollout."""
         return self._loaded.tool_schemas
 
     # type: ignores: the methods are async, which Gymnasium's are not.
     async def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, Info]:
-        """Starts a rollout of the row of the seed (without one: see `splits.next_seed`), up to its first prompt."""
+        """Start a rollout of the seed's row (without a seed: `splits.next_seed`), up to its first prompt."""
         super().reset(seed=seed)
         if options:
             raise ConfigError(f"Verifiers.reset: expected no options, got {sorted(options)}")
@@ -100,7 +99,7 @@ class VerifiersEnv(TextEnv):
         return self._news(request), {"example_id": row.get("example_id"), "is_held_out": self._is_held_out}
 
     async def step(self, action: Message | str) -> StepTuple:  # type: ignore[override]
-        """Gives the rollout the model's answer; then its next prompt, or its end."""
+        """Answer the rollout, and return its next prompt or its end."""
         if self._bridge is None:
             raise ResetNeeded("Verifiers.step: no rollout is going on; call reset first")
         message = action if isinstance(action, Message) else Message("assistant", action)
@@ -113,7 +112,7 @@ class VerifiersEnv(TextEnv):
         return self._news(request), None, False, False, {}
 
     async def invalid_action(self, error: str) -> StepTuple:
-        """Shows `error`; the rollout does not learn of it and still waits for an answer."""
+        """Show `error` to the model; the rollout still waits for an answer."""
         if self._bridge is None:
             raise ResetNeeded("Verifiers.invalid_action: no rollout is going on; call reset first")
         self._num_unread_answers += 1
@@ -123,13 +122,11 @@ class VerifiersEnv(TextEnv):
         return error, None, False, is_hopeless, {}
 
     async def close(self) -> None:  # type: ignore[override]
-        """Stops the rollout, if one goes on."""
+        """Stop the rollout, if there is one."""
         await self._stop()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
     async def _next_request(self) -> Request | None:
-        """The next prompt; None: the rollout is over, well or badly."""
+        """Return the next prompt; None if the rollout has ended, well or badly."""
         assert self._bridge is not None, "there is a bridge as long as there is a rollout"
         assert self._rollout is not None, "a rollout was started"
         asking = asyncio.ensure_future(self._bridge.next_request())
@@ -140,7 +137,7 @@ class VerifiersEnv(TextEnv):
             asking.cancel()
 
     def _news(self, request: Request) -> list[Message]:
-        """What the prompt adds to the conversation, which it adds to.
+        """Return what the prompt adds to the conversation, and take it over.
 
         Raises:
             ContractError: it does not extend the conversation, or speaks in the model's name.
@@ -185,7 +182,7 @@ class VerifiersEnv(TextEnv):
         return Reward({"reward": float(total)})
 
     def _last_words(self, output: Mapping[str, Any]) -> list[Message]:
-        """What the environment said after the last answer, if anything; calls that it left open are answered here."""
+        """Return the environment's messages after the last answer; calls that it left open are answered here."""
         said = list(output.get("completion") or ())
         words: list[Message] = []
         while said and said[-1].get("role") != "assistant":
@@ -195,7 +192,7 @@ class VerifiersEnv(TextEnv):
         return [*(Message("tool", _UNMADE, tool_call_id=call.id, name=call.name) for call in unmade), *words]
 
     async def _output(self) -> Mapping[str, Any]:
-        """What the rollout, which is over, came to.
+        """Return the result of the rollout, which has ended.
 
         Raises:
             ContractError, EnvError: it raised, or a reward function did.
@@ -213,12 +210,13 @@ class VerifiersEnv(TextEnv):
         rollout, self._rollout, self._bridge = self._rollout, None, None
         if rollout is not None:
             rollout.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # nobody waits for this rollout any more
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # its result is not wanted any more
                 await rollout
 
 
 def _essence(message: Message) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """What must stay as it was; how a message thought, and how arguments were spelt, is told in several ways."""
+    """Return the parts of a message that must not change."""
+    # Reasoning and the spelling of arguments differ between the forms of one message.
     return message.role, message.content.strip(), tuple((call.id, call.name) for call in message.tool_calls)
 
 

@@ -1,11 +1,8 @@
-"""The meeting point of a verifiers rollout, which asks for answers, and an episode of ours, which gives them.
+"""The bridge between a verifiers rollout, which asks for answers, and an episode, which gives them.
 
-Also what both sides say, translated.
-
-Loads a verifiers environment once in a process, and makes it fit to be driven.
-
-One loaded environment serves all episodes at once, as in verifiers, where what belongs to a rollout is in its state.
-(Each environment also stays alive until the process ends, because it registers a clean-up for then.)
+It translates messages and loads verifiers environments. One loaded environment serves all episodes at once, as in
+verifiers, where a rollout's data are in its state. (It lives until the process ends, because verifiers registers a
+clean-up for then.)
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ Respond = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any] | None, Any]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rollout asks the model: the whole conversation, and the tools that it offers."""
+    """A rollout's request to the model: the whole conversation, and the tools offered."""
 
     messages: tuple[Message, ...]
     tool_schemas: tuple[Mapping[str, Any], ...]
@@ -43,7 +40,7 @@ class Bridge:
     """Passes each request of one rollout to the episode, and the episode's answer back.
 
     Attributes:
-        client: a `verifiers.clients.Client` for the rollout (Any: the package is untyped).
+        client: a `verifiers.clients.Client` for the rollout.
     """
 
     def __init__(self, package: Any, *, name: str) -> None:
@@ -51,13 +48,13 @@ class Bridge:
         self._package = package
         self._name = name
         self._requests: asyncio.Queue[Request | ContractError] = asyncio.Queue()
-        self._answer: asyncio.Future[Message] | None = None  # None: nobody waits for one
+        self._answer: asyncio.Future[Message] | None = None  # None unless the rollout waits
 
     async def next_request(self) -> Request:
-        """Waits for the rollout to ask.
+        """Return the rollout's next request.
 
         Raises:
-            ContractError: what it asked cannot be shown to a model of ours.
+            ContractError: the request cannot be shown to the model.
         """
         asked = await self._requests.get()
         if isinstance(asked, ContractError):
@@ -65,12 +62,12 @@ class Bridge:
         return asked
 
     def answer(self, message: Message) -> None:
-        """Gives the model's answer to the request that was taken last."""
+        """Give the model's answer to the last request."""
         assert self._answer is not None, "there is an answer to every request and no other"
         self._answer.set_result(message)
 
     async def _ask(self, prompt: Sequence[Any], _sampling: object, tools: Sequence[Any] | None, _state: object) -> Any:
-        """The rollout's side: a `verifiers.types.Response` to a prompt, when the episode has given it."""
+        """Return a `verifiers.types.Response` to a prompt, once the episode has given its answer."""
         try:
             if self._answer is not None:
                 raise ContractError(
@@ -80,7 +77,7 @@ class Bridge:
             messages = tuple(as_message(message, where=self._name) for message in prompt)
             request = Request(messages, tuple(schema_of(tool) for tool in tools or ()))
         except ContractError as error:
-            self._requests.put_nowait(error)  # the episode raises it; what the rollout does about it is of no account
+            self._requests.put_nowait(error)  # raised in the episode, whatever the rollout makes of it
             raise
         self._answer = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(request)
@@ -91,7 +88,7 @@ class Bridge:
 
 
 def as_message(message: Any, *, where: str) -> Message:
-    """A message of verifiers, or a mapping in the OpenAI shape, as one of ours.
+    """Return a message of verifiers, or a mapping in the OpenAI shape, as a `Message`.
 
     Raises:
         ContractError: it has parts that are not text, or is no chat message.
@@ -123,22 +120,22 @@ def _content(content: Any, where: str) -> str:
 
 
 def _as_call(call: Any) -> ToolCall:
-    """Arguments are JSON text there; a text that is none was not written by a model of ours, and is kept whole."""
+    """Return a tool call of verifiers, whose arguments are JSON text, as a `ToolCall`."""
     try:
         arguments = json.loads(call.arguments)
     except json.JSONDecodeError:
-        arguments = {"arguments": call.arguments}
+        arguments = {"arguments": call.arguments}  # not written by our model, so kept as it is
     return ToolCall(call.id, call.name, arguments if isinstance(arguments, dict) else {"arguments": arguments})
 
 
 def response(package: Any, message: Message, *, is_cut_off: bool = False, tokens: Any = None, usage: Any = None) -> Any:
-    """A `verifiers.types.Response` that says `message`.
+    """Return a `verifiers.types.Response` with `message`.
 
     Args:
-        package: the module `verifiers` (Any, as what it makes: untyped).
+        package: the module `verifiers`.
         message: of the assistant.
         is_cut_off: the limit on tokens ended it.
-        tokens, usage: a `ResponseTokens` and a `Usage`, if they are known.
+        tokens, usage: a `ResponseTokens` and a `Usage`, if known.
     """
     types = package.types
     calls = [
@@ -157,14 +154,14 @@ def response(package: Any, message: Message, *, is_cut_off: bool = False, tokens
 
 
 def client_asking(respond: Respond) -> Any:
-    """A `verifiers.clients.Client` that asks `respond` instead of a server. Needs verifiers (hence Any)."""
+    """Return a `verifiers.clients.Client` that asks `respond` instead of a server."""
     base: Any = importlib.import_module("verifiers.clients.client").Client
 
-    class AskingClient(base):  # type: ignore[misc]  # a class of an untyped package, there only when that is
+    class AskingClient(base):  # type: ignore[misc]  # an untyped package, imported only here
         async def get_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, *, state: Any = None, **_: Any
         ) -> Any:
-            """A `verifiers.types.Response`."""
+            """Return the response of `respond`."""
             del model
             return await self.client(prompt, sampling_args, tools, state)
 
@@ -175,28 +172,29 @@ def client_asking(respond: Respond) -> Any:
         raise_from_native_response = from_native_response = _never
 
         async def close(self) -> None:
-            """Nothing to close."""
+            """Do nothing: there is no connection."""
 
     return AskingClient(respond)
 
 
-_MODEL = "policy"  # the name of the model in a rollout's state; there is only one
+_MODEL = "policy"  # name of the only model in a rollout's state
 _Failures = list[tuple[str, Exception]]
 
 _loading = threading.RLock()
-_failures: ContextVar[_Failures] = ContextVar("_failures")  # of reward functions, in the rollout that is being scored
+_failures: ContextVar[_Failures] = ContextVar("_failures")  # of reward functions in the rollout being scored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A verifiers environment (Any: the package is untyped).
+    """A loaded verifiers environment.
 
     Attributes:
         package: the module `verifiers`.
-        environment: what `load_environment` gave.
+        environment: as `load_environment` returned it.
         name: its env_id, for errors.
         tool_schemas: its tools as OpenAI function schemas.
-        weights: of the reward functions that have one, by name. is_scored: it scores rollouts at all.
+        weights: of the reward functions that have one, by name.
+        is_scored: whether it scores rollouts at all.
     """
 
     package: Any
@@ -207,13 +205,13 @@ class Loaded:
     is_scored: bool
 
     def row(self, seed: int) -> tuple[dict[str, Any], bool]:
-        """The row of the data that a seed names, and whether it is held out from training.
+        """Return the row that a seed names, and whether it is held out from training.
 
         Raises:
             ConfigError: there is no row on that side.
         """
         is_training = seed >= FIRST_TRAINING_SEED
-        with _loading:  # the data are built when they are first asked for
+        with _loading:  # the first call builds the data
             held_out = None if is_training else self.environment.build_eval_dataset()
             try:
                 rows = self.environment.get_dataset() if held_out is None else held_out
@@ -224,13 +222,13 @@ class Loaded:
             return dict(rows[(seed % FIRST_TRAINING_SEED if is_training else seed) % len(rows)]), held_out is not None
 
     async def rollout(self, row: dict[str, Any], client: Any) -> Mapping[str, Any]:
-        """One rollout with its score, as verifiers gives it out.
+        """Run and score one rollout; return verifiers' output.
 
         Raises:
             EnvError: a reward function raised, which verifiers would count as 0.
         """
         failures: _Failures = []
-        _failures.set(failures)  # a rollout is a task of its own, so this is seen in it alone
+        _failures.set(failures)  # a context variable of this rollout's task, so others do not see it
         output: Mapping[str, Any] = await self.environment.run_rollout(row, client, _MODEL, {})
         if failures:
             name, error = failures[0]
@@ -240,14 +238,14 @@ class Loaded:
 
 
 def load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
-    """The environment of that name with these arguments; the same one for the same arguments, if they are JSON.
+    """Return the environment of that name with these arguments; equal JSON arguments share one.
 
     Raises:
         MissingExtraError, ConfigError: as `VerifiersEnv`.
     """
     try:
         key = json.dumps(env_args, sort_keys=True)
-    except TypeError:  # objects of the caller's own: nobody can say whether two are the same
+    except TypeError:  # other objects cannot be compared, so they share nothing
         return _load(env_id, env_args)
     with _loading:
         return _load_once(env_id, key)
@@ -259,7 +257,7 @@ def _load_once(env_id: str, arguments: str) -> Loaded:
 
 
 def forget_loaded() -> None:
-    """Loads every environment anew from now on, for a program that edits one while it runs."""
+    """Drop the loaded environments, for a program that edits one while it runs."""
     _load_once.cache_clear()
 
 
@@ -289,7 +287,7 @@ def _load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
 
 
 def schema_of(tool: Any) -> dict[str, Any]:
-    """A `verifiers.Tool` as an OpenAI function schema.
+    """Return a `verifiers.Tool` as an OpenAI function schema.
 
     Raises:
         ContractError: it has no name or no parameters.
@@ -302,7 +300,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
 
 
 def _rubrics(environment: Any) -> Iterator[Any]:
-    """All that hold reward functions: groups hold rubrics, and groups of environments hold environments."""
+    """Yield the rubrics: groups hold rubrics, and groups of environments hold environments."""
     waiting = [environment.rubric, *(child.rubric for child in getattr(environment, "envs", ()))]
     while waiting:
         rubric = waiting.pop()
@@ -311,11 +309,9 @@ def _rubrics(environment: Any) -> Iterator[Any]:
 
 
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The reward function, telling of what it raises: verifiers logs that and goes on with a score of 0.
+    """Return the reward function with its exceptions recorded; verifiers logs them and goes on with a score of 0."""
 
-    `functools.wraps` keeps its signature, by which verifiers decides what it is given.
-    """
-
+    # verifiers decides by the signature which arguments to pass; functools.wraps keeps it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -345,12 +341,9 @@ def _name(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def _signals_left_alone(core: Any) -> Iterator[None]:
-    """Inside, verifiers installs no signal handlers.
-
-    Each environment would replace the process's handlers of SIGINT and SIGTERM by its own, which ends the process
-    without the checkpoint that a run writes then; and outside the main thread, where environments are made, Python
-    refuses it.
-    """
+    """Keep verifiers from installing signal handlers during the block."""
+    # Each environment would replace the handlers of SIGINT and SIGTERM by one that ends the process without the
+    # run's last checkpoint. Outside the main thread, where environments are made, Python refuses it.
     real = core.signal
     quiet = {name: getattr(real, name) for name in ("SIGINT", "SIGTERM", "default_int_handler")}
     core.signal = SimpleNamespace(signal=lambda *_: None, **quiet)
