@@ -1,6 +1,6 @@
 """gspo_gym: a gym of multi-turn text environments for language-model agents, and a GSPO trainer for them.
 
-The public names. Those that need torch load it when they are first used, so that writing an environment does not.
+Public names load their modules when first used, so writing an environment does not load torch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
+def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("gspo_gym.cli.command_line").package_version()
     if name not in _HOMES:

@@ -4,8 +4,8 @@ Each class is also the standard-library error it refines, so `except ValueError`
 
     GymError
     ├── ConfigError          ValueError    a setting is unknown, out of range or contradicts another
-    ├── UnknownNameError     LookupError   no environment, model or policy of that name; says the nearest
-    ├── MissingExtraError    ImportError   an optional dependency is not installed; says which extra
+    ├── UnknownNameError     LookupError   no environment, model or policy of that name; names the nearest
+    ├── MissingExtraError    ImportError   an optional dependency is not installed; names the extra
     ├── ContractError        ValueError    an environment or tool broke its interface (shape, type, NaN reward)
     ├── TemplateError        ValueError    a chat template cannot be rendered exactly
     ├── ContextOverflowError ValueError    a prompt does not fit the model's context
@@ -20,13 +20,13 @@ Each class is also the standard-library error it refines, so `except ValueError`
     │   ├── EngineTimeoutError   TimeoutError  a generation missed its deadline
     │   ├── EngineMismatchError  RuntimeError  batch after batch, an engine's logprobs are not the learner's
     │   └── EnginePoisonedError  RuntimeError  a weight update failed half-way: nothing sampled may be trained on
-    ├── ServiceError         RuntimeError  a process or server that the run needs beside it did not start or broke off
+    ├── ServiceError         RuntimeError  a process or server that the run needs did not start or broke off
     ├── RolloutError         RuntimeError  so many episodes failed that the run cannot go on
     ├── NonFiniteError       ArithmeticError   a loss or gradient was NaN or infinite too many times in a row
     ├── CheckpointError      OSError       a checkpoint is missing, incomplete or of another run
     └── StorageError         OSError       a file or folder cannot be written: no permission, no room, no folder
 
-A failed *episode* is a record (`types.Outcome`), never one of these escaping; a failed *run* is.
+A failed *episode* is a record (`types.Outcome`), not an exception; a failed *run* is an exception.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from collections.abc import Iterable
 
 
 class GymError(Exception):
-    """Base of everything this library raises on purpose."""
+    """Base of every exception that this library raises on purpose."""
 
 
 class ConfigError(GymError, ValueError):
@@ -88,7 +88,7 @@ class EnvDiedError(EnvError):
 
 
 class ActionLimitError(EnvError):
-    """An action exceeded a limit that the environment sets for actions: it ends the episode, which is scored."""
+    """An action exceeded a limit that the environment sets for actions; the episode ends and is scored."""
 
 
 class EngineError(GymError, RuntimeError):
@@ -108,7 +108,7 @@ class EnginePoisonedError(EngineError):
 
 
 class ServiceError(GymError, RuntimeError):
-    """A process or server that the run needs beside it did not start or broke off."""
+    """A process or server that the run needs did not start or broke off."""
 
 
 class RolloutError(GymError, RuntimeError):
@@ -128,7 +128,7 @@ class StorageError(GymError, OSError):
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """A sentence fragment that helps with a misspelt name: the closest known one, or all of them.
+    """Return a hint for a misspelt name: the closest known one, or all of them.
 
     >>> nearest_name("GuesNumber", ["GuessNumber", "FrozenLake"])
     "did you mean 'GuessNumber'?"

@@ -1,7 +1,7 @@
-"""The nouns: what passes between environments, chat, engines, rollouts, judges and the learner.
+"""The records that pass between environments, chat, engines, rollouts, judges and the learner.
 
-All are frozen and check themselves when built, so a record that exists is a record that makes sense. numpy only: no
-torch, no I/O, no behaviour beyond reading a record. T = tokens of a segment, G = trajectories of a group.
+All are frozen and check themselves when built. numpy only: no torch and no I/O. T is the tokens of a segment, G the
+trajectories of a group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool by the model, already parsed: `arguments` are JSON values by parameter name."""
+    """One parsed tool call of the model; `arguments` are JSON values by parameter name."""
 
     id: str
     name: str
@@ -36,8 +36,8 @@ class ToolCall:
 class Message:
     """One message of a conversation, in the shape of the OpenAI chat API.
 
-    `reasoning_content` is what the model thought before it answered (Qwen3's `<think>` block), None if it did not.
-    A tool message names the call it answers in `tool_call_id`, and may name the tool in `name`.
+    `reasoning_content` is the reasoning before the answer (Qwen3's `<think>` block), or None. A tool message has the id
+    of its call in `tool_call_id`, and may have the tool's name in `name`.
     """
 
     role: Role
@@ -58,7 +58,9 @@ class Message:
             raise RecordError(f"Message.reasoning_content: only an assistant reasons, got role {self.role!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The OpenAI wire shape, with absent fields left out and tool arguments as a mapping (as templates want)."""
+        """Return the OpenAI wire shape without absent fields, and with tool arguments as a mapping (as templates
+        want).
+        """
         wire: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning_content is not None:
             wire["reasoning_content"] = self.reasoning_content
@@ -75,9 +77,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do: an environment, the seed that picks the instance, and the options given to `reset`.
+    """One task: an environment, the seed that picks the instance, and the options of `reset`.
 
-    The same task is the same forever: `task_id` depends on nothing but these fields.
+    `task_id` depends on nothing else, so it names the same task in every run.
     """
 
     env_id: str
@@ -91,24 +93,24 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn, whatever the prompt: what [rollout] says of sampling, passed whole to whatever samples.
+    """How tokens are drawn: the sampling keys of [rollout], passed whole to everything that samples.
 
-    In vLLM's order: `min_tokens`, `repetition_penalty`, `temperature`, `min_p`, `top_k`, `top_p`; each acts on what
-    those before it left, and the logprobs are of what remains, renormalised. (transformers applies `min_p` last, which
-    differs only where `top_p` truncates, too.)
+    In vLLM's order: `min_tokens`, `repetition_penalty`, `temperature`, `min_p`, `top_k`, `top_p`. Each acts on what
+    those before it left, and logprobs are of the remaining tokens, renormalised. (transformers applies `min_p` last,
+    which differs only if `top_p` truncates too.)
 
     Attributes:
-        temperature: > 0 divides the logits; 0 is greedy, whose logprobs are those of temperature 1, not truncated.
+        temperature: > 0 divides the logits; 0 is greedy, with the logprobs of temperature 1, not truncated.
         top_p: keep the smallest set of tokens with at least this probability, renormalised; 1 keeps all.
         top_k: keep this many tokens, renormalised; 0 keeps all.
         min_p: keep tokens with at least this share of the likeliest one's probability (arXiv 2407.01082); 0 keeps all.
         repetition_penalty: logits of tokens in the prompt or among the sampled ones are divided by this if positive,
-            multiplied if negative (CTRL, arXiv 1909.05858, section 4.1); 1 changes nothing. Greedy obeys it, too.
-        min_tokens: no stop token is among the first `min_tokens` sampled ones, so that the completion is longer than
-            this unless its limit or the context cuts it off. Greedy obeys it, too.
+            multiplied if negative (CTRL, arXiv 1909.05858, section 4.1); 1 changes nothing. Greedy obeys it too.
+        min_tokens: no stop token is among the first `min_tokens` sampled ones, so the completion is longer than this
+            unless its limit or the context cuts it off. Greedy obeys it too.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -136,17 +138,17 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens can never be drawn: `top_p`, `top_k` or `min_p` takes them away."""
+        """Return whether `top_p`, `top_k` or `min_p` makes some tokens impossible."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether the distribution depends on more than the logits: a penalty or a least length."""
+        """Return whether a penalty or a least length changes the distribution beyond the logits."""
         return self.repetition_penalty != 1 or self.min_tokens > 0
 
 
 class FinishReason(enum.Enum):
-    """Why a generation ended."""
+    """Reason why a generation ended."""
 
     STOP = "stop"  # the last of token_ids is a stop token, or completes a stop string of the caller
     LENGTH = "length"  # max_tokens ran out
@@ -154,12 +156,12 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What an engine sampled for one prompt, exactly.
+    """Exactly what an engine sampled for one prompt.
 
     Attributes:
-        token_ids: [T] int32, the sampled ids, the stop token included.
-        logprobs: [T] float32, nats, of each sampled id under the distribution really sampled from (temperature
-            applied, truncation renormalised).
+        token_ids: [T] int32, the sampled ids, including the stop token.
+        logprobs: [T] float32, nats, of each sampled id under the distribution really sampled from (temperature applied,
+            truncation renormalised).
         finish_reason: why it ended.
         weight_version: [T] int32, the version of the weights that sampled each token.
     """
@@ -183,14 +185,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answered to one action, or at reset.
+    """An environment's answer to one action, or to reset.
 
     Attributes:
         messages: what the model sees next; may be empty when the episode is over.
         reward: of this turn; None means "not scored (yet)", which is not 0.
         reward_terms: the weighted contributions that sum to `reward`, by name.
-        terminated: the task itself ended. truncated: it was cut off from outside. Both, one or neither.
-        success: whether the task was achieved; None while undecided or if the environment has no such notion.
+        terminated: the task itself ended.
+        truncated: the episode was cut off from outside.
+        success: whether the task was achieved; None while undecided or without such a notion.
         events: names of achievements reached in this turn.
         info: for people; no library code reads it.
     """
@@ -217,7 +220,7 @@ class StepResult:
 
 
 class ParseStatus(enum.Enum):
-    """What became of the text that the model sampled in a turn."""
+    """How the text that the model sampled in a turn was parsed."""
 
     OK = "ok"
     TRUNCATED = "truncated"  # cut off by max_tokens inside a block that had to be closed
@@ -229,7 +232,7 @@ class ParseStatus(enum.Enum):
 class Turn:
     """One observation and the action that answered it. Spans are [start, stop) in the token_ids of `segment`.
 
-    `observation_span` holds only the tokens that are new in this turn. `reward` is None while not scored.
+    `observation_span` has only the tokens that are new in this turn. `reward` is None until scored.
     """
 
     index: int
@@ -262,9 +265,10 @@ class Segment:
         token_ids: int32.
         action_mask: bool, True where the policy sampled the token. Environment, template and appended end-of-turn
             tokens are False.
-        rollout_logprobs: float32, the engine's; 0 where the mask is False, and everywhere if it gives none.
+        rollout_logprobs: float32, from the engine; 0 where the mask is False, and everywhere if it gives none.
         turn_index: int32, the turn that sampled the token; -1 where the mask is False.
-        weight_version: int32, of the weights that sampled the token; -1 where the mask is False, or nobody knows them.
+        weight_version: int32, of the weights that sampled the token; -1 where the mask is False or the version is
+            unknown.
     """
 
     token_ids: Int32Array
@@ -301,7 +305,7 @@ class Segment:
 
 
 class Outcome(enum.Enum):
-    """How an episode ended. The infrastructure failures say nothing about the policy and never become a reward."""
+    """How an episode ended. Infrastructure failures say nothing about the policy and never become a reward."""
 
     TERMINATED = "terminated"  # the environment says the task is over
     TRUNCATED = "truncated"  # the environment cut it off
@@ -326,7 +330,7 @@ _INFRASTRUCTURE_FAILURES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where an episode's wall-clock time went, in seconds."""
+    """Wall-clock time of an episode by use."""
 
     total_seconds: float = 0.0
     env_seconds: float = 0.0
@@ -337,10 +341,12 @@ class Timing:
 class Trajectory:
     """One episode as it happened.
 
-    `trajectory_id` is stable over retries (they differ in `attempt`). `error` is the one-line reason of a failure or of
-    the limit that an action exceeded, None otherwise. `success` is what the environment declared last, None if it never
-    did. `reports_events`: False where a task app played and does not say what its decisions achieved, so that turns
-    without events are no sign of failure.
+    Attributes:
+        trajectory_id: the same over retries, which differ in `attempt`.
+        error: one-line reason of a failure, or of the limit that an action exceeded; else None.
+        success: as the environment declared last; None if it never did.
+        reports_events: False for a task app that does not report what its decisions achieved: turns without events are
+            then no sign of failure.
     """
 
     trajectory_id: str
@@ -367,15 +373,16 @@ class Trajectory:
         if not math.isfinite(sum(abs(turn.reward or 0.0) for turn in self.turns)):
             raise RecordError(f"Trajectory {self.trajectory_id}: the sum of its turns' rewards overflows; scale them")
 
-    def __repr__(self) -> str:  # short: asyncio prints results that it should not, at a second for a thousand episodes
+    # short, because asyncio prints results in places, which took a second for 1,000 episodes
+    def __repr__(self) -> str:
         return f"Trajectory(<{self.trajectory_id}, attempt {self.attempt}, {self.outcome.value}, {self.segments}>)"
 
     @property
     def reward(self) -> float:
-        """The episode's return: the sum of its turns' rewards (undiscounted).
+        """Return the episode's undiscounted return, the sum of its turns' rewards.
 
         Raises:
-            UnscoredError: no turn carries a reward, or the episode failed before it could be scored.
+            UnscoredError: no turn has a reward, or the episode failed before it could be scored.
         """
         rewards = [turn.reward for turn in self.turns if turn.reward is not None]
         if not rewards or self.outcome.is_infrastructure_failure:
@@ -391,13 +398,13 @@ class Trajectory:
 
     @property
     def num_actions(self) -> int:
-        """How many tokens the policy sampled, over all segments."""
+        """Return the number of tokens that the policy sampled, over all segments."""
         return int(sum(int(s.action_mask.sum()) for s in self.segments))
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedEpisode:
-    """An episode that was asked for and will not be trained on, and why."""
+    """A requested episode that will not be trained on, with the reason."""
 
     trajectory_id: str
     outcome: Outcome
@@ -425,7 +432,7 @@ class TrajectoryGroup:
 
 
 def _freeze(record: Any, **dtypes: type[np.generic]) -> None:
-    """Convert the named fields to read-only one-dimensional arrays of the given dtypes (Any: works on every record)."""
+    """Convert the named fields to read-only one-dimensional arrays of the given dtypes."""
     for name, dtype in dtypes.items():
         value = np.asarray(getattr(record, name))
         if value.ndim != 1:

@@ -1,5 +1,5 @@
-"""All that an environment author needs: subclass `TextEnv` or `ToolEnv`, register it, check it.
+"""Everything for an environment's author: subclass `TextEnv` or `ToolEnv`, register it, check it.
 
-This package and `gspo_gym.types` are the only parts of the library that an environment may import; nothing here loads
-torch or a tokenizer.
+An environment may import this package and `gspo_gym.types`, and no other part of the library. Nothing here loads torch
+or a tokenizer.
 """

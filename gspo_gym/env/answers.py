@@ -1,6 +1,6 @@
-"""What an environment answered -> a `StepResult`, or a ContractError that says what was expected and what came.
+"""Checks of what an environment answered, which make it a `StepResult`, and the place in its code where it raised.
 
-And for what it raised, the place. Pure functions; nothing is called or waited for.
+Pure functions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gspo_gym.types import Message, StepResult
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen")
-_MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+_MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
 def as_reset_result(answer: object, *, where: str) -> StepResult:
-    """The answer of `reset`, which must be (observation, info); the reward is None.
+    """Return the result of an answer of `reset`, which must be (observation, info).
 
     Raises:
         ContractError: it is anything else, or shows the model nothing. Starts with `where`.
@@ -42,10 +42,9 @@ def as_reset_result(answer: object, *, where: str) -> StepResult:
 
 
 def as_step_result(answer: object, *, where: str) -> StepResult:
-    """The answer of `step`, which must be (observation, reward, terminated, truncated, info).
+    """Return the result of an answer of `step`, which must be (observation, reward, terminated, truncated, info).
 
-    The terms, events and success of a `Reward` are kept; a plain number has none. An empty text that ends an episode is
-    no message.
+    The terms, events and success of a `Reward` are kept. An empty text that ends an episode is no message.
 
     Raises:
         ContractError: it is anything else; the reward is not None and not a finite number; a flag is no bool; or the
@@ -76,7 +75,7 @@ def as_step_result(answer: object, *, where: str) -> StepResult:
 
 
 def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
-    """A string as one user message; a sequence of messages, or of mappings in the OpenAI shape, as messages.
+    """Return an observation as messages: a string as one user message, or a sequence of messages or OpenAI mappings.
 
     Content may be a list of text parts, which become lines of one text (as vLLM shows them to a text model).
 
@@ -96,7 +95,7 @@ def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
 
 
 def described(value: object) -> str:
-    """A value as errors show it: its type, its length if it is a tuple or list, and a little of it."""
+    """Return a value for an error text: its type, the length of a tuple or list, and the beginning of its repr."""
     text = repr(value)
     text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
     length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
@@ -110,14 +109,15 @@ def _as_message(item: object, where: str) -> Message:
         raise ContractError(f"{where}: expected a Message or a mapping with role and content, got {described(item)}")
     try:
         if "role" not in item and isinstance(item.get("type"), str):
-            text_of_part(item, where=where)  # an image is said to be one
+            text_of_part(item, where=where)  # raises for an image, and says so
             raise RecordError(
                 f'{where}: expected a message, got a part of one; put it into {{"role", "content": [...]}}'
             )
         for key in item:
             if key not in _KEYS:
                 raise RecordError(f"{where}: unknown key {key!r}; {nearest_name(str(key), _KEYS)}")
-        if item.get("content") is None and not item.get("tool_calls"):  # the OpenAI API sends null with calls only
+        # the OpenAI API allows null only beside calls
+        if item.get("content") is None and not item.get("tool_calls"):
             raise RecordError(f"{where}: expected content as text or a list of text parts, got NoneType None")
         return _checked(message_from_wire(item, where=where), where)
     except RecordError as error:
@@ -157,10 +157,10 @@ def _as_info(info: object, where: str) -> dict[str, Any]:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if that is not known.
+    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if unknown.
 
-    That is the innermost line outside this library, Python's own and installed packages; else, for an environment that
-    is an installed package itself, the outermost line outside this library.
+    That is the innermost line outside this library, Python's own and installed packages; if the environment itself is
+    an installed package, the outermost line outside this library.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

@@ -1,24 +1,23 @@
-"""Whose doing a failure is that came while an environment answered an action: the action's, or the machine's.
+"""Decide whether a failure while an environment answered is due to the action or to the machine.
 
-The rule, for everything that plays episodes:
+The rules, for everything that plays episodes:
 
 1. An environment or tool that raises `ActionLimitError`, takes longer than its `max_action_seconds`, or is killed by
-   `action_limits.killed_after` says itself that the action exceeded a limit. That is the action's doing.
-2. A step that misses its deadline, or kills the process that it runs in, does not say so. The same actions are played
-   again in a fresh environment of the same task: where the same action fails again, it is the action's doing; where it
-   does not, or where not even the actions before it can be played, it is the machine's. Where it is the first action,
-   an empty one takes its place once more: an environment that fails at that too fails at any.
-3. Whatever fails before an action is delivered (a constructor, a reset) or after it was answered (a close) is the
-   machine's.
-4. An episode whose own deadline passed, more than half of it spent on answering actions, is treated as in 2: it is the
-   actions' doing where answering them again takes as long again.
-5. A server whose client waits for the end of such an episode has no time for that. There it is the actions' doing where
-   a fresh environment of the same task answers an empty action in less than half the time that these took on average.
+   `killed_after` declares that the action exceeded a limit: the action is at fault.
+2. A step that misses its deadline, or kills its process, declares nothing. The same actions are played again in a fresh
+   environment of the same task: if the same action fails again, it is at fault; if it does not, or an earlier action
+   fails, the machine is. A first action is also replaced by an empty one: an environment that fails at that fails at
+   any.
+3. A failure before an action is delivered (a constructor, a reset) or after it was answered (a close) is the machine's.
+4. An episode whose deadline passed after more than half of it went to answering actions is treated as in 2: the actions
+   are at fault if answering them again takes as long.
+5. A server whose client waits for the end of such an episode has no time for that. There the actions are at fault if a
+   fresh environment of the same task answers an empty action in less than half of their mean time.
 
-So an action that waits, and many that each wait a little, end an episode the same way: scored at the floor.
+So one long wait and many short ones end an episode in the same way: scored at the floor.
 
-Our own, because no signal tells a query that is too large from a machine that is too small, but a second try does. It
-costs a failed episode one more failure, and no episode that goes well anything.
+Ours, because no signal tells a query that is too large from a machine that is too small, but a second try does. It
+costs a failed episode one more failure, and successful episodes nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError
 from gspo_gym.types import Message
 
-# What an environment was given: a message for `step`, or for `invalid_action` why there is none.
+# What an environment was given: a message for `step`, or the error text for `invalid_action`.
 Action = Message | str
 LIMIT_TERM = "action_limit"  # the reward term of a turn whose action exceeded a limit
-
 
 _NOTHING = Message("assistant", "")
 _LIMIT_CODE, _LOST_CODE = "action_limit", "env_step_lost"
@@ -45,15 +43,15 @@ _LIMIT_CODE, _LOST_CODE = "action_limit", "env_step_lost"
 
 @dataclass(frozen=True, slots=True)
 class Retrial:
-    """What is needed to play actions again.
+    """What it takes to play actions again.
 
     Attributes:
-        factory: makes a fresh environment (Any: authors need not subclass anything).
+        factory: makes a fresh environment.
         env_id: its name in errors.
         seed, options: of the task.
-        step_timeout_seconds: for each call; None: for ever.
-        max_seconds: for each time that they are played.
-        clock: seconds, monotonic.
+        step_timeout_seconds: limit of each call; None for no limit.
+        max_seconds: limit of one replay.
+        clock: monotonic seconds.
     """
 
     factory: Callable[[], Any]
@@ -66,7 +64,7 @@ class Retrial:
 
 
 async def is_the_actions_doing(error: BaseException, actions: Sequence[Action], retrial: Retrial) -> bool:
-    """Whether the failure of the last action's answer is the action's doing, by the rules 1 and 2 above."""
+    """Return whether the last action is at fault for `error`, by rules 1 and 2."""
     if isinstance(error, ActionLimitError):
         return True
     if not isinstance(error, EnvTimeoutError | EnvDiedError):
@@ -76,34 +74,34 @@ async def is_the_actions_doing(error: BaseException, actions: Sequence[Action], 
 
 
 async def are_the_actions_slow(actions: Sequence[Action], retrial: Retrial) -> bool:
-    """Whether answering the actions takes more than half of `max_seconds` once more: rule 4."""
+    """Return whether answering the actions again takes more than half of `max_seconds`, by rule 4."""
     again = await _played_again(actions, retrial)
     is_slow = again.failed_at is not None or again.action_seconds > retrial.max_seconds / 2
     return is_slow and not await _fails_at_any(actions, retrial)
 
 
 async def are_other_actions_quick(num_actions: int, action_seconds: float, retrial: Retrial) -> bool:
-    """Whether actions that took so long in all are to blame for that: rule 5."""
+    """Return whether actions that took `action_seconds` in all are at fault for it, by rule 5."""
     control = await _played_again([_NOTHING], retrial)
     return control.num_answered == 1 and control.action_seconds < action_seconds / num_actions / 2
 
 
 def failure_code(error: BaseException) -> str:
-    """Return what a server tells of a step that failed, from which `failure_of` reads whose doing it may be."""
+    """Return the code of a failed step that a server sends, for `failure_of`."""
     if isinstance(error, ActionLimitError):
         return _LIMIT_CODE
     return _LOST_CODE if isinstance(error, EnvTimeoutError | EnvDiedError) else "env_step_failed"
 
 
 def failure_of(code: object) -> type[EnvError]:
-    """Return the error that a client raises for a `failure_code`, or for anything else."""
+    """Return the error class that a client raises for a `failure_code`, or for anything else."""
     if code == _LIMIT_CODE:
         return ActionLimitError
     return EnvDiedError if code == _LOST_CODE else EnvError
 
 
 async def _fails_at_any(actions: Sequence[Action], retrial: Retrial) -> bool:
-    """Whether it was the first action, and the environment answers an empty one no better."""
+    """Return whether it was the first action, and the environment fails at an empty one too."""
     if len(actions) > 1:
         return False
     control = await _played_again([_NOTHING], retrial)
@@ -112,7 +110,7 @@ async def _fails_at_any(actions: Sequence[Action], retrial: Retrial) -> bool:
 
 @dataclass(slots=True)
 class _Again:
-    """How the actions went once more; `failed_at` None: none of them failed by a limit."""
+    """Progress of a replay; `failed_at` is None unless an action failed by a limit."""
 
     failed_at: int | None = None
     num_answered: int = 0
@@ -153,17 +151,17 @@ async def _answer_all(
 
 
 async def answer_to(session: EnvSession, action: Action) -> Any:
-    """What the environment answers to an action (Any: a `StepResult`)."""
+    """Return the environment's answer to an action."""
     return await (session.invalid_action(action) if isinstance(action, str) else session.step(action))
 
 
 def floor_of(env: Any, earned: float, stated: float | None) -> float:
-    """The return of an episode that an action ended by exceeding a limit (Any: authors need not subclass anything).
+    """Return the return of an episode that ended because an action exceeded a limit.
 
     Args:
-        env: its `reward_range` says what the lowest return is.
-        earned: the return up to then; the floor is never above it.
-        stated: the return that a configuration states in its place; None: it states none.
+        env: its `reward_range` declares the lowest return.
+        earned: the return so far; the floor is never above it.
+        stated: the return that the configuration states instead, or None.
 
     >>> floor_of(object(), 0.5, None), floor_of(object(), 0.5, 0.0)
     (-1.0, 0.0)

@@ -1,7 +1,6 @@
-"""ChatModel: a model behind any OpenAI-compatible endpoint, as a player, an opponent or a simulated user.
+"""`ChatModel`: a model behind any OpenAI-compatible endpoint, as a player, an opponent or a simulated user.
 
-Nothing that it says is trained on: there are no token ids, only messages. Whoever asks it decides what a failure means;
-here it is always an exception, never an empty answer.
+Its messages have no token ids and are not trained on. A failure is always an exception, never an empty answer.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatModelSettings:
-    """Where the model is and how it samples.
+    """Endpoint and sampling of a chat model.
 
     Attributes:
         model: its name at the endpoint.
-        base_url: such as "http://127.0.0.1:8000/v1"; None is OpenAI's own.
-        api_key_env: the environment variable that holds the key; a local server without one needs none.
-        temperature: of sampling. max_tokens: of one answer, its reasoning included where the model reasons.
-        timeout_seconds: for one answer, retries included. max_retries: of transport errors, 429 and 5xx.
+        base_url: such as "http://127.0.0.1:8000/v1"; None for OpenAI's own.
+        api_key_env: environment variable with the key; a local server may need none.
+        temperature: of sampling.
+        max_tokens: limit of one answer, including any reasoning.
+        timeout_seconds: limit of one answer, including retries.
+        max_retries: of transport errors, 429 and 5xx.
     """
 
     model: str
@@ -54,7 +55,7 @@ class ChatModelSettings:
 class ChatModel:
     """Asks the endpoint for the next message of a conversation.
 
-    Use one instance within one event loop, and close it. Keys come from the environment and appear in no error.
+    Use an instance within one event loop, and close it. Keys come from the environment and appear in no error.
 
     Raises:
         MissingExtraError: the openai package is not installed.
@@ -78,7 +79,7 @@ class ChatModel:
     async def reply(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), seed: int | None = None
     ) -> Message:
-        """The model's next message; `tools` are OpenAI function schemas (Any: JSON).
+        """Return the model's next message; `tools` are OpenAI function schemas.
 
         Raises:
             EnvTimeoutError: no answer within timeout_seconds.
@@ -99,7 +100,7 @@ class ChatModel:
         if tools:
             request["tools"] = list(tools)
         if seed is not None:
-            request["seed"] = seed % 2**31  # what servers of C's int accept
+            request["seed"] = seed % 2**31  # some servers take a C int
         where = f"{settings.model} at {settings.base_url or 'OpenAI'}"
         try:
             async with asyncio.timeout(settings.timeout_seconds):
@@ -111,11 +112,11 @@ class ChatModel:
         return _message(answer, where, settings.max_tokens)
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._client.close()
 
     async def _ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer (Any: an endpoint may give any); what the endpoint refuses by name is left out from then on."""
+        """Return the endpoint's answer; fields that it refuses by name are left out from then on."""
         import openai
 
         def send(refused: frozenset[str]) -> Any:
@@ -127,7 +128,7 @@ class ChatModel:
         return await self._fields.ask(send, is_about, (openai.BadRequestError, openai.UnprocessableEntityError))
 
 
-def _message(answer: Any, where: str, max_tokens: int) -> Message:  # Any: an endpoint may answer with anything
+def _message(answer: Any, where: str, max_tokens: int) -> Message:
     choices = getattr(answer, "choices", None)
     if not choices or not hasattr(getattr(choices[0], "message", None), "to_dict"):
         raise EnvError(f"{where}: expected a chat completion with a message, got {answer!r:.200}")

@@ -1,12 +1,8 @@
-"""TextEnv and ToolEnv: what an environment author subclasses.
+"""`TextEnv` and `ToolEnv`, the base classes of environments, and counts of tool calls.
 
-The interface is Gymnasium's own. An observation is a string (shown to the model as a user message) or a sequence of
+The interface is Gymnasium's. An observation is a string (shown to the model as a user message) or a sequence of
 messages; an action is the model's text. Methods may be `async`. One instance plays one episode at a time; the rollout
 makes a fresh one per episode.
-
-What became of tool calls, read from the conversation: the text that answers a call says whether it failed.
-
-So it is the same for tools of ours, of a worker process and of an environment that is served elsewhere.
 """
 
 from __future__ import annotations
@@ -37,20 +33,19 @@ Isolation = Literal["thread", "process"]
 
 
 class ScriptedPolicy(Protocol):
-    """A player that is no model of ours: it sees the conversation so far and returns its next message or its text.
-
-    It may be async, as a player is that asks an endpoint.
+    """A player other than the trained model: it gets the conversation and returns its next message or text, or an
+    awaitable.
     """
 
     def __call__(self, messages: Sequence[Message], /) -> Message | str | Awaitable[Message | str]: ...
 
 
-# Given the environment instance that is being played (so that a reference may read the hidden answer) and a generator.
+# Gets the instance that is played (a reference may read the hidden answer) and a generator.
 PolicyFactory = Callable[[Any, np.random.Generator], ScriptedPolicy]
 
 
 class Conversation(gymnasium.Space[Any]):
-    """The space of what is said: any string or message, or any non-empty sequence of messages."""
+    """The space of observations and actions: any string or message, or any non-empty sequence of messages."""
 
     def contains(self, x: Any) -> bool:
         if isinstance(x, str | Message):
@@ -58,7 +53,7 @@ class Conversation(gymnasium.Space[Any]):
         return isinstance(x, Sequence) and bool(x) and all(isinstance(m, Message | Mapping) for m in x)
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:  # noqa: ARG002 - Gymnasium's signature
-        """A short random string of printable ASCII."""
+        """Return a short random string of printable ASCII."""
         length = int(self.np_random.integers(1, 9))
         return "".join(chr(int(c)) for c in self.np_random.integers(32, 127, size=length))
 
@@ -73,30 +68,29 @@ class Conversation(gymnasium.Space[Any]):
 
 
 class TextEnv(gymnasium.Env[Any, Any]):
-    """An environment that talks: override `reset` and `step`, plainly or as `async def`.
+    """An environment that talks: override `reset` and `step`, plain or as `async def`.
 
-    `reset(*, seed=None, options=None) -> (observation, info)` starts an episode; everything random in it must come from
+    `reset(*, seed=None, options=None) -> (observation, info)` starts an episode; everything random must come from
     `self.np_random` (call `super().reset(seed=seed)` first).
 
     `step(action: str) -> (observation, reward, terminated, truncated, info)` answers one action. `reward` is a number,
     a `Reward` with named terms, or None for "not scored here". `info` is for people only.
 
     Attributes:
-        policies: hand-written players by name. "reference" earns the top score (it may read hidden state);
-            "random" plays legal moves at random and is what warm-up imitates.
-        reward_range: smallest and largest possible return of an episode, checked by `check_env`; a rollout refuses
-            a return outside it as an error of the environment. Set on the instance where it depends on the
-            constructor's arguments.
-        reference_is_perfect: False: what even the best play earns depends on luck or on the task (dice, a distance), so
-            "reference" need not earn the top score or succeed, but only more than other play does on average.
-        isolation: where rollouts run it. "thread": plain methods in a thread of the episode's own (async ones in the
-            event loop); "process": in a worker process, which a crash, a hang or a changed global generator cannot
-            leave. None: not said, so a thread, unless it is found to touch what the whole process shares.
-        confinement: how code that the model wrote is confined, in words; None: it runs none. A class that runs some
-            sets a text, and its instances what is true; `env check`, the card and a run's first lines show it.
-        max_action_seconds: what answering one action may take; a slower one ends the episode at the lowest return, as
-            whatever raises `errors.ActionLimitError` does. None: no such limit, beside the run's for any call.
-        takes_messages: True: `step` is given the `Message` with its tool calls; False: its text alone.
+        policies: hand-written players by name. "reference" earns the top score (it may read hidden state); "random"
+            plays legal moves at random, for warm-up to imitate.
+        reward_range: smallest and largest possible return of an episode; a rollout treats any other return as an error
+            of the environment. Set it on the instance if it depends on the constructor's arguments.
+        reference_is_perfect: False if the best return depends on luck or on the task (dice, a distance): "reference"
+            then need not earn the top score or succeed, but only beat other play on average.
+        isolation: where rollouts run it. "thread": plain methods in a thread of the episode (async ones in the event
+            loop); "process": in a worker process, which contains crashes, hangs and changed global generators. None: a
+            thread, unless it is found to touch process-wide state.
+        confinement: how model-written code is confined, in words; None if it runs none. A class that runs some sets a
+            text, its instances the actual one; `env check`, the card and a run's first lines show it.
+        max_action_seconds: limit of answering one action; a slower one ends the episode at the lowest return, like
+            `errors.ActionLimitError`. None leaves the run's limit for any call.
+        takes_messages: whether `step` gets the `Message` with its tool calls or only its text.
     """
 
     observation_space: gymnasium.Space[Any] = Conversation()
@@ -112,12 +106,12 @@ class TextEnv(gymnasium.Env[Any, Any]):
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """OpenAI function schemas of the tools that the model is offered; () for a plain text environment."""
+        """Return OpenAI function schemas of the tools; () for a plain text environment."""
         return ()
 
-    # Any: the answer of an async override is awaitable.
+    # Any, because an async override returns an awaitable.
     def invalid_action(self, error: str) -> Any:
-        """Answer text that could not even be read as an action, in place of `step`; override to penalise it.
+        """Answer text that could not be read as an action, in place of `step`; override to penalise it.
 
         The default shows `error` (written for the model) with reward 0 and goes on.
         """
@@ -126,7 +120,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """What the author's code has said about the turn so far."""
+    """The outcome of the current turn so far."""
 
     terms: dict[str, float] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
@@ -144,27 +138,28 @@ class _TimeLimitError(Exception):
     """A tool took longer than its limit."""
 
 
-# Set in a thread while it runs a tool with a time limit; the event is set when the limit has passed.
+# Set in a thread that runs a tool with a time limit; the event is set when the limit has passed.
 _given_up: ContextVar[threading.Event | None] = ContextVar("_given_up", default=None)
 
 
 class ToolEnv(TextEnv):
     """An environment in which the model acts by calling tools: write `start` and methods marked `@tool`.
 
-    A turn is one assistant message. Its calls are made in order, each answered by one tool message; what goes wrong in
-    a call (an unknown tool, wrong arguments, an exception, the time limit) is answered with a text that starts with
-    "error: ". Tools, `end_turn` and `no_tool_call` score the turn with `add_reward` and end the episode with `finish`.
-    Rewards of one turn add up by term.
+    A turn is one assistant message. Its calls are made in order, each answered by one tool message; a failed call (an
+    unknown tool, wrong arguments, an exception, the time limit) by a text that starts with "error: ". Tools, `end_turn`
+    and `no_tool_call` score the turn with `add_reward` and end the episode with `finish`. Rewards of one turn add up by
+    term.
 
-    Any tool or hook may be `async def`; then `reset` or `step` return awaitables and plain methods run in a thread.
+    Any tool or hook may be `async def`; then `reset` and `step` return awaitables and plain methods run in a thread.
 
     Attributes:
-        num_turns: actions taken in this episode, the present one included.
-        num_calls: calls of this turn so far, the present one included. num_failed_calls: those that were answered with
-            an error. Text that could not be read as an action counts as one call that failed.
-        reset_seed: what this episode's `reset` was given; None: no seed.
-        is_scored: True: a turn to which no reward was added earned 0. Set it to False where a judge scores: such a turn
-            then has no reward (None).
+        num_turns: actions taken in this episode, including the current one.
+        num_calls: calls of this turn so far, including the current one. Text that could not be read as an action counts
+            as one failed call.
+        num_failed_calls: those that were answered with an error.
+        reset_seed: seed of this episode's `reset`, or None.
+        is_scored: whether a turn without a reward earned 0. Set it to False if a judge scores: such a turn then has no
+            reward (None).
 
     >>> from gspo_gym.env.tools import tool
     >>> class Door(ToolEnv):
@@ -193,36 +188,32 @@ class ToolEnv(TextEnv):
     reset_seed: int | None = None
     _own_tools: ClassVar[tuple[Tool, ...]] = ()
     _tools_by_name: Mapping[str, Tool] = {}
-    _turn: _OpenTurn | None = None  # None: no episode is being played
+    _turn: _OpenTurn | None = None  # None between episodes
     _is_async: bool = False
     _thread: OwnThread | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Builds the tools, so that a wrong one is a ContractError where the class is defined."""
+        """Build the tools, so a wrong one is a ContractError where the class is defined."""
         super().__init_subclass__(**kwargs)
         cls._own_tools = tuple(require_distinct_names(tools_of(cls)).values())
 
-    # -- what an author writes ---------------------------------------------------------------------------------------
-
     def start(self, options: Mapping[str, Any]) -> Any:
-        """Begin an episode and return its first observation; `self.np_random` is seeded. `options` may be empty."""
+        """Begin an episode and return its first observation; `self.np_random` is seeded."""
         raise NotImplementedError(f"{type(self).__name__} must define start(options)")
 
     def no_tool_call(self, text: str) -> Any:
-        """Observation that answers a message without any call; by default a reminder."""
+        """Return the observation after a message without any call; the default is a reminder."""
         del text
         return "Call a tool. Tools: " + ", ".join(self._tools_by_name) + "."
 
     def end_turn(self) -> Any:
-        """Called when the turn is answered, unless that has ended the episode: for step costs and turn limits."""
-
-    # -- what an author calls ----------------------------------------------------------------------------------------
+        """Hook after each answered turn that has not ended the episode, for step costs and turn limits."""
 
     def add_reward(self, reward: Reward | float) -> None:
         """Add to the reward of this turn, term by term; a plain number is the term "reward".
 
         Raises:
-            UsageError: no episode is being played, or the call that says so was given up at its time limit.
+            UsageError: no episode is being played, or this call was given up at its time limit.
             ContractError: the number is not finite.
         """
         turn = self._open_turn("add_reward")
@@ -246,20 +237,18 @@ class ToolEnv(TextEnv):
         turn.truncated |= truncated
         turn.terminated |= not truncated
 
-    # -- Gymnasium's interface ---------------------------------------------------------------------------------------
-
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """The tools of this instance; override to offer others. Read when the episode starts."""
+        """Return the tools of this instance, read when the episode starts; override to offer others."""
         return tuple(tool.bound_to(self) for tool in self._own_tools)
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Of `tools`, in their order."""
+        """Return the schemas of `tools`, in the same order."""
         return tuple(tool.schema for tool in self.tools)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
-        """Starts an episode: (observation, info), or an awaitable of it if `start` is async."""
+        """Start an episode: (observation, info), or an awaitable of it if `start` is async."""
         super().reset(seed=seed)
         self._turn, self.num_turns, self.reset_seed = None, 0, seed
         self._tools_by_name = require_distinct_names(self.tools)
@@ -268,7 +257,7 @@ class ToolEnv(TextEnv):
         return self._drive(self._start(options or {}))
 
     def step(self, action: Message | str) -> Any:
-        """Answers one turn: Gymnasium's 5-tuple, or an awaitable of it if a tool or hook is async.
+        """Answer one turn: Gymnasium's 5-tuple, or an awaitable of it if a tool or hook is async.
 
         Raises:
             gymnasium.error.ResetNeeded: no episode is being played.
@@ -277,17 +266,15 @@ class ToolEnv(TextEnv):
         return self._drive(self._play(action))
 
     def invalid_action(self, error: str) -> Any:
-        """Shows `error`; counts as a turn. To penalise it, call `add_reward`, then `super().invalid_action(error)`."""
+        """Show `error` and count a turn. To penalise it, call `add_reward`, then `super().invalid_action(error)`."""
         self._begin_turn("invalid_action")
         self.num_calls = self.num_failed_calls = 1
         return self._drive(self._play(None, error))
 
     def close(self) -> None:
-        """Gives the thread of limited tools back. Call `super().close()` if you override it."""
+        """Return the thread of limited tools. Call `super().close()` if you override it."""
         if self._thread is not None:
             self._thread.release()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _open_turn(self, method: str) -> _OpenTurn:
         late = _given_up.get()
@@ -314,14 +301,14 @@ class ToolEnv(TextEnv):
         return await self._call(self.no_tool_call, action.content if isinstance(action, Message) else action)
 
     async def _play(self, action: Message | str | None, error: str = "") -> Any:
-        """One turn; `action` None: there is only the `error` to be shown."""
+        """Play one turn; with `action` None, only show `error`."""
         turn = self._open_turn("step")
         try:
             observation = error if action is None else await self._observe(action)
             if not turn.is_last:
                 await self._call(self.end_turn)
         except BaseException:
-            self._turn = None  # half a turn was played: only a reset helps
+            self._turn = None  # the turn was played in part, so the episode cannot go on
             raise
         self._turn = None if turn.is_last else _OpenTurn()
         reward = None
@@ -334,7 +321,7 @@ class ToolEnv(TextEnv):
         try:
             content = await self._result(call)
         except GymError:
-            raise  # the author's own mistake, such as a NaN reward, is not for the model to read
+            raise  # the author's mistake, such as a NaN reward, is not for the model to read
         except Exception as error:
             self.num_failed_calls += 1
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
@@ -355,7 +342,7 @@ class ToolEnv(TextEnv):
         return text_of(result)
 
     async def _call(self, function: Callable[..., Any], *args: Any, time_limit_seconds: float | None = None) -> Any:
-        """Call the author's code where it belongs: in the loop, here, or in the environment's own thread."""
+        """Call the author's code in the event loop, in this thread, or in the environment's thread."""
         if inspect.iscoroutinefunction(function):
             watchdog = asyncio.timeout(time_limit_seconds)
             try:
@@ -364,7 +351,7 @@ class ToolEnv(TextEnv):
             except TimeoutError:
                 if watchdog.expired():
                     raise _TimeLimitError from None
-                raise  # the tool's own
+                raise  # the tool's TimeoutError, not ours
         if time_limit_seconds is None and not self._is_async:
             return function(*args)
         return await self._call_in_thread(partial(function, *args), time_limit_seconds)
@@ -385,14 +372,14 @@ class ToolEnv(TextEnv):
                 returned = await self._thread.call_async(call, timeout_seconds=time_limit_seconds)
             else:
                 returned = self._thread.call(call, timeout_seconds=time_limit_seconds)
-        except BaseException as error:  # the limit, or a cancellation: the thread is still busy
+        except BaseException as error:  # the limit or a cancellation: the thread is still busy
             given_up.set()
             self._thread.abandon()
             raise (_TimeLimitError() if isinstance(error, TimeoutError) else error) from None
         return returned.unwrap()
 
     def _drive(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """The answer itself where nothing in it has to be awaited, else the awaitable."""
+        """Return the answer, or the awaitable if any hook or tool is async."""
         if self._is_async:
             return answer
         try:
@@ -402,20 +389,20 @@ class ToolEnv(TextEnv):
         raise AssertionError("a coroutine of plain functions has nothing to wait for")
 
 
-CALL_FAILED = "error: "  # what the answer to a call starts with that went wrong, whatever the reason
+CALL_FAILED = "error: "  # beginning of the answer to any failed call, also of other processes and servers
 _UNKNOWN_TOOL = f"{CALL_FAILED}unknown tool "
 
 
 @dataclass(frozen=True, slots=True)
 class CallCounts:
-    """Calls of tools by name, and how many were answered with an error; those of unknown tools are in neither."""
+    """Calls and failed calls by tool; calls of unknown tools are in neither."""
 
     made: Counter[str]
     failed: Counter[str]
 
 
 def count_calls(messages: Sequence[Message]) -> CallCounts:
-    """Count the calls in a conversation that were answered, by the text that answers them.
+    """Count the answered calls in a conversation; the text of an answer says whether the call failed.
 
     >>> from gspo_gym.types import ToolCall
     >>> call = Message("assistant", "", (ToolCall("c0", "look", {}),))

@@ -1,7 +1,5 @@
-"""Functions of an author's that are given, by keyword, what their parameters name, and nothing else.
-
-So a reward function says in its signature what it looks at: `def brevity(action): ...`. Plain or async. Called by
-`rewards.RewardTerms` and `dataset_rewards.RowReward`.
+"""Authors' functions that are called with what their parameters name: `def brevity(action): ...` gets the action
+only.
 """
 
 from __future__ import annotations
@@ -13,19 +11,19 @@ from typing import Any
 
 from gspo_gym.errors import ConfigError, ContractError, nearest_name
 
-AnyFunction = Callable[..., Any]  # Any: what it takes, and whether it has to be awaited, is its own affair
+AnyFunction = Callable[..., Any]  # plain or async, with any parameters
 
 
 @dataclass(frozen=True)
 class KeywordFunction:
-    """A function, and what it takes.
+    """A function and its parameters.
 
     Attributes:
         function: as the author gave it.
-        where: what it is, in errors ("reward 'exact'").
-        required: what it must be given.
-        optional: what it is given where there is such a thing; None: everything.
-        is_async: its answer must be awaited.
+        where: its name in errors ("reward 'exact'").
+        required: names that must be given.
+        optional: names that are passed if given; None for all (`**kwargs`).
+        is_async: whether its answer must be awaited.
     """
 
     function: AnyFunction
@@ -36,7 +34,7 @@ class KeywordFunction:
 
     @classmethod
     def of(cls, function: Any, where: str) -> KeywordFunction:
-        """From a function or an object that can be called (Any: what a user gave).
+        """Return the record of a function or a callable object.
 
         Raises:
             ConfigError: it cannot be called by keyword.
@@ -54,15 +52,15 @@ class KeywordFunction:
             where=where,
             required=frozenset(parameter.name for parameter in named) - optional,
             optional=optional if len(named) == len(parameters) else None,
-            # the second: an object with an async __call__
+            # The second test finds an object with an async __call__.
             is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         )
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
-        """What the function answers, or an awaitable of it (Any, here and in `given`: the author's own affair).
+        """Return the function's answer, or an awaitable of it.
 
         Raises:
-            ContractError: something that it takes is not among what is given; says the nearest.
+            ContractError: a required name is not given; names the nearest.
         """
         for name in sorted(self.required - given.keys()):
             raise ContractError(f"{self.where} takes {name!r}, which is not given; {nearest_name(name, given)}")

@@ -1,7 +1,7 @@
-"""PlainEnv: any environment of ours as a plain synchronous `gymnasium.Env` with strings in and out.
+"""`PlainEnv`: any environment as a plain synchronous `gymnasium.Env` with strings in and out.
 
-For code that knows nothing of messages: wrappers, vector environments, other people's loops. Text, tool, async and
-process-isolated environments all look the same. Rollouts do not use it (`session.py` is their way).
+It is for code that knows no messages: wrappers, vector environments, other libraries' loops. Text, tool, async and
+process-isolated environments look the same. Rollouts use `EnvSession` instead.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.types import Message, StepResult, ToolCall
 
-_MAX_LENGTH = 1_000_000  # characters of one observation or action; longer ones are not in the spaces
+_MAX_LENGTH = 1_000_000  # characters of an observation or action in the spaces
 _PRINTABLE = "".join(map(chr, range(32, 127)))
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)  # Hermes' form, which Qwen's templates use, too
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)  # Hermes' form, as in Qwen's templates
 
 
 class AnyText(gymnasium.spaces.Text):
-    """Every text up to a length: Gymnasium's `Text`, whose own set of characters would have to list all of Unicode."""
+    """The space of all texts up to a length; Gymnasium's `Text` would have to list the characters of Unicode."""
 
     def __init__(self, max_length: int = _MAX_LENGTH) -> None:
         super().__init__(max_length, min_length=0, charset=_PRINTABLE)
 
     def contains(self, x: Any) -> bool:
-        """Any string that is not too long."""
         return isinstance(x, str) and len(x) <= self.max_length
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Up to 8 printable ASCII characters: what is longer says no more."""
+        """Return up to 8 printable ASCII characters."""
         del mask, probability
         length = int(self.np_random.integers(0, 9))
         return "".join(_PRINTABLE[int(i)] for i in self.np_random.integers(len(_PRINTABLE), size=length))
@@ -50,15 +49,15 @@ class AnyText(gymnasium.spaces.Text):
 
 
 def as_gymnasium(env: str | Callable[[], Any] | Any, **kwargs: Any) -> PlainEnv:
-    """A plain Gymnasium environment; close it, because it keeps a thread.
+    """Return a plain Gymnasium environment; close it, because it keeps a thread.
 
     Args:
-        env: a registered name, which runs where the environment says (see `TextEnv.isolation`), a function or class
-            that makes an environment, or an instance (Any: authors need not subclass anything).
-        **kwargs: for the constructor, with a name.
+        env: a registered name, which runs where `TextEnv.isolation` says; a function or class that makes an
+            environment; or an instance.
+        **kwargs: arguments of the constructor; only with a name.
 
     Raises:
-        UnknownNameError: a name that is not registered.
+        UnknownNameError: the name is not registered.
         ConfigError: arguments without a name.
         EnvError, ContractError: the environment cannot be made, or is none.
 
@@ -79,18 +78,18 @@ def as_gymnasium(env: str | Callable[[], Any] | Any, **kwargs: Any) -> PlainEnv:
 
 
 class PlainEnv(gymnasium.Env[str, str]):
-    """The environment that `factory` makes, driven from an event loop in a thread of its own.
+    """The environment that `factory` makes, driven by an event loop in another thread.
 
-    An observation is the contents of the turn's new messages, parted by blank lines. An action is text; with tools it
-    is either text, or calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (any number, beside text), or
-    one such JSON object alone. Calls that cannot be read are answered by the environment's `invalid_action`.
+    An observation is the contents of the turn's new messages, separated by blank lines. An action is text; with tools
+    also calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (any number, beside text), or one such JSON
+    object alone. Unreadable calls go to the environment's `invalid_action`.
 
-    A turn that is not scored has reward 0.0, because Gymnasium demands a number; `info["is_scored"]` tells them apart.
-    `info` also has the messages (OpenAI's shape), reward_terms, events, and is_success once it is decided; after
-    `reset` the messages and tool_schemas.
+    A turn without a score has reward 0.0, because Gymnasium requires a number; `info["is_scored"]` tells the
+    difference. `info` also has the messages (OpenAI's shape), reward_terms, events, and is_success once it is decided;
+    after `reset` the messages and tool_schemas.
 
     Raises:
-        EnvError, EnvTimeoutError, ContractError: the environment failed, in the constructor and in every method.
+        EnvError, EnvTimeoutError, ContractError: the environment failed, in the constructor or any method.
         UsageError: it was closed.
     """
 
@@ -114,16 +113,17 @@ class PlainEnv(gymnasium.Env[str, str]):
             raise
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Starts an episode; without a seed, of a task drawn on the side of the last one (see `splits.next_seed`)."""
+        """Start an episode; without a seed, of a task drawn by `splits.next_seed`."""
         super().reset(seed=seed)
         self._num_calls = 0
+        # Drawn even if a seed is given, because `super().reset` has just made the generator from it.
         drawn = next_seed(self.np_random)
         result = self._run(self.session.reset(drawn if seed is None else seed, options))
         schemas = [dict(schema) for schema in self.session.tool_schemas]
         return _text(result), {"messages": _messages(result), "tool_schemas": schemas}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answers one action."""
+        """Answer one action."""
         try:
             message = self._message(str(action))
         except ValueError as error:
@@ -142,7 +142,7 @@ class PlainEnv(gymnasium.Env[str, str]):
         return _text(result), reward, result.terminated, result.truncated, info
 
     def close(self) -> None:
-        """Closes the environment and ends the thread; again, it does nothing."""
+        """Close the environment and end the thread; again does nothing."""
         if self._loop is None:
             return
         try:
@@ -152,17 +152,17 @@ class PlainEnv(gymnasium.Env[str, str]):
             self._stop()
 
     def _run(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """What the coroutine answers in the private loop (Any: any coroutine)."""
+        """Return the coroutine's result in the private loop."""
         if self._loop is None:
-            answer.close()
+            answer.close()  # else Python warns that it was never awaited
             raise UsageError(f"{self._name}: the environment is closed")
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
     def _message(self, text: str) -> Message:
-        """The assistant message that an action is.
+        """Return an action as the assistant's message.
 
         Raises:
-            ValueError: a tool call that cannot be read; says why, for the model.
+            ValueError: a tool call cannot be read; the text is for the model.
         """
         if not self.session.tool_schemas:
             return Message("assistant", text)
@@ -179,10 +179,10 @@ class PlainEnv(gymnasium.Env[str, str]):
 
 
 def read_tool_calls(text: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]] | None:
-    """What is said beside the calls, and the calls as (name, arguments); None if the text has no call.
+    """Return the text beside the calls, and the calls as (name, arguments); None if there is no call.
 
     Raises:
-        ValueError: there is a call that cannot be read.
+        ValueError: a call cannot be read.
 
     >>> read_tool_calls('Look. <tool_call>{"name": "query", "arguments": {"sql": "SELECT 1"}}</tool_call>')
     ('Look.', [('query', {'sql': 'SELECT 1'})])

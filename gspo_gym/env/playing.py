@@ -1,4 +1,4 @@
-"""Whole episodes of hand-written players, without a model or tokens: for the checker and for score tables."""
+"""Whole episodes of hand-written players, without a model or tokens, for the checker and for score tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.types import Message, StepResult, ToolCall
 
-_COMPARED = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events")  # not info
+_COMPARED = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events")
 
 # Entered around each call of the environment, with the method's name and the turn (-1 before the first).
 Watch = Callable[[str, int], AbstractContextManager[None]]
@@ -25,7 +25,7 @@ class PlayerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Playthrough:
-    """One episode: what was said by both sides, and how each turn was answered."""
+    """One episode: its messages and the answer to each turn."""
 
     seed: int
     opening: tuple[Message, ...]
@@ -38,18 +38,18 @@ class Playthrough:
 
     @property
     def episode_return(self) -> float | None:
-        """The sum of the rewards; None if no turn had one."""
+        """Return the sum of the rewards; None if no turn had one."""
         rewards = [answer.reward for answer in self.answers if answer.reward is not None]
         return float(sum(rewards)) if rewards else None
 
     @property
     def success(self) -> bool | None:
-        """What was declared last."""
+        """Return the last declared success."""
         declared = [answer.success for answer in self.answers if answer.success is not None]
         return declared[-1] if declared else None
 
     def difference_from(self, other: Playthrough) -> str | None:
-        """The first thing that differs, in words; None if nothing does. `info` is for people and not compared."""
+        """Return the first difference in words, or None. `info`, which is for people, is not compared."""
         if self.opening != other.opening:
             return f"reset: expected the observation {_said(self.opening)}, got {_said(other.opening)}"
         for turn, (mine, theirs) in enumerate(zip(self.answers, other.answers, strict=False)):
@@ -72,11 +72,11 @@ async def play(
     max_turns: int,
     step_timeout_seconds: float,
 ) -> Playthrough:
-    """Play one episode in a fresh environment, cut off after `max_turns`; the player's randomness comes from the seed.
+    """Play one episode in a fresh environment, at most `max_turns` long; the player's generator derives from the seed.
 
     Raises:
         EnvError, EnvTimeoutError, ContractError: the environment failed.
-        PlayerError: the player did.
+        PlayerError: the player failed.
     """
     session = await open_session(factory, env_id=name, step_timeout_seconds=step_timeout_seconds)
     try:
@@ -88,7 +88,7 @@ async def play(
 async def play_in(
     session: EnvSession, policy: PolicyFactory, *, seed: int, max_turns: int, watch: Watch | None = None
 ) -> Playthrough:
-    """Like `play`, in an open session, which stays open."""
+    """Play one episode in an open session, which stays open; otherwise like `play`."""
     watch = watch or (lambda _method, _turn: nullcontext())
     with watch("reset", -1):
         opening = (await session.reset(seed)).messages
@@ -112,13 +112,15 @@ async def play_in(
 
 
 async def spoken_by(player: ScriptedPolicy, messages: Sequence[Message]) -> Message | str:
-    """What a player says next, plain or async."""
+    """Return the next action of a player, plain or async."""
     said = player(tuple(messages))
     return said if isinstance(said, str | Message) else await said
 
 
 def tool_calling_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """Calls a random tool with random arguments that fit its schema; without tools, says random digits."""
+    """Return a player that calls random tools with random arguments of their schemas; without tools, says random
+    digits.
+    """
     schemas = schemas_of(env)
 
     def play(messages: Sequence[Message]) -> Message | str:
@@ -132,9 +134,8 @@ def tool_calling_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def schemas_of(env: Any) -> tuple[Mapping[str, Any], ...]:
-    """Name, description and parameters of each tool that an environment takes calls of; () if it takes text only.
-
-    Any: authors need not subclass anything, and schemas are JSON.
+    """Return name, description and parameters of each tool that an environment takes calls of; () if it takes text
+    only.
     """
     if not getattr(env, "takes_messages", False):
         return ()
@@ -142,8 +143,7 @@ def schemas_of(env: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def arguments_for(schema: Mapping[str, Any], rng: np.random.Generator, *, text: str | None = None) -> dict[str, Any]:
-    """Small arguments that a tool's schema allows (Any: JSON): the required ones and, if `text` is given, it as each
-    string."""
+    """Return small values for the required arguments of a tool, and `text`, if given, for each string."""
     parameters = schema.get("parameters") or {}
     properties = parameters.get("properties", {})
     required = sorted(name for name in parameters.get("required", ()) if name in properties)
@@ -158,7 +158,7 @@ def _is_free_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _value(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
-    """A small value that fits a JSON schema, as far as its first alternative says what it is (Any: JSON)."""
+    """Return a small value that fits a JSON schema, as far as its first alternative tells."""
     if "enum" in schema:
         return schema["enum"][int(rng.integers(len(schema["enum"])))]
     for alternatives in ("anyOf", "oneOf"):
@@ -172,7 +172,7 @@ def _value(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
 
 
 def replaying(actions: Sequence[Message]) -> PolicyFactory:
-    """A player that says what was said before."""
+    """Return a player that repeats these actions."""
 
     def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
         remaining = iter(actions)

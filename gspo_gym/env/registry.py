@@ -1,7 +1,7 @@
-"""Environments by name, on top of Gymnasium's own registry.
+"""Environments by name, on top of Gymnasium's registry.
 
-Packages announce theirs through the `gymnasium.envs` entry point, which Gymnasium 1.4 no longer reads; it is read here,
-once, before a name is looked up.
+Packages announce environments by the `gymnasium.envs` entry point, which Gymnasium 1.4 no longer reads; it is read here
+once, before the first lookup.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _ENTRY_POINT_GROUP = "gymnasium.envs"
 
 
 def register(env_id: str, entry_point: Callable[..., Any] | str, **kwargs: Any) -> None:
-    """Register an environment under NAME-vN or NAMESPACE/NAME-vN; a later registration of the same id replaces it.
+    """Register an environment under NAME-vN or NAMESPACE/NAME-vN, replacing an earlier one of the same id.
 
     Args:
         env_id: the id.
-        entry_point: a class, a function that makes one, or "package.module:Class".
-        **kwargs: as in `gymnasium.register`, for example `kwargs={...}` for the constructor.
+        entry_point: a class, a function that makes an instance, or "package.module:Class".
+        **kwargs: as in `gymnasium.register`, such as `kwargs={...}` for the constructor.
 
     Raises:
         ConfigError: the id is malformed or contradicts another one.
     """
-    gymnasium.registry.pop(env_id, None)  # Gymnasium warns of what is meant here, in a notebook for example
-    # Gymnasium's own checker judges by rules for arrays and would do it in every episode; `check_env` does it once.
+    # Gymnasium warns of a replacement, which is intended here (in a notebook, for example).
+    gymnasium.registry.pop(env_id, None)
+    # Gymnasium's checker applies rules for arrays, and would do so in every episode; `check_env` checks once.
     settings = {"disable_env_checker": True, "order_enforce": False, **kwargs}
     try:
         gymnasium.register(env_id, entry_point=entry_point, **settings)
@@ -44,27 +45,27 @@ def register(env_id: str, entry_point: Callable[..., Any] | str, **kwargs: Any) 
 
 
 def make(env_id: str, /, **kwargs: Any) -> Any:
-    """A fresh environment; keyword arguments go to its constructor.
+    """Return a fresh environment; keyword arguments go to its constructor.
 
-    Of Gymnasium's wrappers it has only a time limit, if it was registered with `max_episode_steps`. A registered class
-    that does not subclass `gymnasium.Env` gives a plain instance, without wrappers (hence Any).
+    Of Gymnasium's wrappers it has only the time limit, if registered with `max_episode_steps`. A class that does not
+    subclass `gymnasium.Env` gives a plain instance without wrappers.
 
     Raises:
-        UnknownNameError: no environment of that name; says the nearest.
-        ConfigError: the constructor takes no such argument; says the nearest.
+        UnknownNameError: there is no environment of that name; names the nearest.
+        ConfigError: the constructor takes no such argument; names the nearest.
     """
     return make_from(gymnasium.registry[resolve(env_id)], **kwargs)
 
 
 def make_from(spec: EnvSpec, **kwargs: Any) -> Any:
-    """Like `make`, from a specification that need not be registered.
+    """Return a fresh environment of a specification, registered or not; otherwise like `make`.
 
     Raises:
-        ConfigError: the constructor takes no such argument; says the nearest.
+        ConfigError: the constructor takes no such argument; names the nearest.
     """
     spec = copy.copy(spec)
     spec.disable_env_checker, spec.order_enforce = True, False
-    creator: Any = spec.entry_point  # Any: a class or function of the author's
+    creator: Any = spec.entry_point
     if isinstance(creator, str):
         creator = load_env_creator(creator)
     if creator is None:
@@ -80,15 +81,15 @@ def make_from(spec: EnvSpec, **kwargs: Any) -> Any:
 
 
 def resolve(env_id: str) -> str:
-    """The full id that a name stands for.
+    """Return the full id of a name.
 
-    Without a namespace a name is looked up in all of them: ours first, then others' (where it must be the only one),
-    then Gymnasium's own suite. Without a version the newest is taken. "package.module:Env-v0" imports the module first,
-    which may register the environment. "package.module:Class" is the class, or the function that makes it, of that
-    module: by the id under which the module registers it, else it is registered here under that text.
+    Without a namespace, the name is looked up in all: first in ours, then in others' (where it must be the only match),
+    then in Gymnasium's suite. Without a version, the newest is taken. "package.module:Env-v0" first imports the module,
+    which may register the environment. "package.module:Class" is that class, or a function that makes an instance,
+    under the id that the module registers for it, or else under that text.
 
     Raises:
-        UnknownNameError: there is none, or several namespaces have one; says which.
+        UnknownNameError: there is none, or several namespaces have one.
 
     >>> resolve("GuessNumber")
     'gspo_gym/GuessNumber-v0'
@@ -116,7 +117,7 @@ def resolve(env_id: str) -> str:
 
 
 def _id_of(creator: Callable[..., Any], text: str) -> str:
-    """The id of a class or function: the newest of those under which it is registered; else `text`, as of now."""
+    """Return the newest id of a class or function; one without an id is registered as `text`."""
     known = [spec for spec in gymnasium.registry.values() if spec.entry_point in (creator, text)]
     if known:
         return max(known, key=_age).id
@@ -125,7 +126,7 @@ def _id_of(creator: Callable[..., Any], text: str) -> str:
 
 
 def list_environments(*, include_gymnasium: bool = False) -> tuple[str, ...]:
-    """Full ids, sorted: those that are not of Gymnasium's own suite, or all."""
+    """Return the sorted full ids, without or with Gymnasium's own suite."""
     _load_plugins()
     specs = gymnasium.registry.values()
     return tuple(sorted(spec.id for spec in specs if include_gymnasium or not _is_gymnasiums_own(spec)))
@@ -133,18 +134,20 @@ def list_environments(*, include_gymnasium: bool = False) -> tuple[str, ...]:
 
 @functools.cache
 def _load_plugins() -> tuple[tuple[str, str], ...]:
-    """Run every entry point once; returns those that failed, to be named when a lookup fails."""
+    """Run every entry point once; return (name, error) of those that failed, for the errors of failed lookups."""
     failed = []
     for plugin in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP):
         try:
             plugin.load()()
-        except Exception as error:  # a stranger's package must not keep ours from working
+        except Exception as error:  # another package must not break ours
             failed.append((plugin.name, f"{type(error).__name__}: {error}"))
     return tuple(failed)
 
 
 def _matches(name: str) -> list[str]:
-    """Ids whose name (and namespace and version, if given) are as asked, the newest of each namespace that counts."""
+    """Return the ids that match a name (and namespace and version, if given): the newest of each namespace that
+    counts.
+    """
     try:
         namespace, wanted, version = parse_env_id(name)
     except gymnasium.error.Error:
@@ -167,7 +170,7 @@ def _age(spec: EnvSpec) -> int:
 
 
 def _nearest(name: str) -> str:
-    """What may have been meant, written with as many parts as the name has; the names there are if nothing is near."""
+    """Return a hint at the nearest id, with as many parts as `name` has, or at all."""
     ids = list_environments()
     if "/" not in name:
         ids = tuple(env_id.rpartition("/")[2] for env_id in ids)
@@ -177,14 +180,14 @@ def _nearest(name: str) -> str:
 
 
 def require_known_arguments(env_id: str, creator: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse names of arguments that the class or function does not take, before anything is made.
+    """Raise if the class or function does not take an argument, before anything is made.
 
     Raises:
-        ConfigError: there is one; says the nearest.
+        ConfigError: an argument is not taken; names the nearest.
     """
     try:
         parameters = inspect.signature(creator).parameters.values()
-    except (TypeError, ValueError):  # written in C: it will say itself what it does not take
+    except (TypeError, ValueError):  # written in C: the call itself will raise
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -1,14 +1,11 @@
-"""Named, weighted reward terms -> one reward that Gymnasium accepts as a number.
+"""Rewards of named, weighted terms, and the achievements of an episode.
 
-Environment authors return a `Reward` (or a plain float) from `step`; None means "not scored here". `RewardTerms` makes
-one from small functions with weights.
+An environment's `step` returns a `Reward`, a plain number, or None for "not scored here". `RewardTerms` makes a reward
+from small functions with weights.
 
-Achievements: the named events of an episode, for environments in which much can be reached on the way.
-
-An environment calls `unlock` where something is achieved and gives `turn_events()` to the `Reward` of the turn. From
-there the names go into `Turn.events`, which step rewards count and which a judge is shown. Whether a name counts once
-an episode ("unique") or in every turn that reaches it ("absolute") is a setting of the training
-(`training.event_rewards_kind`), not of the environment, which reports every time.
+`Achievements` are named events. An environment calls `unlock` and gives `turn_events()` to the turn's `Reward`; the
+names reach `Turn.events`, which step rewards count and judges see. It reports a name every time: the setting
+`training.event_rewards_kind` decides whether a name counts once an episode ("unique") or in every turn ("absolute").
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ from gspo_gym.env.keyword_calls import AnyFunction, KeywordFunction
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, UsageError, nearest_name
 
 
+# A numpy float, which is a Python float too: Gymnasium's checker accepts no other subclass of float.
 class Reward(np.float64):
-    """A float that remembers what it is made of.
+    """A float with its named terms.
 
-    A numpy float (which is a Python float too), because Gymnasium's checker recognises no other subclass of float.
-    Arithmetic gives plain numbers; copies and pickles stay whole.
+    Arithmetic gives plain numbers; copies and pickles keep the terms.
 
     Attributes:
         terms: weighted contributions by name; their sum is the float.
@@ -72,13 +69,14 @@ class Reward(np.float64):
         events: Sequence[str] = (),
         success: bool | None = None,
     ) -> Reward:
-        """The reward whose terms are score x weight; every score needs a weight (a forgotten one is an error)."""
+        """Return the reward of terms score x weight."""
+        # A forgotten weight is an error, not a weight of 0 or 1.
         missing = sorted(set(scores) - set(weights))
         if missing:
             raise ContractError(f"reward terms {missing} have no weight; weights exist for {sorted(weights)}")
         return cls({name: scores[name] * weights[name] for name in scores}, events=events, success=success)
 
-    # numpy's own versions would give back a bare float64.
+    # numpy's own methods would return a bare float64.
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (dict(self.terms), self.events, self.success)
 
@@ -96,17 +94,18 @@ def _rebuilt(terms: Mapping[str, float], events: tuple[str, ...], success: bool 
 class RewardTerms:
     """Small functions with weights, each a term of the reward under the function's name.
 
-    A function takes, by keyword, what its parameters name of what the environment gives it, and returns a number or a
-    bool; or None for "not scored", which makes the whole reward None, never 0. It may be async.
+    A function is called with what its parameters name, and returns a number, a bool, or None for "not scored", which
+    makes the whole reward None, never 0. It may be async.
 
     Args:
-        functions: the weight of each, finite; a negative one makes a penalty.
+        functions: finite weight of each; a negative one makes a penalty.
 
     Attributes:
         weights: by name.
 
     Raises:
-        ConfigError: two have the same name, one has none, cannot be called by keyword, or a weight is not finite.
+        ConfigError: two functions have the same name, one has none or cannot be called by keyword, or a weight is not
+            finite.
 
     >>> def correct(action, answer):
     ...     return action == answer
@@ -135,10 +134,10 @@ class RewardTerms:
         )
 
     def score(self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any) -> Reward | None:
-        """The reward of a turn; None: a term is not scored. `events` and `success` as in `Reward`.
+        """Return the reward of a turn, or None if a term is not scored. `events` and `success` are as in `Reward`.
 
-        Any: what the functions look at (action, task, state, messages, ...); they may ask for `events` and `success`,
-        too, and for what they have a default they need not be given.
+        `given` is what the functions look at (action, task, state, messages, ...), beside `events` and `success`;
+        parameters with a default may be left out.
 
         Raises:
             ContractError: a term asks for something that is not given, or is not a finite number.
@@ -153,7 +152,7 @@ class RewardTerms:
     async def score_async(
         self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any
     ) -> Reward | None:
-        """As `score`, for terms of which some are async; these are awaited one after another.
+        """Return the reward like `score`, awaiting async terms one after another.
 
         Raises:
             ContractError, EnvError: as `score`.
@@ -167,7 +166,7 @@ class RewardTerms:
         return self._weighted(given, awaited)
 
     def _weighted(self, given: Mapping[str, Any], awaited: Mapping[str, Any]) -> Reward | None:
-        """`awaited`: what the async functions answered."""
+        """Return the reward; `awaited` are the answers of async functions."""
         scores: dict[str, float] = {}
         for name, function in self._functions.items():
             with _naming(name):
@@ -184,7 +183,7 @@ class RewardTerms:
 
 @contextmanager
 def _naming(term: str) -> Iterator[None]:
-    """Makes an EnvError that names the term of what its function raises; our own errors say enough."""
+    """Turn an exception of a term's function into an EnvError that names the term."""
     try:
         yield
     except GymError:
@@ -194,10 +193,10 @@ def _naming(term: str) -> Iterator[None]:
 
 
 class Achievements:
-    """What can be achieved, what has been in this episode, and what in this turn.
+    """The achievements of an episode and of the current turn.
 
     Args:
-        names: all that there are; a name that is not among them is refused, so that a typing error earns nothing.
+        names: all achievements; `unlock` refuses others, so a typing error earns nothing.
 
     Attributes:
         names: as given.
@@ -222,23 +221,23 @@ class Achievements:
             raise ContractError(f"Achievements: expected a collection of names, got {names!r:.80}")
         if len(set(self.names)) < len(self.names):
             raise ContractError(f"Achievements: expected each name once, got {list(self.names)}")
-        self._unlocked: dict[str, None] = {}  # in the order in which they were reached first
+        self._unlocked: dict[str, None] = {}  # dicts as ordered sets
         self._of_turn: dict[str, None] = {}
 
     @property
     def unlocked(self) -> tuple[str, ...]:
-        """Those of this episode, each once, in the order in which they were reached first."""
+        """Return the achievements of this episode, each once, in the order of first reaching them."""
         return tuple(self._unlocked)
 
     def reset(self) -> None:
-        """Forget everything: an episode begins."""
+        """Clear everything for a new episode."""
         self._unlocked, self._of_turn = {}, {}
 
     def unlock(self, name: str) -> bool:
-        """Note that `name` was achieved in this turn; True: for the first time in this episode.
+        """Note that `name` was achieved in this turn; return whether it is new in this episode.
 
         Raises:
-            ContractError: there is no achievement of that name; says the nearest.
+            ContractError: there is no such achievement; names the nearest.
         """
         if name not in self.names:
             raise ContractError(f"there is no achievement {name!r}; {nearest_name(name, self.names)}")
@@ -247,6 +246,6 @@ class Achievements:
         return is_new
 
     def turn_events(self) -> tuple[str, ...]:
-        """What was achieved since this was asked last, new or again, each once: the `events` of the turn's reward."""
+        """Return the achievements since the last call, new or again, each once: the `events` of the turn's reward."""
         events, self._of_turn = tuple(self._of_turn), {}
         return events

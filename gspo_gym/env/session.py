@@ -1,8 +1,7 @@
-"""EnvSession: the only caller of an environment's methods, and the border at which what it says is checked.
+"""`EnvSession`: the only caller of an environment's methods, which checks everything they return.
 
-It makes every environment look the same to a rollout: plain or async, subclass or any object, text or tools. Plain
-methods run in a thread of the session's own, so a slow or hanging environment holds up nobody else. Called by
-`rollout/adapter.py` and `env/playing.py`.
+All environments look the same through it: plain or async, subclass or any object, text or tools. Plain methods run in
+the session's thread, so a slow or hanging environment blocks no other.
 """
 
 from __future__ import annotations
@@ -33,35 +32,34 @@ from gspo_gym.errors import (
 )
 from gspo_gym.types import Message, StepResult
 
-_RETURN_TOLERANCE = 1e-6  # of the larger bound: rewards may be float32 sums
-_KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # what `gymnasium.make` puts around an environment
+_RETURN_TOLERANCE = 1e-6  # relative to the larger bound, because rewards may be float32 sums
+_KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # the wrappers of `gymnasium.make`
 _ANSWERS_ACTION = ("step", "invalid_action")
 
 
 class EnvSession:
     """One environment instance, driven through episodes, one call at a time.
 
-    A plain method is called in the session's thread, always the same, which other sessions use after `close`. An async
-    method is awaited in the event loop, as is whatever awaitable a plain one returns. After a call that missed its
-    deadline or was cancelled, the environment may only be closed. A plain `close` never runs beside another call: it
-    waits its turn in the environment's thread. Async code is cancelled, and gets `step_timeout_seconds` to give in.
+    A plain method is called in the session's thread, always the same one. An async method, or an awaitable that a plain
+    one returns, is awaited in the event loop. After a call that missed its deadline or was cancelled, the environment
+    may only be closed. A plain `close` waits in the environment's thread for the call before it; async code is
+    cancelled, and has `step_timeout_seconds` to stop.
 
     Args:
         env: a `TextEnv`, a `ToolEnv`, a Gymnasium wrapper around one, or any object with `reset` and `step`.
         env_id: its name in errors.
-        step_timeout_seconds: for each call of a method; None waits for ever.
-        thread: the session's thread, if the environment was made in it; the session gives it back. None leases one.
-        checks_returns: False: a return outside `reward_range` is answered, for one that plays to find such returns.
+        step_timeout_seconds: limit of each call of a method; None for no limit.
+        thread: the thread in which the environment was made, which the session gives back; None leases one.
+        checks_returns: False accepts a return outside `reward_range`, for a caller that looks for such returns.
 
     Attributes:
-        env: the environment below Gymnasium's wrappers, for hand-written policies that look at hidden state.
-        tool_schemas: the tools it offers, as OpenAI function schemas; () for plain text environments.
+        env: the unwrapped environment, for hand-written policies that read hidden state.
+        tool_schemas: its tools as OpenAI function schemas; () for plain text environments.
 
     Raises:
         ContractError: the object has no `reset` or `step`.
     """
 
-    # Any: authors need not subclass anything.
     def __init__(
         self,
         env: Any,
@@ -84,26 +82,26 @@ class EnvSession:
         self._thread = thread or OwnThread()
         self._checks_returns = checks_returns
         self._episode_return = 0.0
-        self._left: str | None = None  # the method whose answer was not awaited to the end
+        self._left: str | None = None  # the method whose answer was given up
         self._is_thread_busy = False
         self._has_missed_deadline = False
-        self._cancelled: asyncio.Future[Any] | None = None  # an async call that was told to stop, and may not have yet
+        self._cancelled: asyncio.Future[Any] | None = None  # a cancelled async call, which may still be running
         self._is_closed = False
 
     @property
     def step_timeout_seconds(self) -> float | None:
-        """Of each call of a method; None: for ever."""
+        """Return the limit of each call of a method; None for no limit."""
         return self._timeout
 
     async def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> StepResult:
-        """Start an episode; the first observation, without a reward.
+        """Start an episode and return the first observation, without a reward.
 
-        `options` are given only if there are any. A plain object may do without `options`, but not without `seed`: the
-        episodes of a group are compared because they play the same task.
+        `options` are passed only if there are any. A plain object may lack `options`, but not `seed`: the episodes of a
+        group are compared because they play the same task.
 
         Raises:
             EnvError, EnvTimeoutError: it raised, or did not answer in time.
-            ContractError: the answer is not (observation, info), or `reset` does not take what it is given.
+            ContractError: the answer is not (observation, info), or `reset` does not take its arguments.
         """
         given: dict[str, Any] = {"seed": seed}
         if options:
@@ -114,7 +112,7 @@ class EnvSession:
         return as_reset_result(answer, where=f"{self.env_id}: reset()")
 
     async def step(self, action: Message) -> StepResult:
-        """Answer one action: an environment that `takes_messages` is given the message, any other its text.
+        """Return the answer to an action, passed as a message if the environment `takes_messages`, else as text.
 
         Raises:
             ActionLimitError: the action exceeded a limit that the environment sets for actions.
@@ -127,13 +125,13 @@ class EnvSession:
         return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
-        """Answer text that could not be parsed as an action; an object without that method shows `error`, reward 0.
-
-        Gymnasium's wrappers do not know of it, so it goes past them.
+        """Return the answer to text that could not be parsed; an object without that method shows `error` with reward
+        0.
 
         Raises:
             as `step`.
         """
+        # Called on the unwrapped environment: Gymnasium's wrappers do not know this method.
         method = getattr(self.env, "invalid_action", None)
         if method is None:
             return StepResult((Message("user", error),), reward=0.0)
@@ -141,9 +139,9 @@ class EnvSession:
         return self._added(as_step_result(answer, where=f"{self.env_id}: invalid_action()"), "invalid_action")
 
     async def close(self) -> None:
-        """Close the environment, if it can be closed, and give the thread back. Closing again does nothing.
+        """Close the environment, if it can be closed, and give the thread back; again does nothing.
 
-        Where a plain method hangs, a plain `close` follows if it ever returns, and nobody waits for that.
+        If a plain method hangs, a plain `close` runs when it returns, and is not waited for.
 
         Raises:
             EnvError, EnvTimeoutError: it raised, or did not return in time.
@@ -152,7 +150,7 @@ class EnvSession:
             return
         self._is_closed = True
         close = getattr(self._outer, "close", None)
-        if self._cancelled is not None:  # async code usually gives in at once
+        if self._cancelled is not None:  # async code usually stops at once
             await asyncio.wait({self._cancelled}, timeout=self._timeout)
         if self._has_missed_deadline and self._is_thread_busy and not inspect.iscoroutinefunction(close):
             self._thread.abandon(close)
@@ -167,15 +165,13 @@ class EnvSession:
                 self._thread.release()
 
     def _added(self, result: StepResult, method: str) -> StepResult:
-        """The result, once the return with its reward was found possible.
-
-        Our limits may end an episode after any turn, so every sum on the way must be a possible return; only before the
-        environment itself ends it, the 0 of having earned nothing yet is possible, too.
-        """
+        """Return the result after adding its reward to the return, which must stay possible."""
         if result.reward is None or not self._checks_returns:
             return result
         self._episode_return += result.reward
         low, high = declared_reward_range(self._outer, where=self.env_id)
+        # Limits of the rollout may end an episode after any turn, so every partial sum must be a possible return.
+        # Before the environment's own end, so is the 0 of having earned nothing yet.
         if not result.done:
             low, high = min(low, 0.0), max(high, 0.0)
         finite = [abs(bound) for bound in (low, high) if math.isfinite(bound)]
@@ -190,7 +186,7 @@ class EnvSession:
             )
         return result
 
-    # Any, here and below: what the environment answers is checked only afterwards.
+    # Any: what the environment answers is checked by the caller.
     async def _call(self, method: str, call: Callable[[], Any]) -> Any:
         if self._is_closed:
             raise UsageError(f"{self.env_id}: {method}() after close()")
@@ -199,7 +195,7 @@ class EnvSession:
         return await self._answer_of(method, call)
 
     async def _answer_of(self, method: str, call: Callable[[], Any]) -> Any:
-        """What the call answers in time; what it raises becomes an EnvError."""
+        """Return the call's answer in time; what it raises becomes an EnvError."""
         seconds, late = self._deadline_of(method)
         watchdog = asyncio.timeout(seconds)
         try:
@@ -216,7 +212,7 @@ class EnvSession:
             raise late(f"{self.env_id}: {method}() did not answer within {seconds:g} seconds") from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
-            if task is None or not task.cancelling():  # nobody cancelled us: it is the environment's own
+            if task is None or not task.cancelling():  # not our cancellation, but the environment's
                 self._raise_failure(method, error)
             self._left = method
             raise
@@ -224,7 +220,7 @@ class EnvSession:
             self._raise_failure(method, error)
 
     def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
-        """How long a call may take, and what a later one is: the environment's limit on actions, or the caller's."""
+        """Return the limit of a call and the error past it: the environment's limit on actions, or the caller's."""
         declared = self._max_action_seconds if method in _ANSWERS_ACTION else None
         if declared is not None and (self._timeout is None or declared < self._timeout):
             return declared, ActionLimitError
@@ -232,12 +228,12 @@ class EnvSession:
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         self._is_thread_busy = True
-        returned = await self._thread.call_async(call, timeout_seconds=None)  # the deadline is the caller's
+        returned = await self._thread.call_async(call, timeout_seconds=None)  # the caller has the deadline
         self._is_thread_busy = False
         return returned.unwrap()
 
     async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
-        """The awaitable's result; a cancellation reaches it but does not wait until it gives in."""
+        """Return the awaitable's result; a cancellation is passed on without waiting for it to take effect."""
         task = asyncio.ensure_future(_contained(awaitable))
         try:
             await asyncio.wait({task})
@@ -250,7 +246,7 @@ class EnvSession:
 
     def _raise_failure(self, method: str, error: BaseException) -> NoReturn:
         if isinstance(error, ContractError | EnvError):
-            raise error  # an adapter of a foreign environment knows better than we what went wrong, and what caused it
+            raise error  # an adapter of a foreign environment has said what went wrong, and why
         if isinstance(error, MemoryError):
             raise EnvDiedError(f"{self.env_id}: {method}() raised MemoryError: {error}") from error
         raise EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}{place_of(error)}") from error
@@ -258,7 +254,7 @@ class EnvSession:
     def _require_keywords(self, given: Mapping[str, Any]) -> None:
         try:
             parameters = inspect.signature(self._outer.reset).parameters.values()
-        except (TypeError, ValueError):  # written in C: it will say itself what it does not take
+        except (TypeError, ValueError):  # written in C: the call itself will raise
             return
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return
@@ -272,13 +268,12 @@ class EnvSession:
 
 
 def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
-    """Return the smallest and the largest return that an environment declares; infinite where it declares nothing.
-
-    A wrapper may change rewards, so what is below one counts only where the wrapper is known to leave them alone.
+    """Return the smallest and the largest return that an environment declares; infinite without a declaration.
 
     Raises:
         ContractError: `reward_range` is not two numbers in order. Starts with `where`.
     """
+    # Any other wrapper may change rewards, so its own declaration counts.
     while isinstance(env, _KEEP_REWARDS):
         env = env.env
     declared = getattr(env, "reward_range", (-math.inf, math.inf))
@@ -297,7 +292,8 @@ def _announced(told: str, call: Callable[[], Any]) -> Any:
 
 
 async def _contained(awaitable: Awaitable[Any]) -> Returned:
-    """What becomes of it. A SystemExit that leaves a task ends the event loop, so it is kept from leaving."""
+    """Return the result or error of an awaitable."""
+    # A SystemExit that leaves a task would end the event loop.
     try:
         return Returned(await awaitable, None)
     except SystemExit as error:
@@ -307,12 +303,16 @@ async def _contained(awaitable: Awaitable[Any]) -> Returned:
 async def open_session(
     factory: Callable[[], Any], *, env_id: str, step_timeout_seconds: float | None, checks_returns: bool = True
 ) -> EnvSession:
-    """A session around a fresh environment, which is made in the session's own thread.
+    """Open a session on a fresh environment, which is made in the session's thread.
 
-    So a slow constructor holds up nobody else, and what it ties to a thread (an sqlite3 connection) is tied to the one
-    in which the methods will run. Cancelled, it waits until the environment is made, and closes it.
-    `step_timeout_seconds` None waits for ever; what is loaded once for many environments does not count (`loading.py`).
-    `checks_returns`: see `EnvSession`.
+    A slow constructor therefore blocks no other environment, and what it ties to its thread (an sqlite3 connection)
+    works in the methods. If cancelled, it waits until the environment is made, and closes it.
+
+    Args:
+        factory: makes the environment.
+        env_id, checks_returns: as in `EnvSession`.
+        step_timeout_seconds: as in `EnvSession`, and limit of making it, without loads for many environments
+            (`loading.py`).
 
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
@@ -326,7 +326,7 @@ async def open_session(
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
         making.give_up()
-        with contextlib.suppress(GymError):  # nobody is left to whom it would matter
+        with contextlib.suppress(GymError):  # the caller has left
             await (await opening).close()
         raise
 
@@ -346,13 +346,13 @@ async def _open_session(
             returned = await thread.call_async(lambda: made.append(making.run(factory)), timeout_seconds=None)
     except TimeoutError:
         making.give_up()
-        thread.abandon(lambda: _close_if_possible(made))  # should it come after all
+        thread.abandon(lambda: _close_if_possible(made))  # closes an environment that comes late
         text = f"{env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
         raise EnvTimeoutError(text) from None
     if returned.error is not None:
         thread.release()
         if isinstance(returned.error, EnvError):
-            raise returned.error  # a worker process says all there is to say
+            raise returned.error  # the error of a worker process is complete
         text = f"{env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
         text += place_of(returned.error)
         raise EnvError(text) from returned.error
@@ -374,7 +374,7 @@ def _close_if_possible(made: list[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def looking_at(factory: Callable[[], Any]) -> AsyncIterator[Any]:
-    """A fresh environment whose declarations are read; it is not played, so no session is needed, and closed after."""
+    """Yield a fresh environment to read its declarations, and close it; without playing, no session is needed."""
     env = factory()
     try:
         yield env

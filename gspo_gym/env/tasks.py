@@ -1,7 +1,7 @@
-"""TaskSource: where an environment's tasks come from; a seed names one, and training never meets a held-out one.
+"""`TaskSource`: the tasks of an environment by seed, split into training and held-out ones.
 
-A source is a function that draws a task, a file (or data set) of them, or any Python iterable. `DatasetEnv` is the
-environment for questions with answers; this is for environments that have turns, tools or a state of their own.
+A source is a function that draws a task, a file (or data set) of tasks, or any Python iterable. It is for environments
+with turns, tools or state; for questions with answers use `DatasetEnv`.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ _MAX_DRAWS = 10_000  # a side with 1 of 1,000 tasks is missed with probability e
 
 
 class TaskSource(Generic[T]):
-    """Tasks by seed: those below 2**31 name held-out tasks, those from there up (which training draws) training tasks.
+    """Tasks by seed: seeds below 2**31 name held-out tasks, those above, which training draws, training tasks.
 
-    A task is any value that JSON can hold, or a dataclass of such values; its content alone decides its side. A drawn
-    task of the wrong side is drawn again. Tasks of a list are gone through in a shuffled order, each once before one
-    comes again (`Sides.of_seed`). A source may be a constant of the module: files are read when the first task is
-    asked for, and then once.
+    A task is any JSON value, or a dataclass of such values; its content alone decides its side. A drawn task of the
+    wrong side is drawn again. Tasks of a list come in a shuffled order, each once before one comes again
+    (`Sides.of_seed`). A source may be a constant of a module: files are read once, for the first task.
 
     Args:
-        source: a function that draws a task from a numpy generator and from nothing else; a .jsonl, .json, .csv,
-            .parquet or .arrow file (`Path(__file__).with_name("tasks.jsonl")`), a folder or
-            "hub:OWNER/NAME?split=train" of the datasets package, or MODULE:NAME; or the tasks themselves.
-        held_out: tasks for evaluation, as a file or an iterable; tasks of `source` that equal one are left out. None: a
-            part of `source` is held out. Not with a function.
-        held_out_fraction: how large a part, in (0, 1); 0.1 by default.
-        split_seed: another split and other tasks for the same seeds.
+        source: a function that draws a task from a numpy generator and nothing else; a .jsonl, .json, .csv, .parquet or
+            .arrow file (`Path(__file__).with_name("tasks.jsonl")`), a folder or "hub:OWNER/NAME?split=train" of the
+            datasets package, or MODULE:NAME; or the tasks themselves.
+        held_out: tasks for evaluation, as a file or an iterable; equal tasks of `source` are left out. None holds out a
+            part of `source`. Not with a function.
+        held_out_fraction: size of that part, in (0, 1); default 0.1.
+        split_seed: changes the split and the tasks of the seeds.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -86,7 +85,7 @@ class TaskSource(Generic[T]):
         split_seed: int = 0,
     ) -> None: ...
 
-    # Any: the overloads say which goes with which.
+    # Any: the overloads give the types.
     def __init__(
         self,
         source: Any,
@@ -104,19 +103,18 @@ class TaskSource(Generic[T]):
         if self._draw is not None and held_out is not None:
             raise ConfigError("TaskSource: held_out goes with a list of tasks; drawn tasks have held_out_fraction")
         self._listed_held_out: Any = None if held_out is None else _kept(held_out, "held_out")
-        self._sides: Sides[T] | None = None  # None: not read yet
+        self._sides: Sides[T] | None = None  # None until the first task is asked for
         self._reading = threading.Lock()
 
     def task(self, seed: int | None, rng: np.random.Generator | None = None) -> T:
-        """The task of a seed, always the same one, as a copy that its episode may change.
+        """Return the task of a seed, always the same one, as a copy that its episode may change.
 
         Write `TASKS.task(seed, self.np_random)` in `reset`, and `TASKS.task(self.reset_seed, self.np_random)` in the
-        `start` of a `ToolEnv`: Gymnasium allows a reset without a seed, which gets a task drawn from `rng` as
-        `splits.next_seed` says.
+        `start` of a `ToolEnv`: a reset without a seed gets a task drawn from `rng` by `splits.next_seed`.
 
         Raises:
             ConfigError: the tasks cannot be read, or there is none on the side of the seed.
-            ContractError: a task is nothing that JSON can hold.
+            ContractError: a task is no JSON value.
             UsageError: neither a seed nor a generator was given, or the seed is negative.
         """
         if seed is None:
@@ -128,7 +126,7 @@ class TaskSource(Generic[T]):
         return copy.deepcopy(self._read().of_seed(seed) if self._draw is None else self._drawn(self._draw, seed))
 
     def __deepcopy__(self, memo: Any) -> TaskSource[T]:
-        return self  # nothing in it changes
+        return self  # immutable, so copies of an environment share it
 
     def _drawn(self, draw: Draw[T], seed: int) -> T:
         rng = generator(seed, "task", self._split_seed)
@@ -145,7 +143,7 @@ class TaskSource(Generic[T]):
         )
 
     def _read(self) -> Sides[T]:
-        with self._reading:  # else all episodes that start at once would read the file
+        with self._reading:  # without it, all episodes that start together would read the file
             if self._sides is None:
                 self._sides = self._split()
             return self._sides
@@ -167,7 +165,7 @@ class TaskSource(Generic[T]):
         return Sides(in_order(train), in_order(held_out))
 
     def _entries(self, listed: Any, name: str) -> list[Entry[Any]]:
-        """The tasks of a file or of `_kept` ones (Any: both), each with the hash of its content."""
+        """Return the entries of a file, or of `_kept` tasks."""
         if isinstance(listed, str | Path):
             found = [(row.values, row.where) for row in read_rows(listed)]
         else:
@@ -179,10 +177,10 @@ class TaskSource(Generic[T]):
 
 
 def canonical_json(task: Any, *, where: str) -> str:
-    """One text for equal tasks: keys sorted, dataclasses as objects, numpy numbers as numbers (Any: a task).
+    """Return one text for equal tasks: keys sorted, dataclasses as objects, numpy numbers as numbers.
 
     Raises:
-        ContractError: it is nothing that JSON can hold. Starts with `where`.
+        ContractError: the task is no JSON value. Starts with `where`.
 
     >>> canonical_json({"b": (1, 2), "a": np.int64(3)}, where="here")
     '{"a":3,"b":[1,2]}'
@@ -198,7 +196,7 @@ def canonical_json(task: Any, *, where: str) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """What `json` itself does not know (Any: anything)."""
+    """Return a JSON value for an object that `json` does not know."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, np.generic | np.ndarray):
@@ -207,7 +205,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _kept(source: Any, name: str) -> Any:
-    """A name as it is, tasks as a tuple, so that they are gone through once (Any: what a user gave)."""
+    """Return a file's name as it is, and tasks as a tuple, because an iterator can be read only once."""
     if isinstance(source, str | Path):
         return source
     if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):

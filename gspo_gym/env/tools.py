@@ -1,10 +1,7 @@
 """Tools: typed Python functions that a model may call.
 
-`@tool` marks a method of a `ToolEnv` (it stays an ordinary method); `Tool` is what becomes of it: a schema for the
-model's chat template, and strict checking of the arguments that the model sends. Running the function, with its time
-limit, is the business of `core.ToolEnv`.
-
-What a docstring says about a function and its parameters, in Google's or reST style.
+`@tool` marks a method of a `ToolEnv`; `Tool` is its schema for the model's chat template and the strict check of the
+model's arguments; `parse_docstring` reads its description. `core.ToolEnv` runs it.
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ _MARK = "__gspo_tool__"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what the OpenAI API accepts
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
 _SUPPORTED = "str, int, float, bool, list, dict with str keys, Literal, Enum, pydantic models, None and unions of these"
-_MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+_MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
 class ToolError(Exception):
-    """The call failed, and the text is for the model that made it; raise it in a tool for an error without noise."""
+    """A failed call with a text for the model; raise it in a tool to give the model no exception's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +50,13 @@ def tool(*, time_limit_seconds: float | None = None) -> Callable[[_Function], _F
 def tool(function: Any = None, /, *, time_limit_seconds: float | None = None) -> Any:
     """Mark a method of a `ToolEnv`, plain or async, as a tool; write `@tool` or `@tool(time_limit_seconds=2.0)`.
 
-    Name, description and parameters come from the method's name, docstring (Google's "Args:" or reST's ":param x:")
-    and annotations. What it returns is shown to the model: a string as it is, anything else as JSON.
+    Name, description and parameters come from the method's name, docstring (Google's "Args:" or reST's ":param x:") and
+    annotations. The model is shown the returned string, or any other value as JSON.
 
     Args:
-        time_limit_seconds: a call that takes longer is given up and answered with an error text; None: no limit of its
-            own. A limited plain method runs in another thread than the rest of the environment, the same for all of
-            them, and cannot be stopped there: it should have no effect that must not happen late.
+        time_limit_seconds: a longer call is given up and answered with an error text; None sets no limit. A limited
+            plain method runs in another thread than the rest of the environment (one for all of them) and cannot be
+            stopped there: it should have no effect that must not happen late.
 
     Raises:
         ContractError: not a function, or the limit is not positive.
@@ -84,8 +81,8 @@ class Tool:
         name, description: for the model.
         parameters: JSON schema of the arguments, an object.
         function: called with the checked arguments by name.
-        time_limit_seconds: of one call; None is no limit.
-        adapters: one checker a parameter, by name.
+        time_limit_seconds: limit of one call; None for no limit.
+        adapters: checkers of the parameters, by name.
         required: the parameters without a default.
     """
 
@@ -99,7 +96,7 @@ class Tool:
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
-        """The tool that a typed function is; a time limit is taken from `@tool`, if it is there.
+        """Return the tool of a typed function, with the time limit of `@tool`, if marked.
 
         Raises:
             ContractError: a parameter has no annotation or an unsupported one, or the docstring names one that does not
@@ -109,15 +106,15 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The OpenAI function schema, a fresh object."""
+        """Return the OpenAI function schema, a fresh object."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as Python values (enum members for enums). Nothing is coerced but integers to floats.
+        """Return the arguments as Python values (enum members for enums); only integers are converted, to floats.
 
         Raises:
-            ToolError: an argument is unknown, missing or of the wrong type; says all that is wrong.
+            ToolError: an argument is unknown, missing or of the wrong type; lists everything wrong.
         """
         if not isinstance(arguments, Mapping):
             raise ToolError(f"{self.name}: expected arguments by name, got {_shown(arguments)}")
@@ -136,12 +133,12 @@ class Tool:
         return checked
 
     def bound_to(self, instance: object) -> Tool:
-        """The tool as a method of that object."""
+        """Return the tool as a method of that object."""
         return dataclasses.replace(self, function=getattr(instance, self.function.__name__))
 
 
 def tools_of(cls: type) -> tuple[Tool, ...]:
-    """The tools among a class's methods, base classes first, in the order of their definition; not yet bound.
+    """Return the unbound tools of a class, base classes first, in the order of definition.
 
     Raises:
         ContractError: as `Tool.from_function`.
@@ -155,7 +152,7 @@ def tools_of(cls: type) -> tuple[Tool, ...]:
 
 
 def text_of(result: object) -> str:
-    """What the model reads of a tool's result: a string as it is, anything else as JSON.
+    """Return a tool's result for the model: a string unchanged, anything else as JSON.
 
     Raises:
         ToolError: it is neither.
@@ -169,10 +166,10 @@ def text_of(result: object) -> str:
 
 
 def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """The tools by name.
+    """Return the tools by name.
 
     Raises:
-        ContractError: two have the same.
+        ContractError: two tools share a name.
     """
     by_name: dict[str, Tool] = {}
     for each in tools:
@@ -183,7 +180,9 @@ def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 
 def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any]) -> Tool:
-    """The tool made of all but the first `skip` parameters; `names` are known to annotations besides the globals."""
+    """Return the tool of all but the first `skip` parameters; annotations may use `names` besides the module's
+    globals.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     where = f"tool {getattr(function, '__qualname__', name)}"
     if not _NAME.fullmatch(name):
@@ -214,7 +213,7 @@ def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any])
 def _annotations(
     function: Callable[..., Any], parameters: Iterable[inspect.Parameter], names: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """The resolved annotations of the parameters; the return type is nobody's business here and may be unresolvable."""
+    """Return the resolved annotations of the parameters; the return type is ignored, and may be unresolvable."""
     hints: dict[str, Any] = {}
     for parameter in parameters:
         place = f"{where}, parameter {parameter.name!r}"
@@ -229,10 +228,8 @@ def _annotations(
 
 
 def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str, Any], place: str) -> Any:
-    """The type that an annotation stands for (Any: annotations are arbitrary objects).
-
-    The function's module comes before the class body, where a tool may be called `list`.
-    """
+    """Return the type that an annotation stands for."""
+    # The function's module comes before the class body, where a tool may be called `list`.
     holder = types.SimpleNamespace(__annotations__={"annotation": annotation})
     module = getattr(inspect.unwrap(function), "__globals__", {})
     try:
@@ -245,18 +242,19 @@ def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str,
 
 
 def _property(parameter: inspect.Parameter, hint: Any, descriptions: Mapping[str, str], where: str) -> dict[str, Any]:
-    """JSON schema of one parameter. A default of None is left out: that the parameter is not required says it."""
+    """Return the JSON schema of one parameter."""
     schema = _schema(hint, f"{where}, parameter {parameter.name!r}")
     if description := descriptions.get(parameter.name):
         schema["description"] = description
     default = parameter.default
+    # A default of None is left out: the parameter is not required, which says enough.
     if default is not parameter.empty and default is not None:
         schema["default"] = default.value if isinstance(default, enum.Enum) else default
     return schema
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """JSON schema of a type (Any: annotations are arbitrary objects)."""
+    """Return the JSON schema of a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
@@ -278,14 +276,16 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
-    """JSON schema of a model, all in one place: references and titles would only cost the language model tokens."""
+    """Return the JSON schema of a model with its references inlined and titles removed, which would only cost
+    tokens.
+    """
     try:
         schema = model.model_json_schema()
     except PydanticInvalidForJsonSchema as error:
         raise ContractError(f"{where}: {model.__name__} has no JSON schema: {error}") from error
     definitions = schema.pop("$defs", {})
 
-    def inlined(part: Any, inside: tuple[str, ...] = ()) -> Any:  # Any: JSON
+    def inlined(part: Any, inside: tuple[str, ...] = ()) -> Any:
         if isinstance(part, list):
             return [inlined(each, inside) for each in part]
         if not isinstance(part, dict):
@@ -296,7 +296,7 @@ def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
         if name:
             return {**inlined(definitions[name], (*inside, name)), **{k: v for k, v in part.items() if k != "$ref"}}
         kept = {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
-        if "properties" in kept:  # whose keys are names, "title" among them
+        if "properties" in kept:  # its keys are field names, and one may be "title"
             kept["properties"] = {key: inlined(value, inside) for key, value in part["properties"].items()}
         return {key: value if key == "properties" else inlined(value, inside) for key, value in kept.items()}
 
@@ -305,7 +305,7 @@ def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
 
 
 def _choice(values: list[Any], where: str) -> dict[str, Any]:
-    """JSON schema of a choice among constants (Any: whatever the author listed)."""
+    """Return the JSON schema of a choice among constants."""
     strangers = [value for value in values if type(value) not in _JSON_TYPES]
     if strangers or not values:
         raise ContractError(f"{where}: expected choices that are JSON values, got {strangers or 'none'}")
@@ -314,11 +314,12 @@ def _choice(values: list[Any], where: str) -> dict[str, Any]:
 
 
 def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
-    """The value as the parameter's type. Checked as JSON, in which an enum is its value (Any: whatever the model sent).
+    """Return the value as the parameter's type.
 
     Raises:
         ToolError: it is not of that type.
     """
+    # Checked as JSON, where an enum is given by its value.
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -330,22 +331,22 @@ def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
         wrong = [_explained(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
         raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {_shown(value)}") from None
     said = adapter.dump_python(checked, mode="json", exclude_unset=True, by_alias=True)
-    if not _agree(said, value):  # pydantic takes true for Literal[1]
+    if not _agree(said, value):  # pydantic accepts true for Literal[1]
         raise ToolError(f"expected no boolean for a number and no number for a boolean, got {_shown(value)}")
     return checked
 
 
 def _agree(a: object, b: object) -> bool:
-    """Whether two equal JSON values also agree on what is a boolean."""
+    """Return whether two equal JSON values also agree on what is a boolean."""
     if isinstance(a, list) and isinstance(b, list):
         return all(map(_agree, a, b))
     if isinstance(a, dict) and isinstance(b, Mapping):
-        return all(_agree(a[key], b[key]) for key in a if key in b)  # a model may call a field otherwise
+        return all(_agree(a[key], b[key]) for key in a if key in b)  # a model may use a field's alias
     return isinstance(a, bool) == isinstance(b, bool)
 
 
 def _fields(schema: Any) -> set[str]:
-    """The names of the fields of all models in a schema (Any: JSON)."""
+    """Return the names of the fields of all models in a schema."""
     if isinstance(schema, list):
         return set().union(*map(_fields, schema))
     if not isinstance(schema, dict):
@@ -354,11 +355,9 @@ def _fields(schema: Any) -> set[str]:
 
 
 def _explained(detail: Any, fields: Collection[str]) -> str:
-    """One of pydantic's complaints in a few words, with the place in a list or among the `fields` of a model.
-
-    Any: its error records are typed loosely; a place also names the alternatives of a union, which is left out.
-    """
+    """Return one of pydantic's errors in a few words, with the place in a list or among the `fields` of a model."""
     message = str(detail["msg"]).replace("Input should be", "expected", 1)
+    # A location also names the alternatives of a union, which would tell the model nothing.
     path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int) or part in fields)
     return f"at {path}: {message}" if path else message
 
@@ -378,14 +377,14 @@ _REST_FIELD = re.compile(r":(\w+)\s*([^:]*):\s*(.*)$")
 
 @dataclass(frozen=True, slots=True)
 class Docstring:
-    """`description` is what stands before the first section; `parameters` maps names to their descriptions."""
+    """`description` is the text before the first section; `parameters` maps names to descriptions."""
 
     description: str
     parameters: dict[str, str]
 
 
 def parse_docstring(text: str | None) -> Docstring:
-    '''The parts of a docstring; lines of a paragraph are joined.
+    '''Return the description and the parameters of a docstring; lines of a paragraph are joined.
 
     >>> parse_docstring("""Add two numbers.
     ...
@@ -411,7 +410,8 @@ def parse_docstring(text: str | None) -> Docstring:
 
 
 def _google_entries(lines: list[str]) -> dict[str, str]:
-    """The entries of an "Args:" section: they share one indentation, and their further lines are deeper."""
+    """Return the entries of an "Args:" section."""
+    # Entries share one indentation; their further lines are deeper.
     margin = next((_indentation(line) for line in lines if line.strip()), 0)
     texts: dict[str, list[str]] = {}
     current: list[str] = []

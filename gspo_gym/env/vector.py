@@ -1,7 +1,7 @@
-"""make_vec: many text environments stepped at once, with the interface of `gymnasium.vector.VectorEnv`.
+"""`make_vec`: many text environments stepped at once, with the interface of `gymnasium.vector.VectorEnv`.
 
-For evolution, search or imitation loops that step in lockstep. Training does not: its rollout pool plays episodes at
-their own pace (`rollout/pool.py`).
+For evolution, search or imitation loops that run in lockstep. Training does not use it: its rollout pool plays each
+episode at its pace (`rollout/pool.py`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def make_vec(
     step_timeout_seconds: float = 30.0,
     **kwargs: Any,
 ) -> TextVectorEnv:
-    """`num_envs` environments of one name, stepped concurrently; `kwargs` go to each constructor.
+    """Return `num_envs` environments of one name, stepped concurrently; `kwargs` go to each constructor.
 
     Args:
         env_id: a registered name.
         num_envs: at least 1.
         autoreset_mode: "NextStep", "SameStep" or "Disabled", as in Gymnasium.
-        isolation: "thread", "process", or "auto", which does what the environment says: see `TextEnv.isolation`.
-        step_timeout_seconds: to make an environment, and for each reset and step of one.
+        isolation: "thread", "process", or "auto", which follows `TextEnv.isolation`.
+        step_timeout_seconds: limit of making an environment, and of each of its resets and steps.
 
     Raises:
         UnknownNameError: no environment of that name.
@@ -73,20 +73,19 @@ def make_vec(
 class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | str], NDArray[Any]]):
     """Environments stepped concurrently; every episode is played in a fresh instance.
 
-    An observation is the text of a single user message, or else a tuple of messages. Rewards are [num_envs] float64;
-    one that was not scored is NaN, never 0. What else an environment says of a turn is in the infos: "success",
-    "reward_terms" and "events".
+    An observation is the text of a single user message, or else a tuple of messages. Rewards are [num_envs] float64,
+    NaN (never 0) if not scored. The infos have "success", "reward_terms" and "events".
 
     An environment that raises, hangs or breaks its contract disturbs no other: its turn is truncated with reward NaN
-    and the reason in infos["error"], and its next episode is played in a fresh instance like any other.
+    and the reason in infos["error"], and its next episode is played in a fresh instance as usual.
 
-    The first episode of environment i under `reset(seed=s)` is that of seed s + i; the seeds of later ones derive from
-    it and stay on its side, held-out or training (see `splits.next_seed`). Works inside a running event loop, too,
-    which it blocks.
+    The first episode of environment i under `reset(seed=s)` has seed s + i; the seeds of later ones derive from it and
+    stay on its side, held-out or training (see `splits.next_seed`). Calls work inside a running event loop too, and
+    block it.
 
     Args:
-        factory: a fresh environment (Any: authors need not subclass anything).
-        num_envs: how many.
+        factory: makes a fresh environment.
+        num_envs: number of environments.
         env_id: their name in errors.
         autoreset_mode, step_timeout_seconds: see `make_vec`.
     """
@@ -114,14 +113,14 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self._thread = OwnThread()
         self._runner = asyncio.Runner()
         self._sessions: list[EnvSession | None] = [None] * num_envs
-        self._generators = [np.random.default_rng() for _ in range(num_envs)]  # of the seeds of unseeded episodes
+        self._generators = [np.random.default_rng() for _ in range(num_envs)]  # draw the seeds of unseeded episodes
         self._was_reset = [False] * num_envs
         self._is_over: NDArray[np.bool_] = np.ones(num_envs, dtype=bool)
         self._observations: list[TextObservation] = [""] * num_envs
 
     @property
     def tool_schemas(self) -> tuple[tuple[Mapping[str, Any], ...], ...]:
-        """OpenAI function schemas of the tools in each environment's present episode (Any: JSON)."""
+        """Return OpenAI function schemas of the tools in each environment's current episode."""
         return tuple(() if session is None else session.tool_schemas for session in self._sessions)
 
     def reset(
@@ -131,7 +130,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
 
         Raises:
             ConfigError: not one seed an environment, or a mask of another shape.
-            EnvError: an environment could not be made or reset; says which. The others were reset.
+            EnvError: an environment could not be made or reset; names it. The others were reset.
         """
         seeds = self._seeds_from(seed)
         given = dict(options or {})
@@ -186,7 +185,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self._thread.release()
 
     def _seeds_from(self, seed: int | Sequence[int] | None) -> Sequence[int | None]:
-        """One seed an environment, or None each."""
+        """Return one seed an environment, or None each."""
         if seed is None:
             return [None] * self.num_envs
         seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else list(seed)
@@ -209,7 +208,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self._is_over[index] = False
 
     async def _turn(self, index: int, action: Message | str) -> StepResult | None:
-        """The answer to the action; None: the episode was over, so that a new one has begun instead."""
+        """Return the answer to the action; None if the episode was over, in which case a new one has begun."""
         session = self._sessions[index]
         if self._is_over[index] or session is None:
             await self._begin(index, {})
@@ -222,7 +221,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
     async def _end(self, index: int) -> None:
         session, self._sessions[index] = self._sessions[index], None
         if session is not None:
-            with suppress(GymError):  # what it did until now was answered; nobody asks it anything any more
+            with suppress(GymError):  # its answers were delivered, and it is not used again
                 await session.close()
 
     def _begin_at_once(self, infos: Infos) -> Infos:
@@ -241,7 +240,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
 
 
 async def _all(calls: Any) -> list[Any]:
-    """What each call gives, or the failure of an environment; a mistake of ours is raised (Any: of all kinds)."""
+    """Return the result of each call, or the failure of its environment; other errors are raised."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, GymError):
