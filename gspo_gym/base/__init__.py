@@ -1,1 +1,1 @@
-"""Ground for every room: settings records, files, retries, keys, HTTP and JSON."""
+"""Foundations of every room: settings records, files, retries, keys, HTTP and JSON."""

@@ -1,8 +1,8 @@
-"""Fields of a chat completion that not every endpoint takes: which one a refusal is about, and the request without it.
+"""Fields of a chat completion that an endpoint refuses, and requests without them.
 
 OpenAI's reasoning models refuse `max_tokens` and any temperature but 1, Gemini's endpoint has refused `seed`, and some
-know no `max_completion_tokens`. No table of models stays true, so an endpoint is asked, and what it refuses by name is
-left out. Who asks does the I/O: judging models and `env.chat_model`.
+know no `max_completion_tokens`. A table of models would soon be wrong, so the endpoint is asked, and fields that it
+refuses by name are left out. No I/O.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Refusal = TypeVar("Refusal", bound=Exception)
 
 _log = logging.getLogger(__name__)
 
-_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")  # two names of the same
-_MAX_READ = 4000  # characters of a refusal: some repeat the whole request after what they have to say
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one field
+_MAX_READ = 4000  # characters of a refusal; some repeat the whole request after the message
 
 
 class RefusedFields:
-    """What one endpoint refuses, as far as it is known: remembered once a request without it was accepted.
+    """The fields that one endpoint refuses; remembered once a request without them was accepted.
 
     Args:
-        name: of who is asked, for the log.
-        refused: what is known from the start.
+        name: of the endpoint, for the log.
+        refused: fields known from the start.
     """
 
     def __init__(self, name: str, refused: Collection[str] = ()) -> None:
@@ -39,12 +39,13 @@ class RefusedFields:
         is_about: Callable[[Refusal, frozenset[str]], frozenset[str]],
         refusals: tuple[type[Refusal], ...],
     ) -> Answer:
-        """The answer to a request, which is sent again without the fields that a refusal of it is about.
+        """Send a request, again without the fields that a refusal is about, and return the answer.
 
         Args:
-            send: sends it without these fields.
-            is_about: the fields that a refusal, of the request without these, may be about; none: it stands.
-            refusals: the exceptions that are one; the last is raised where it stands.
+            send: sends the request without these fields.
+            is_about: returns the fields that a refusal of the request without these may be about; empty raises the
+                refusal.
+            refusals: exceptions that are refusals.
         """
         refused = self._refused
         while True:
@@ -66,7 +67,7 @@ class RefusedFields:
 
 
 def without(request: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
-    """The request less these fields; a refused limit of tokens stays in it by its other name (Any: JSON).
+    """Return the request without these fields; a refused limit of tokens gets its other name.
 
     >>> without({"model": "m", "max_tokens": 9, "seed": 1}, {"max_tokens", "seed"})
     {'model': 'm', 'max_completion_tokens': 9}
@@ -76,14 +77,14 @@ def without(request: Mapping[str, Any], refused: Collection[str]) -> dict[str, A
 
 
 def refused_fields(refusal: str, request: Mapping[str, Any], *, optional: Collection[str]) -> frozenset[str]:
-    """Which fields of the request the refusal names: of the optional ones, and the limit of tokens.
+    """Return the fields of the request that the refusal names, among the optional ones and the limit of tokens.
 
     Args:
-        refusal: the text of an HTTP 4xx.
-        request: as it was sent (Any: JSON).
-        optional: what may be left out of it.
+        refusal: text of an HTTP 4xx.
+        request: as it was sent.
+        optional: fields that may be left out.
 
-    >>> sorted(refused_fields("Unknown name \\"seed\\": Cannot find field.", {"seed": 1}, optional=["seed"]))
+    >>> sorted(refused_fields('Unknown name "seed": Cannot find field.', {"seed": 1}, optional=["seed"]))
     ['seed']
     """
     candidates = {*optional, *_TOKEN_LIMITS} & request.keys()

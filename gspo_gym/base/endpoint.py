@@ -1,7 +1,7 @@
-"""One JSON request to an OpenAI-compatible endpoint, through the `openai` package, and what its failure means.
+"""One JSON request to an OpenAI-compatible endpoint through the `openai` package, with its failures as our exceptions.
 
-The package's releases 2.x stand on httpx and 3.x on httpx2, so nothing of either is named here: plain numbers go in,
-our exceptions come out. Retries are `retries.py`'s, never the package's.
+Releases 2.x of the package use httpx and 3.x httpx2, so neither is named here. Retries are `retries.py`'s, not the
+package's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class RefusedError(ServiceError):
-    """The endpoint understood the request and will not do it (4xx): asking again changes nothing.
+    """The endpoint refuses the request (4xx); asking again changes nothing.
 
     Attributes:
-        status: HTTP's; 0 where it is not known.
-        answer: all that it said, of which the message may repeat a part only. No error shows it.
+        status: HTTP's; 0 if unknown.
+        answer: the whole answer, of which the message repeats only a part. No error shows it.
     """
 
     def __init__(self, message: str, *, status: int = 0, answer: str = "") -> None:
@@ -34,18 +34,18 @@ class RefusedError(ServiceError):
 
 
 class OpenAIClient:
-    """Sends JSON and gives back JSON. Use one within one event loop, and close it.
+    """Sends JSON and returns JSON. Use one within one event loop, and close it.
 
-    Proxies and `.netrc` of the environment are not used and redirects not followed: prompts and keys go where
-    `base_url` says and nowhere else.
+    Proxies and `.netrc` of the environment are not used and redirects not followed, so prompts and keys go only to
+    `base_url`.
 
     Attributes:
-        attempt_error, refused_error, failed_error: what is raised; a subclass may name others.
+        attempt_error, refused_error, failed_error: exceptions to raise; a subclass may set others.
 
     Args:
         base_url: such as "http://127.0.0.1:8000/v1".
-        api_key: sent as the bearer's; None sends the word "none". It is in no error.
-        timeout_seconds: for one request, the answer's last byte included.
+        api_key: sent as the bearer token; None sends the word "none". It appears in no error.
+        timeout_seconds: limit of one request, to the last byte of the answer.
 
     Raises:
         MissingExtraError: the openai package is not installed.
@@ -63,7 +63,7 @@ class OpenAIClient:
         self.base_url = base_url.rstrip("/")
         self._timeout_seconds = timeout_seconds
         self._api_key = api_key
-        is_encrypted = self.base_url.startswith("https:")  # without it, reading the list of authorities takes longest
+        is_encrypted = self.base_url.startswith("https:")  # else the slow loading of certificates is skipped
         self._client = openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=api_key or "none",
@@ -73,15 +73,14 @@ class OpenAIClient:
         )
 
     async def get(self, path: str) -> Any:
-        """The JSON at `path` below the base URL; see `post`."""
+        """Return the JSON at `path` below the base URL; see `post`."""
         return await self._send("GET", path, None, {})
 
     async def post(self, url: str, body: Mapping[str, Any], *, call_id: str, attempt: int) -> Any:
-        """The JSON that answers (Any: an endpoint may answer with anything).
+        """Return the JSON that answers.
 
-        `url` is a path below the base URL, or complete. `call_id` goes along as the `Idempotency-Key`, the same for all
-        attempts of one call, so that a gateway which knows such keys makes one sample of them; with `attempt` it is the
-        `X-Request-Id`.
+        `url` is a path below the base URL, or complete. `call_id` is sent as the `Idempotency-Key`, the same for all
+        attempts of a call, so a gateway that supports such keys samples once; with `attempt` it is the `X-Request-Id`.
 
         Raises:
             GymError: `attempt_error` for no connection, no complete answer in time, 429, 5xx, or no JSON: try again;
@@ -91,14 +90,14 @@ class OpenAIClient:
         return await self._send("POST", url, body, headers)
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._client.close()
 
     async def _send(self, method: str, url: str, body: Mapping[str, Any] | None, headers: dict[str, str]) -> Any:
         import openai
 
         try:
-            # The package's own timeout is for each read: a body that drips would never end.
+            # The package's timeout is for each read, so a body that drips would never end.
             async with asyncio.timeout(self._timeout_seconds):
                 if method == "GET":
                     answer = await self._client.get(url, cast_to=object)
@@ -115,18 +114,18 @@ class OpenAIClient:
             raise self._status_error(error) from None  # its text may repeat the key
         except openai.OpenAIError as error:
             raise self.failed_error(f"{self.base_url}: {type(error).__name__}: {self._readable(str(error))}") from None
-        except ValueError as error:  # json's and the decoders' own
+        except ValueError as error:  # from json or a text decoder
             raise self.attempt_error(
                 f"{self.base_url}: the answer is not complete JSON: {error}", kind="json"
             ) from error
-        if not isinstance(answer, dict):  # the package returns text if the content type is another
+        if not isinstance(answer, dict):  # the package returns text if the content type is not JSON
             raise self.attempt_error(f"{self.base_url}: expected a JSON object, got {answer!r:.120}", kind="content")
         return answer
 
     def _status_error(self, error: openai.APIStatusError) -> GymError:
         status = error.status_code
         text = str(error)
-        if text == f"Error code: {status}":  # the package knows OpenAI's form of an error only
+        if text == f"Error code: {status}":  # the package reads only OpenAI's form of an error
             text = f"{text} {error.response.text}".strip()
         message = f"{self.base_url}: HTTP {status}: {self._readable(text)}"
         if status != 429 and status < 500:
@@ -142,9 +141,10 @@ class OpenAIClient:
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """How long a server asks to wait: `retry-after-ms`, or `retry-after` in seconds or as a date (RFC 9110, 10.2.3).
+    """Return how long a server asks to wait: `retry-after-ms`, or `retry-after` in seconds or as a date (RFC 9110,
+    10.2.3).
 
-    A date counts from the answer's own `date`, so that clocks need not agree. None: it does not say, or not readably.
+    None if it does not say, or not readably.
 
     >>> retry_after_seconds({"retry-after": "2"}), retry_after_seconds({"retry-after-ms": "1500"})
     (2.0, 1.5)
@@ -156,6 +156,7 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
             continue
         if math.isfinite(seconds) and seconds >= 0:
             return seconds
+    # A date counts from the answer's own `date`, because clocks may differ.
     try:
         then, now = parsedate_to_datetime(headers["retry-after"]), parsedate_to_datetime(headers["date"])
         return max(0.0, (then - now).total_seconds())

@@ -1,11 +1,10 @@
-"""Files that survive a crash: whole or not there, and lines of which only the last can be torn.
+"""Files that survive a crash, and strict readers of TOML, YAML and JSON files that people write.
 
-"Durable" means that the bytes are on the disk (fsync) and not only with the operating system, so that a power cut, too,
-leaves the old file or the new one. Nothing here knows what is written.
+A file is whole or absent, and only the last line of a log can be torn. "Durable" means that the bytes are on the disk
+(fsync), so a power cut too leaves the old file or the new one.
 
-Files that people write, as plain values: TOML, YAML and JSON, with every key at most once.
-
-YAML is read as version 1.2 has it: `off`, `no` and `on` are texts (a mode is called "off"), and 1e-5 is a number.
+Readers refuse a key that is given twice. YAML is read as version 1.2: `off`, `no` and `on` are texts (a mode is called
+"off"), and 1e-5 is a number.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise what the system says against writing below `path` as StorageError, whatever library it is said by.
+    """Raise the system's refusals of writing below `path` as StorageError, from any library.
 
     Raises:
         StorageError: no permission, no room, no such folder, and the like.
@@ -52,16 +51,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _system_error_in(error: Exception) -> int | None:
-    """Return the system's error number in what a library written in Rust raised; None if there is none.
-
-    safetensors and tokenizers raise exceptions of their own, in whose text Rust has written the number.
-    """
+    """Return the system's error number in an exception of a library written in Rust, or None."""
+    # safetensors and tokenizers raise their own exceptions, with the number in the text.
     found = _RUST_ERROR.search(str(error))
     return None if found is None else int(found[1])
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, if they are not there.
+    """Make a folder and its parents, if missing.
 
     Raises:
         StorageError: see `writing`.
@@ -81,10 +78,10 @@ def write_output(path: Path, text: str) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Refuse, before hours of work, an output file that could not be written after them. Changes nothing.
+    """Raise if an output file could not be written, before hours of work. Changes nothing.
 
     Raises:
-        StorageError: it is a folder, or its folder is not there or takes no file.
+        StorageError: it is a folder, or its folder is missing or takes no file.
     """
     with writing(path):
         if path.is_dir():
@@ -97,7 +94,7 @@ def require_writable(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file durably, replacing it at once: a reader sees the old text or the new one, never a part.
+    """Write the file durably and atomically: a reader sees the old text or the new one, never a part.
 
     Raises:
         StorageError: see `writing`.
@@ -111,11 +108,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk.
-
-    Windows has no handle of a folder to flush (its file systems journal names), and flushes files that are open for
-    writing only. On macOS fsync leaves the bytes in the drive's cache; F_FULLFSYNC does not.
-    """
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    # Windows cannot flush a folder (its file systems journal names), and flushes only files that are open for
+    # writing.
     if _IS_WINDOWS and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if _IS_WINDOWS else os.O_RDONLY)
@@ -127,7 +122,8 @@ def sync(path: Path) -> None:
 
 
 def _flush_drive(descriptor: int) -> bool:
-    """Whether the system has F_FULLFSYNC and the file's volume took it; some network volumes do not."""
+    """Return whether the system has F_FULLFSYNC and the file's volume took it; some network volumes do not."""
+    # On macOS, fsync leaves the bytes in the drive's cache; F_FULLFSYNC does not.
     try:
         fcntl = importlib.import_module("fcntl")
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
@@ -137,10 +133,10 @@ def _flush_drive(descriptor: int) -> bool:
 
 
 def take_lock(path: Path) -> int | None:
-    """Make a file and lock it until the returned descriptor is closed; None: another process holds it.
+    """Make a file and lock it until the returned descriptor is closed; None if another process holds it.
 
-    The system takes the lock from a process that ends, however it ends. Without such locks (Windows), the process that
-    made the file holds it until the file is gone.
+    The system releases the lock of a process that ends in any way. Without such locks (Windows), the process that made
+    the file holds it until the file is removed.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if _IS_WINDOWS else 0)
     try:
@@ -152,14 +148,14 @@ def take_lock(path: Path) -> int | None:
     fcntl = importlib.import_module("fcntl")
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):  # not one that was removed meanwhile
+        if os.path.samestat(os.fstat(descriptor), path.stat()):  # else the locked file was removed meanwhile
             return descriptor
     os.close(descriptor)
     return None
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` for everything in a folder, and then the folder."""
+    """Call `sync` for everything in a folder, then for the folder."""
     for path in folder.iterdir():
         if path.is_dir():
             sync_tree(path)
@@ -169,7 +165,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line; the operating system has it on return (a killed process loses nothing, a power cut may).
+    """Append a line and pass it to the operating system: a killed process loses nothing, a power cut may.
 
     Raises:
         StorageError: see `writing`.
@@ -179,12 +175,12 @@ def append_line(path: Path, line: str) -> None:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a file without what a killed process wrote after the last line break; none if there is no file."""
+    """Return the lines of a file without a torn last line; none if there is no file."""
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
 
 
 def cut_torn_line(path: Path) -> bool:
-    """Remove what a killed process wrote after the last line break, if anything; says whether there was."""
+    """Remove what a killed process wrote after the last line break; return whether there was any."""
     whole = path.read_bytes() if path.exists() else b""
     if not whole or whole.endswith(b"\n"):
         return False
@@ -194,26 +190,26 @@ def cut_torn_line(path: Path) -> bool:
 
 
 class PartFile:
-    """What a long command has so far, in FILE.part beside the file that is wanted: a JSON value a line.
-
-    The first line says what was asked for, so that nothing else is gone on with.
+    """The results so far of a long command, in FILE.part beside the wanted file: one JSON value a line.
 
     Args:
-        out: the file that is wanted.
-        work: what the command does, in one word, such as "evaluation".
-        asked: what decides its results (Any: JSON).
-        resumes: go on with a part that is there.
+        out: the wanted file.
+        work: the kind of command in one word, such as "evaluation".
+        asked: the arguments that decide its results.
+        resumes: continue an existing part.
 
     Attributes:
-        path: of the part. num_items: in it now.
+        path: of the part.
+        num_items: items in it now.
 
     Raises:
-        ConfigError: there is a part and `resumes` is False, none and it is True, or one of other work.
+        ConfigError: a part exists and `resumes` is False, none exists and it is True, or it is of other work.
         StorageError: it cannot be written.
     """
 
     def __init__(self, out: Path, *, work: str, asked: Mapping[str, Any], resumes: bool) -> None:
         self.path = out.with_name(f"{out.name}.part")
+        # The first line holds the arguments, so only the same command can continue it.
         first_line = json.dumps({work: asked}, sort_keys=True)
         if resumes:
             with writing(self.path):
@@ -230,7 +226,7 @@ class PartFile:
         self.num_items = max(len(lines) - 1, 0)
 
     def read(self, parse: Callable[[Any], Item]) -> list[Item]:
-        """Return what `parse` makes of every item (Any: JSON).
+        """Return `parse` of every item.
 
         Raises:
             RecordError: a line is no JSON, or `parse` raises ValueError, TypeError or KeyError; names file and line.
@@ -244,7 +240,7 @@ class PartFile:
         return items
 
     def append(self, item: Any) -> None:
-        """Write an item (Any: JSON); a killed process loses none.
+        """Write an item; a killed process loses none.
 
         Raises:
             StorageError: it cannot be written.
@@ -253,7 +249,7 @@ class PartFile:
         self.num_items += 1
 
     def remove(self) -> None:
-        """Remove the file: all of it is elsewhere."""
+        """Remove the file, once its items are in the wanted file."""
         self.path.unlink(missing_ok=True)
 
     def remove_if_empty(self) -> None:
@@ -277,7 +273,7 @@ class PartFile:
 
 
 def _differences(expected: Any, got: Any, key: str = "") -> Iterator[str]:
-    """Yield a text for each value (Any: JSON) that differs, under its dotted key."""
+    """Yield a text for each value that differs, under its dotted key."""
     if isinstance(expected, dict) and isinstance(got, dict):
         for name in sorted(expected.keys() | got.keys()):
             yield from _differences(expected.get(name), got.get(name), f"{key}.{name}" if key else name)
@@ -285,14 +281,14 @@ def _differences(expected: Any, got: Any, key: str = "") -> Iterator[str]:
         yield f"{key}: expected {json.dumps(expected)}, got {json.dumps(got)}"
 
 
-_MAX_SHOWN = 60  # characters of a wrong value
+_MAX_SHOWN = 60  # characters of a wrong value in an error
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
-    """Safe YAML with the scalars of version 1.2, in which a key stands once."""
+    """Safe YAML with the scalars of version 1.2 and unique keys."""
 
 
-# Scalars that are not texts, and the characters that one may begin with.
+# Scalars other than texts, with their possible first characters.
 _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "null": (r"~|null|Null|NULL|", ("~", "n", "N", "")),
@@ -305,7 +301,7 @@ _SCALARS = {
 
 
 def _construct_int(_loader: _StrictLoader, node: Any) -> int:
-    return int(node.value)  # 017 is seventeen, and not octal as in version 1.1
+    return int(node.value)  # 017 is seventeen; version 1.1 reads it as octal
 
 
 def _construct_table(loader: _StrictLoader, node: Any) -> dict[Any, Any]:
@@ -320,7 +316,7 @@ def _construct_table(loader: _StrictLoader, node: Any) -> dict[Any, Any]:
     return table
 
 
-_StrictLoader.yaml_implicit_resolvers = {}  # none of version 1.1's
+_StrictLoader.yaml_implicit_resolvers = {}  # drops those of version 1.1
 for _name, (_pattern, _first) in _SCALARS.items():
     _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
@@ -328,7 +324,7 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:map", _construct_table)
 
 
 def _parse_yaml(text: str) -> Any:
-    """The document (Any: as read); nothing at all is an empty table."""
+    """Return the document; an empty one is an empty table."""
     try:
         document = _StrictLoader(text).get_single_data()
     except yaml.YAMLError as error:
@@ -337,7 +333,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _parse_json(text: str) -> Any:
-    """The document (Any: as read)."""
+    """Return the document."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -358,7 +354,7 @@ _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The table in a TOML, YAML or JSON file (Any: unchecked); a file of another name is taken as TOML.
+    """Return the table in a TOML, YAML or JSON file; other file names are read as TOML.
 
     Raises:
         ConfigError: there is no such file, it is not of that format, or it holds no table.
@@ -370,7 +366,7 @@ def read_file(path: Path) -> dict[str, Any]:
         folder = path.parent
         siblings = [str(folder / p.name) for p in folder.iterdir() if p.suffix in _PARSERS] if folder.is_dir() else []
         raise ConfigError(f"{path}: there is no such file; {nearest_name(str(path), siblings)}") from None
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not of that format, or a number without end
+    except (OSError, ValueError, RecursionError) as error:  # unreadable, not of that format, or nested too deeply
         raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a table of sections, got {_show(document)}")

@@ -1,6 +1,6 @@
-"""API keys: named by the environment variable that holds them, so that none is in a file, an argument or a log.
+"""API keys by the environment variable that holds them, and addresses that only this machine can reach.
 
-Who can reach an address: this machine alone, or others, too. Asked before anything listens there.
+A key is named by its variable and so stands in no file, argument or log.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def read_key(variable: None, where: str) -> None: ...
 @overload
 def read_key(variable: str | None, where: str) -> str | None: ...
 def read_key(variable: str | None, where: str) -> str | None:
-    """The key in an environment variable; None if no variable is named, for then no key is sent or asked for.
+    """Return the key in an environment variable; None if no variable is named.
 
     Args:
         variable: its name.
-        where: the option or setting that named it.
+        where: the option or setting that names it, for the error.
 
     Raises:
         ConfigError: it is not set, or empty.
@@ -41,7 +41,7 @@ def read_key(variable: str | None, where: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address.
+    """Return whether only this machine can reach that address.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("localhost.evil.org")
     (True, True, False, False)

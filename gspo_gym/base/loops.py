@@ -1,4 +1,4 @@
-"""Coroutines run to their end by functions that are not async, and tasks waited for to their end."""
+"""Run coroutines to their end from synchronous functions, and wait for tasks to end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-_POLL_SECONDS = 0.2  # between two looks whether the waiting task was cancelled, which wakes nothing that waits
+_POLL_SECONDS = 0.2  # between two looks: a cancellation of the waiting task does not wake the wait
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine and return its result, also where an event loop runs already, as in a notebook.
+    """Run a coroutine and return its result, even if an event loop is running, as in a notebook.
 
-    There it gets an event loop and a thread of its own, and the running loop stands still until it has ended, as it
-    does for any call that takes long. An interruption of the caller (Ctrl-C, a notebook's stop button) cancels the
-    coroutine, and is raised once that has ended.
+    In that case it runs in an event loop in another thread, and the running loop is blocked until it has ended. An
+    interruption of the caller (Ctrl-C, a notebook's stop button) cancels the coroutine, and is raised once that has
+    ended.
 
     >>> run_to_end(asyncio.sleep(0, "done"))
     'done'
@@ -44,14 +44,14 @@ def _run_in_thread(coroutine: Coroutine[Any, Any, Result]) -> Result:
     def work() -> None:
         try:
             ended.set_result(asyncio.run(play()))
-        except BaseException as error:  # whatever it is, the caller gets it
+        except BaseException as error:  # raised in the caller
             ended.set_exception(error)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="gspo-gym-loop")
     task = asyncio.current_task()
-    num_before = 0 if task is None else task.cancelling()  # before the work begins: a Ctrl-C right after it counts
+    num_before = 0 if task is None else task.cancelling()  # read first, so a Ctrl-C right after the start counts
     try:
-        thread.start()  # which waits, too, so that it may be interrupted while the work has begun
+        thread.start()  # inside the try, because it waits, and may be interrupted after the work has begun
         _wait_for(ended, task, num_before)
     except BaseException:
         either: list[concurrent.futures.Future[Any]] = [began, ended]
@@ -65,7 +65,7 @@ def _run_in_thread(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _wait_for(ended: concurrent.futures.Future[Any], task: asyncio.Task[Any] | None, num_before: int) -> None:
-    """Return when it has ended; `num_before` cancellations of the caller's task were asked for before it began.
+    """Return when it has ended; `num_before` cancellations of the caller's task were requested before it began.
 
     Raises:
         asyncio.CancelledError: the caller's task was cancelled, which is how `asyncio.run` passes on the first Ctrl-C.

@@ -1,7 +1,7 @@
-"""The OpenAI chat API's messages <-> `types.Message`: the one place that knows how they are written on the wire.
+"""The OpenAI chat API's messages to `types.Message` and back.
 
-Reading is lenient where clients and servers differ (content null or in parts, arguments as text or as an object, fields
-that nobody here knows) and strict where a guess would change what was said. No I/O.
+Reading is lenient where clients and servers differ (content null or in parts, arguments as text or as an object,
+unknown fields) and strict where a guess would change what was said. No I/O.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from gspo_gym.errors import RecordError
 from gspo_gym.types import Message, ToolCall
 
-Json = Any  # a JSON value: dict with text keys, list, str, int, float, bool or None
+Json = Any  # dict with text keys, list, str, int, float, bool or None
 
-_ROLES = {"developer": "system", "function": "tool"}  # other names of two of ours
+_ROLES = {"developer": "system", "function": "tool"}  # other names of the same roles
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image", "image")
-_MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+_MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
 def message_from_wire(value: Json, *, where: str) -> Message:
-    """One message of a request or of an answer.
+    """Return one message of a request or of an answer.
 
-    Content may be a text, null (what comes with tool calls) or a list of text parts, which become lines of one text;
-    the arguments of a call JSON text or an object. Role "developer" is system. Unknown fields are ignored.
+    Content may be text, null (beside tool calls) or a list of text parts, which become lines of one text; the arguments
+    of a call JSON text or an object. Role "developer" is system. Unknown fields are ignored.
 
     Raises:
         RecordError: it is no message, or holds an image. Starts with `where`.
@@ -48,7 +48,7 @@ def message_from_wire(value: Json, *, where: str) -> Message:
 
 
 def messages_from_wire(value: Json, *, where: str) -> tuple[Message, ...]:
-    """Each as `message_from_wire` reads it.
+    """Return `message_from_wire` of each message.
 
     Raises:
         RecordError: it is no list, or something in it is no message. Starts with `where`.
@@ -59,13 +59,13 @@ def messages_from_wire(value: Json, *, where: str) -> tuple[Message, ...]:
 
 
 def text_from_wire(content: Json, *, where: str) -> str:
-    """Content as one text: itself, or its text parts as lines (as vLLM shows them to a text model).
+    r"""Return content as one text: itself, or its text parts as lines (as vLLM shows them to a text model).
 
     Raises:
         RecordError: it is neither, or a part is an image. Starts with `where`.
 
     >>> text_from_wire([{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}], where="here")
-    'a\\nb'
+    'a\nb'
     """
     if isinstance(content, str):
         return content
@@ -75,7 +75,7 @@ def text_from_wire(content: Json, *, where: str) -> str:
 
 
 def text_of_part(part: Json, *, where: str) -> str:
-    """The text of one content part.
+    """Return the text of one content part.
 
     Raises:
         RecordError: it is no text part. Starts with `where`.
@@ -93,7 +93,7 @@ def text_of_part(part: Json, *, where: str) -> str:
 
 
 def tool_call_from_wire(value: Json, *, where: str) -> ToolCall:
-    """A call; its arguments may be JSON text (as on the wire; empty is none) or an object.
+    """Return a tool call; its arguments may be JSON text (empty for none) or an object.
 
     Raises:
         RecordError: it is no call, or its arguments are no JSON object. Starts with `where`.
@@ -115,20 +115,20 @@ def tool_call_from_wire(value: Json, *, where: str) -> ToolCall:
 
 
 def message_to_wire(message: Message) -> dict[str, Json]:
-    """As the API has it: arguments as JSON text, and no reasoning, which other servers refuse or show to their model.
+    """Return a message in the API's form, with arguments as JSON text.
 
     >>> message_to_wire(Message("user", "Hi."))
     {'role': 'user', 'content': 'Hi.'}
     """
     wire = message.to_dict()
-    wire.pop("reasoning_content", None)
+    wire.pop("reasoning_content", None)  # other servers refuse it, or show it to their model
     for call in wire.get("tool_calls", ()):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return wire
 
 
 def require_encodable(text: str, *, where: str) -> None:
-    """Refuse a lone surrogate, which JSON can spell and no tokenizer can read.
+    """Raise for a lone surrogate, which JSON can spell and no tokenizer can read.
 
     Raises:
         RecordError: there is one. Starts with `where`.

@@ -1,11 +1,7 @@
-"""Retries: one logical call, several attempts, and a budget that keeps many failing calls from becoming a storm.
+"""Retries of a call under a common budget, and a circuit breaker for a backend that keeps failing.
 
-The waits are exponential with jitter from a seed, or what the server asks for (`Retry-After`). What may be tried again
-is decided by who raises: an `AttemptError` may, anything else may not.
-
-Whether a backend that keeps failing may be asked now.
-
-Plain counting, without tasks or timers: time is handed in.
+Waits are exponential with seeded jitter, or as the server asks (`Retry-After`). Only an `AttemptError` is tried again.
+The budget keeps many failing calls from becoming a storm of requests.
 """
 
 from __future__ import annotations
@@ -25,11 +21,11 @@ Sleep = Callable[[float], Awaitable[object]]
 
 
 class AttemptError(GymError, RuntimeError):
-    """One attempt failed in a way that another one may not.
+    """A failed attempt that may succeed if repeated.
 
     Attributes:
-        kind: what it is counted as: "connection", "timeout", "429", "502", "answer", ...
-        retry_after_seconds: how long the server asks to wait; None if it does not say.
+        kind: name in the counters: "connection", "timeout", "429", "502", "answer", ...
+        retry_after_seconds: how long the server asks to wait, or None.
     """
 
     def __init__(self, message: str, *, kind: str, retry_after_seconds: float | None = None) -> None:
@@ -40,16 +36,15 @@ class AttemptError(GymError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
-    """How often, and how long between.
+    """Number of attempts and the waits between them.
 
     Attributes:
-        max_attempts: of one call, the first included.
-        first_delay_seconds, max_delay_seconds: the wait after the k-th failure is drawn from [d / 2, d] with d =
-            first * 2**(k - 1), at most the maximum. Half of it is jitter, so that calls that failed together do not
-            come back together.
+        max_attempts: of one call, including the first.
+        first_delay_seconds, max_delay_seconds: the wait after the k-th failure is drawn from [d / 2, d] with d = first
+            * 2**(k - 1), at most the maximum. Half of it is jitter, which spreads calls that failed together.
         max_retry_after_seconds: a server that asks for a longer wait is not asked again.
-        budget_fraction, budget_reserve: retries of all calls together are at most reserve + fraction * calls, so that
-            an endpoint that is down gets (1 + fraction) times its load and not max_attempts times.
+        budget_fraction, budget_reserve: retries of all calls together are at most reserve + fraction * calls, so an
+            endpoint that is down gets (1 + fraction) times its load, not max_attempts times.
     """
 
     max_attempts: int = 8
@@ -74,9 +69,9 @@ class RetrySettings:
 
 @dataclass(slots=True)
 class RetryCounters:
-    """What has happened so far. num_attempts = num_calls + num_retries, once no call is under way.
+    """Counts so far; num_attempts = num_calls + num_retries when no call is under way.
 
-    `failures` counts failed attempts by kind; `num_failed_calls` those calls that gave up.
+    `failures` counts failed attempts by kind, `num_failed_calls` the calls that gave up.
     """
 
     num_calls: int = 0
@@ -87,11 +82,11 @@ class RetryCounters:
 
 
 class Retries:
-    """Runs calls. Used within one event loop at a time.
+    """Runs calls with retries, within one event loop at a time.
 
     Args:
-        settings: how often, and how long between.
-        gives_up_with: the error that a call raises when no further attempt is made.
+        settings: number of attempts and waits.
+        gives_up_with: error of a call that makes no further attempt.
         seed: of the jitter.
         sleep: replaces the clock.
     """
@@ -111,10 +106,10 @@ class Retries:
         self._sleep = sleep
 
     async def run(self, attempt: Callable[[int], Awaitable[Result]]) -> Result:
-        """The result of the first attempt that has one; `attempt` is told its number, from 0.
+        """Return the result of the first successful attempt; `attempt` gets its number, from 0.
 
         Raises:
-            GymError: `gives_up_with`, from the last failure, and how many there were; or what an attempt raised that is
+            GymError: `gives_up_with`, with the last failure and the reason to stop; or an error of an attempt that is
                 no AttemptError.
         """
         counters = self.counters
@@ -156,10 +151,11 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class CircuitBreaker:
-    """Stops asking a backend that fails again and again, and finds out now and then whether it is back.
+    """Stops calls to a backend that fails again and again, and probes now and then whether it works.
 
-    Closed: calls pass. After `failures_to_open` failures in a row it is open: no call passes until `cool_down_seconds`
-    later, when it is half open: one call at a time passes, and its end decides. (Nygard, Release It!, 2007, chapter 5.)
+    Closed: calls pass. After `failures_to_open` failures in a row it is open: no call passes for `cool_down_seconds`.
+    Then it is half open: one call at a time passes, and its result decides. (Nygard, Release It!, 2007, chapter 5.)
+    Time is passed in.
 
     >>> breaker = CircuitBreaker(failures_to_open=1, cool_down_seconds=5.0)
     >>> breaker.fail(now=0.0)
@@ -179,23 +175,24 @@ class CircuitBreaker:
         self._opened: float | None = None
 
     def state(self, now: float) -> BreakerState:
-        """At that time, in the seconds of any one monotonic clock."""
+        """Return the state at a time, in seconds of any one monotonic clock."""
         if self._opened is None:
             return "closed"
         return "half_open" if now - self._opened >= self._cool_down_seconds else "open"
 
     def allows(self, now: float, num_in_flight: int) -> bool:
-        """Whether another call may be made while so many are under way."""
+        """Return whether another call may be made beside those under way."""
         state = self.state(now)
         return state == "closed" or (state == "half_open" and num_in_flight == 0)
 
     def succeed(self) -> None:
-        """A call was answered: whatever was, is over."""
+        """Note an answered call, and close."""
         self._num_failures = 0
         self._opened = None
 
     def fail(self, now: float) -> None:
-        """A call failed. Failures while it is open, of calls made before, change nothing."""
+        """Note a failed call."""
+        # While open, failures are of earlier calls and change nothing.
         self._num_failures += 1
         if self.state(now) == "half_open" or (self._opened is None and self._num_failures >= self._failures_to_open):
             self._opened = now

@@ -1,7 +1,7 @@
-"""The base of every settings record, so that all are strict in the same way, and how a list of seeds is written.
+"""The base class of settings records, and the notation for lists of seeds.
 
-A settings record lives beside the code it governs; `config.py` composes them into the file a user writes. Nothing here
-may import torch.
+A settings record stands beside the code that it governs; `RunConfig` composes them into the user's file. torch may not
+be imported here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from gspo_gym.errors import ConfigError
 
 _Part = TypeVar("_Part", bound=BaseModel)
-_MAX_NUM_SEEDS = 1_000_000  # more is a slip of the keyboard, which would fill the memory first
+_MAX_NUM_SEEDS = 1_000_000  # more is a typing error, which would fill the memory
 
 
 class Settings(BaseModel):
-    """A frozen record of settings: unknown keys are errors, and so are values of another type or out of range.
+    """A frozen record of settings; unknown keys and values of another type or out of range are errors.
 
     Nothing is converted ("8" is not 8, and True is not 1), except that an integer may stand for a number.
     """
@@ -27,18 +27,15 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
     def part(self, base: type[_Part]) -> _Part:
-        """Return the fields that this record has from `base`, one of the classes it inherits from, as such a record.
-
-        A section may hold the settings of several rooms; each room is handed its own.
-        """
+        """Return the fields inherited from `base` as such a record: the settings of one room in a shared section."""
         return base(**{name: getattr(self, name) for name in base.model_fields})
 
 
 def parse_seeds(seeds: str | Sequence[int]) -> tuple[int, ...]:
-    """Seeds from a list of integers or from text: "0:100" (100 left out), "0:100:10", "7", "1,5,20:25".
+    """Return seeds from a list of integers or from text: "0:100" (without 100), "0:100:10", "7", "1,5,20:25".
 
     Raises:
-        ConfigError: nothing, something negative, something twice, or no integer.
+        ConfigError: there is none, or something negative, repeated or not an integer.
 
     >>> parse_seeds("1,5,20:23")
     (1, 5, 20, 21, 22)

@@ -1,7 +1,7 @@
-"""JSON from strangers, read by one rule in every server: what is not JSON, or cannot be written again, is refused.
+"""JSON from clients, read by one rule in every server: what is not JSON, or cannot be written again, is refused.
 
-Python's reader takes more than JSON has: NaN and infinities, also as 1e999, lone surrogates, which no encoder writes
-and no tokenizer reads, and whole numbers without end. Each of them fails later, in a place that does not expect it.
+Python's reader accepts more than JSON allows: NaN and infinities (also as 1e999), lone surrogates, which no encoder
+writes and no tokenizer reads, and whole numbers of any length. Each would fail later, where it is not expected.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from gspo_gym.errors import RecordError
 
-_MAX_DIGITS = 300  # of a whole number: what is longer is no float either
-# What a text has to hold for one of the values above to be in it; few bodies have any.
+_MAX_DIGITS = 300  # of a whole number; longer ones are no float either
+# Bytes without which a body cannot hold one of the values above; few bodies have them.
 _SUSPECT = re.compile(
     rb"NaN|Infinity|\d[eE]\+?\d{3}|\d{300}|\xed[\xa0-\xbf]|\x00"
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
@@ -22,10 +22,10 @@ _SUSPECT = re.compile(
 
 
 def read_json(body: bytes | str) -> Any:
-    """The value of a JSON text (Any: JSON), without anything that is no JSON value.
+    """Return the value of a JSON text.
 
     Raises:
-        RecordError: it is not JSON, or holds NaN, an infinity, a lone surrogate or a number without end.
+        RecordError: it is not JSON, or holds NaN, an infinity, a lone surrogate or a number that is too long.
 
     >>> read_json(b'{"a": [1, "b"]}')
     {'a': [1, 'b']}
@@ -45,7 +45,7 @@ def read_json(body: bytes | str) -> Any:
 
 
 def refuse_strange_json(body: bytes | bytearray) -> None:
-    """Refuse JSON in which there is what JSON has not; what is no JSON at all is left to its reader. One quick pass.
+    """Raise for a value that JSON does not allow; a text that is no JSON at all passes, and fails in its reader.
 
     Raises:
         RecordError: see `read_json`.
@@ -54,6 +54,7 @@ def refuse_strange_json(body: bytes | bytearray) -> None:
     Traceback (most recent call last):
     gspo_gym.errors.RecordError: expected JSON: NaN is no JSON number
     """
+    # One quick pass over the bytes; only a suspect body is read twice.
     if _SUSPECT.search(body) is not None:
         read_json(bytes(body))
 
@@ -76,7 +77,7 @@ def _bounded_int(text: str) -> int:
 
 
 def _require_encodable(value: Any) -> None:
-    """Refuse lone surrogates, which only a suspect text can hold."""
+    """Raise for a lone surrogate, which only a suspect text can hold."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -1,1 +1,1 @@
-"""Messages and tokens: rendering, parsing, and checking that the two agree."""
+"""Messages and tokens: rendering, parsing, and checks that the two agree."""

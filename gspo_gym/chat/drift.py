@@ -1,10 +1,10 @@
-"""Does what an episode accumulated still say what the template would say about its messages?
+"""Compare the tokens that an episode accumulated with a fresh rendering of its messages.
 
-A measurement, not a gate: the tokens of an episode are right by construction, because the model read them. A difference
-means that a deployed chat server, which renders every prompt from messages, would show the model something else. The
-usual reason is the model's own spelling (white space in its JSON, blank edges that a template trims, a word in other
-pieces); anything else is a fault of the renderer or of the environment's messages. `check_drift` finds any difference,
-`check_context` only such a fault, and that one may well be a gate: `gspo-gym env check --model` is.
+The tokens are right by construction, because the model read them. A difference means that a chat server, which renders
+every prompt from messages, would show the model something else. Usually the model spelt something in its own way (white
+space in JSON, blank edges that a template trims, a word in other pieces); anything else is a fault of the renderer or
+of the environment's messages. `check_drift` finds any difference and is a measurement; `check_context` finds only
+faults and may be a gate, as in `gspo-gym env check --model`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NUM_AROUND = 12  # tokens shown on each side of a difference
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """How accumulated tokens compare with a fresh rendering.
+    """Difference of accumulated tokens from a fresh rendering.
 
     Attributes:
-        position: index of the first token that differs, None if none does.
-        same_text: both say the same text, so that a difference is one of tokenisation only.
-        expected: text around the difference in the fresh rendering, "" if there is none.
+        position: index of the first token that differs, or None.
+        same_text: both decode to the same text, so only the tokenisation differs.
+        expected: text around the difference in the fresh rendering, or "".
         actual: the same for the accumulated tokens.
     """
 
@@ -37,7 +37,7 @@ class DriftReport:
 
     @property
     def matches(self) -> bool:
-        """Token for token the same."""
+        """Return whether the tokens are equal."""
         return self.position is None
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Me
     Args:
         renderer: of the model that played.
         tokens: the segment's ids, up to and including the last answer (closed or cut off) or the last prompt.
-        messages: the episode's messages, ending with that answer, or with the last observation.
+        messages: the episode's messages, ending with that answer or with the last observation.
 
     Raises:
         TemplateError: the template cannot render these messages.
@@ -63,7 +63,7 @@ def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Me
     actual = [int(token) for token in tokens]
     if messages and messages[-1].role == "assistant":
         expected = renderer.start(messages[:-1]) + renderer.action_ids(messages[-1])
-        # Any stop token closes an answer, and an answer that was cut off has none.
+        # Stop tokens are not compared: any of them closes an answer, and a cut-off answer has none.
         actual, expected = (
             ids[:-1] if ids[-1:] and ids[-1] in renderer.stop_token_ids else ids for ids in (actual, expected)
         )
@@ -85,16 +85,16 @@ def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Me
 def check_context(
     renderer: Renderer, prompt: Sequence[int], is_sampled: Sequence[bool], messages: Sequence[Message]
 ) -> DriftReport:
-    """Compare all that was *not* sampled in a prompt with a fresh rendering of its messages.
+    """Compare everything that was *not* sampled in a prompt with a fresh rendering of its messages.
 
-    The answers may be spelt in their own way; what stands before, between and behind them must be in the rendering, in
-    order, with nothing but one answer in each gap.
+    Answers may be spelt differently; the pieces before, between and after them must be in the rendering in order, with
+    exactly one answer in each gap.
 
     Args:
         renderer: of the model that played.
         prompt: the ids that the model was given, from the start of the segment.
-        is_sampled: which of them it sampled itself.
-        messages: the conversation that the prompt shows, ending with what is to be answered.
+        is_sampled: which of them the model sampled.
+        messages: the conversation in the prompt, ending with the message to be answered.
 
     Raises:
         TemplateError: the template cannot render these messages.
@@ -102,7 +102,7 @@ def check_context(
     actual = [int(token) for token in prompt]
     expected = renderer.start(messages)
     said: list[int] = []
-    start = done = 0  # how far `actual` and `expected` are accounted for
+    start = done = 0  # everything before is matched in `actual` and `expected`
     for is_answer, flags in itertools.groupby(is_sampled):
         stop = start + len(list(flags))
         piece = actual[start:stop]
@@ -110,6 +110,7 @@ def check_context(
             said = piece
         else:
             at = _position(expected, piece, done, is_first=start == 0, is_last=stop == len(actual))
+            # As many stop tokens in the gap as in the answer: else a whole turn could hide in it.
             if at is None or _num_stops(renderer, expected[done:at]) != _num_stops(renderer, said):
                 shown = expected[max(0, done - _NUM_AROUND) : done + len(piece) + _NUM_AROUND]
                 return DriftReport(start, False, expected=renderer.decode(shown), actual=renderer.decode(piece))
@@ -122,7 +123,7 @@ def check_context(
 
 
 def _position(expected: list[int], piece: list[int], done: int, *, is_first: bool, is_last: bool) -> int | None:
-    """Where `piece` is in `expected`, not before `done`; the first and the last piece have their places."""
+    """Return the place of `piece` in `expected` from `done` on; the first and the last piece have fixed places."""
     if is_first or is_last:
         places = [0 if is_first else len(expected) - len(piece)]
     else:

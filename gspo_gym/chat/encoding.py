@@ -1,9 +1,9 @@
-"""Rendered text <-> token ids, with special tokens recognised where the template put them and nowhere else.
+"""Rendered text to token ids and back, with special tokens only where the template put them.
 
-Not for templates (template.py). A text without special tokens typed by somebody is tokenised exactly as the tokenizer
-itself would (`tokenizer(text, add_special_tokens=False)`). Where a message holds the text of a special token, as in an
-attempt to forge a turn, that text becomes ordinary tokens: the message is rendered with a marker in its place, and the
-marker's ids are put in after tokenisation. Only merges that would have reached across its edges are lost.
+Text without special tokens is tokenised exactly as by `tokenizer(text, add_special_tokens=False)`. If a message holds
+the text of a special token, as in an attempt to forge a turn, that text becomes ordinary tokens: the message is
+rendered with a marker in its place, and the marker's ids are inserted after tokenisation. Only merges across its edges
+are lost.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from typing import Any
 from gspo_gym.errors import TemplateError
 
 _MAX_REMEMBERED = 4096  # texts
-_MAX_REMEMBERED_CHARACTERS = 2048  # of each: 8 million in all at the most
+_MAX_REMEMBERED_CHARACTERS = 2048  # of each, which bounds the memory to 8 million characters
 _MARKER = re.compile(r"zx\d{7}")
 
 
 class Escapes:
-    """The special-token texts found in the messages of one rendering, each replaced by a marker. Grows; not shared.
-
-    Equal texts get equal markers: a template may compare messages.
-    """
+    """The special-token texts in the messages of one rendering, each replaced by a marker. Grows; not shared."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
@@ -31,11 +28,11 @@ class Escapes:
 
     @property
     def originals(self) -> list[str]:
-        """The texts by the number of their marker."""
+        """Return the texts in the order of their markers' numbers."""
         return list(self._markers)
 
     def __call__(self, text: str) -> str:
-        """The text with markers in place of special tokens (and of what looks like a marker).
+        """Return the text with markers in place of special tokens, and of texts that look like markers.
 
         Raises:
             TemplateError: the text is not Unicode, so no tokenizer can read it.
@@ -49,63 +46,64 @@ class Escapes:
         return self._pattern.sub(self._keep, text)
 
     def _keep(self, match: re.Match[str]) -> str:
+        # Equal texts get equal markers, because a template may compare messages.
         return self._markers.setdefault(match.group(), f"zx{len(self._markers):07d}")
 
 
 class TextCodec:
-    """Encodes and decodes for one tokenizer.
+    """Encoder and decoder for one tokenizer.
 
     Args:
         tokenizer: any transformers tokenizer.
 
     Attributes:
         added: id by text of every token added to the vocabulary, special or not.
-        special: the texts of those that are special.
+        special: texts of the special ones.
     """
 
-    def __init__(self, tokenizer: Any) -> None:  # Any: transformers ships no types
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self.added: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.special = frozenset(token.content for token in added.values() if token.special)
         self._any_special = _alternation(self.special)
         self._any_added = _alternation(self.added)
-        # Something to put before a text that does not begin the sequence: a special token that eats no spaces.
+        # A special token that eats no spaces, put before a text that does not begin the sequence.
         self._anchor = min((t.content for t in added.values() if t.special and not (t.lstrip or t.rstrip)), default="")
         self._guarded: frozenset[str] = self.special
         self._escaped = _escape_pattern(self._guarded)
         self._plain_ids: dict[str, list[int]] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
         normalizes = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None
-        # Such a tokenizer may find a token in text that does not spell it, e.g. in full-width brackets.
+        # A normaliser may find a token in text that does not spell it, such as full-width brackets.
         self._finds_respelled = normalizes and any(token.normalized for token in added.values())
 
     def guard(self, texts: Iterable[str]) -> None:
-        """Treat these added tokens like special ones when somebody types them."""
+        """Treat these added tokens like special ones inside messages."""
         self._guarded = self.special | frozenset(texts)
-        self._encoded.clear()  # what is refused depends on it
+        self._encoded.clear()  # `_require_spelled_out` depends on the guarded tokens
         self._escaped = _escape_pattern(self._guarded)
 
     def escapes(self) -> Escapes:
-        """A fresh record for one rendering."""
+        """Return a fresh record for one rendering."""
         return Escapes(self._escaped)
 
     def find_special(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """The first special token in the text."""
+        """Return the first special token in the text."""
         return self._any_special.search(text, start)
 
     def find_added(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """The first added token in the text, special or not."""
+        """Return the first added token in the text, special or not."""
         return self._any_added.search(text, start)
 
     def encode(self, text: str, escapes: Escapes | None = None, *, after: str = "") -> list[int]:
-        """The ids of rendered text.
+        """Return the ids of rendered text.
 
         Args:
             text: rendered with `escapes`.
-            escapes: what the markers in the text stand for; None if nothing was escaped.
-            after: a special token that precedes the text without being part of the answer. Tokenizers of the
-                sentencepiece kind treat the start of a string unlike its middle; behind a special token they do not.
+            escapes: meaning of the markers in the text; None if nothing was escaped.
+            after: special token before the text, not part of the result. Sentencepiece tokenizers treat the start of a
+                string differently, but not the text after a special token.
         """
         originals = [] if escapes is None else escapes.originals
         if not originals:
@@ -119,7 +117,7 @@ class TextCodec:
         return ids + self._encode_behind(self._anchor if position else after, text[position:])
 
     def decode(self, token_ids: Sequence[int], *, after: int) -> str:
-        """The text of ids that follow the special token `after`; special tokens are kept."""
+        """Return the text of ids that follow the special token `after`; special tokens are kept."""
         anchor: str = self._tokenizer.decode([after], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text: str = self._tokenizer.decode(
             [after, *token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -135,11 +133,10 @@ class TextCodec:
         return ids[1:] if ids[0] == self.added.get(anchor) else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        """The tokenizer's ids, remembered for short texts.
-
-        Environments repeat themselves, and siblings of a group read the same. It is not only the time of encoding: the
-        tokenizer lets go of Python's lock, and gets it back late from an engine that decodes in another thread.
-        """
+        """Return the tokenizer's ids, cached for short texts."""
+        # Environments repeat themselves, and the episodes of a group read the same. Besides the time of encoding,
+        # the cache saves waits: the tokenizer releases the GIL, and gets it back late from an engine that decodes in
+        # another thread.
         if (known := self._encoded.get(text)) is not None:
             return list(known)
         ids = self._encode_anew(text)
@@ -165,11 +162,7 @@ class TextCodec:
                 )
 
     def _encode_as_plain(self, text: str) -> list[int]:
-        """The ids of a special token's text that are not that token.
-
-        It is tokenised in two halves. `split_special_tokens=True` would do it in one, but is a switch on the shared
-        tokenizer: another thread would tokenise a template with its special tokens taken apart.
-        """
+        """Return ids for a special token's text that do not include that token."""
         if text not in self._plain_ids:
             self._plain_ids[text] = self._find_plain(text)
         return self._plain_ids[text]
@@ -177,6 +170,8 @@ class TextCodec:
     def _find_plain(self, text: str) -> list[int]:
         if _MARKER.fullmatch(text):
             return self._encode_behind(self._anchor, text)
+        # Tokenised in two halves. `split_special_tokens=True` would do it in one, but is a switch on the shared
+        # tokenizer: another thread would tokenise a template with its special tokens taken apart.
         forbidden = {self.added[token] for token in self._guarded}
         for cut in range(1, len(text)):
             ids = self._encode_behind(self._anchor, text[:cut]) + self._encode_behind(self._anchor, text[cut:])
@@ -192,6 +187,6 @@ def _escape_pattern(guarded: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
-    """Any of the texts, the longest first; nothing if there are none."""
+    """Return a pattern of any of the texts, longest first, which matches nothing if there are none."""
     ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

@@ -1,8 +1,6 @@
-"""The text that a model sampled -> an assistant `Message`, or a `ParseFailure` that says what was wrong.
+"""Sampled text to an assistant `Message`, or to a `ParseFailure` with an error for the model.
 
-Not for tokens (renderer.py decodes them) and not for running tools (env/tools.py).
-
-Nothing is repaired: a call that is nearly JSON is a failure whose `error` is written for the model to read.
+Nothing is repaired: a call that is nearly JSON is a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _CALL_OPEN = "<tool_call>"
 _CALL_CLOSE = "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _CALL_LIST = "[TOOL_CALLS]"
-# A whole answer that is one JSON object with a name and arguments is a call in Llama's format; other JSON is an answer.
+# An answer that is one JSON object with a name and arguments is a call in Llama's format; other JSON is an answer.
 _BARE_CALL = re.compile(r'\s*\{(?=.*"name")(?=.*"(?:parameters|arguments)")', re.DOTALL)
 _MAX_NESTING = 32
 _BARE_CALL_CUT_OFF = re.compile(r'\s*\{\s*"name"\s*:')
@@ -33,7 +31,7 @@ class ParseFailure:
     """Sampled text that is not a message.
 
     Attributes:
-        status: what kind of failure; never `ParseStatus.OK`.
+        status: kind of failure; never `ParseStatus.OK`.
         error: what was expected and what came, in words that the model can act on.
         text: the whole sampled text, unchanged.
     """
@@ -44,7 +42,7 @@ class ParseFailure:
 
 
 class _BadTextError(Exception):
-    """Carries the verdict from the place that found it to `parse_action`."""
+    """Carries a failure from the place that found it to `parse_action`."""
 
     def __init__(self, status: ParseStatus, error: str) -> None:
         super().__init__(error)
@@ -55,18 +53,18 @@ class _BadTextError(Exception):
 def parse_action(
     text: str, *, has_tools: bool, is_truncated: bool, starts_in_reasoning: bool = False
 ) -> Message | ParseFailure:
-    r"""The assistant message that `text` says.
+    r"""Return the assistant message of `text`.
 
-    Reasoning is what stands between `<think>` and `</think>` at the start: `reasoning_content` is None if there is no
-    such block and "" if it is empty. With tools, three formats of calls are read: Hermes and Qwen
-    (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, text around them is content), Llama 3.1
-    (the whole answer is `{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`) and Mistral
-    (`[TOOL_CALLS] [{...}, ...]`). Calls are named call_0, call_1, ... unless the model gave an id.
+    Reasoning stands between `<think>` and `</think>` at the start: `reasoning_content` is None without such a block and
+    "" for an empty one. With tools, three formats of calls are read: Hermes and Qwen (`<tool_call>{"name": ...,
+    "arguments": {...}}</tool_call>`, any number, text around them is content), Llama 3.1 (the whole answer is `{"name":
+    ..., "parameters": {...}}`, with or without `<|python_tag|>`) and Mistral (`[TOOL_CALLS] [{...}, ...]`). Calls are
+    named call_0, call_1, ... unless the model gave an id.
 
     Args:
-        text: what was sampled, without the closing stop token (`Renderer.decode`).
+        text: sampled text without the closing stop token (`Renderer.decode`).
         has_tools: whether the environment offers tools; if not, a call is ordinary text.
-        is_truncated: `max_tokens` ran out, so an unclosed block was cut off rather than malformed.
+        is_truncated: `max_tokens` ran out, so an unclosed block was cut off, not malformed.
         starts_in_reasoning: the prompt ended inside a reasoning block (`Renderer.opens_reasoning`).
 
     >>> parse_action('<think>\nhm\n</think>\n\nseven', has_tools=False, is_truncated=False)
@@ -81,7 +79,7 @@ def parse_action(
 
 
 def _split_reasoning(text: str, *, is_truncated: bool, starts_inside: bool) -> tuple[str | None, str]:
-    """Reasoning without the line breaks that frame it, and the answer after it."""
+    """Return the reasoning without the line breaks around it, and the answer after it."""
     stripped = text.lstrip()
     if stripped.startswith(REASONING_OPEN):
         inside = stripped[len(REASONING_OPEN) :]
@@ -108,7 +106,7 @@ def _split_reasoning(text: str, *, is_truncated: bool, starts_inside: bool) -> t
 
 
 def _split_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCall, ...]]:
-    """Content and tool calls of an answer, in whichever format it is."""
+    """Return the content and the tool calls of an answer in any of the formats."""
     if _CALL_OPEN in answer or _CALL_CLOSE in answer:
         return _split_tagged_calls(answer, is_truncated=is_truncated)
     if _CALL_LIST in answer:
@@ -126,13 +124,14 @@ def _split_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCal
 
 
 def _split_tagged_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCall, ...]]:
-    """`<tool_call>` blocks. JSON is read before the closing tag is looked for, so a string may contain the tag."""
+    """Return the content and the calls of `<tool_call>` blocks."""
     calls: list[ToolCall] = []
     texts: list[str] = []
     position = 0
     while (start := answer.find(_CALL_OPEN, position)) >= 0:
         texts.append(answer[position:start])
         where = f"tool call {len(calls) + 1}"
+        # JSON is read before the closing tag is looked for, because a string may contain the tag.
         value, end = _read_json(answer, start + len(_CALL_OPEN), where=where, is_truncated=is_truncated)
         closing = _skip_space(answer, end)
         if not answer.startswith(_CALL_CLOSE, closing):
@@ -148,7 +147,7 @@ def _split_tagged_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[
 
 
 def _split_call_list(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCall, ...]]:
-    """`[TOOL_CALLS]` and a JSON list, which ends the answer."""
+    """Return the content and the calls of `[TOOL_CALLS]` with a JSON list, which ends the answer."""
     content, _, document = answer.partition(_CALL_LIST)
     value, end = _read_json(document, 0, where="tool calls", is_truncated=is_truncated)
     if not isinstance(value, list) or not value:
@@ -159,14 +158,15 @@ def _split_call_list(answer: str, *, is_truncated: bool) -> tuple[str, tuple[Too
 
 
 def _read_json(text: str, position: int, *, where: str, is_truncated: bool) -> tuple[Any, int]:
-    """The JSON value at `position` and where it ends. Any: JSON is what the model made it."""
+    """Return the JSON value at `position` and its end."""
     start = _skip_space(text, position)
     try:
         value, end = _DECODER.raw_decode(text, start)
         _require_shallow(value, _MAX_NESTING)
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate could be neither tokenised nor written down
+        # a lone surrogate could not be tokenised or written to a file
+        json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        # A cut-off document stops making sense within its last, incomplete item: at most a `\\u12` or a `fals`. Only an
+        # A cut-off document is wrong within its last, incomplete item: at most a `\\u12` or a `fals`. Only an
         # unclosed string is reported further back, at its opening quote.
         if is_truncated and (error.pos >= len(text.rstrip()) - 6 or error.msg.startswith("Unterminated string")):
             raise _BadTextError(ParseStatus.TRUNCATED, f"{where}: cut off inside the JSON") from error
@@ -179,7 +179,7 @@ def _read_json(text: str, position: int, *, where: str, is_truncated: bool) -> t
 
 
 def _to_call(value: Any, index: int, where: str) -> ToolCall:
-    """A checked call. Any: JSON is what the model made it."""
+    """Return a checked call."""
     if not isinstance(value, Mapping):
         _reject(f"{where}: expected a JSON object with name and arguments, got {_quote(json.dumps(value))}")
     name = value.get("name")
@@ -193,7 +193,7 @@ def _to_call(value: Any, index: int, where: str) -> ToolCall:
 
 
 def _require_shallow(value: Any, levels: int) -> None:
-    """Refuse what would exhaust the stack of those who walk it later. Any: JSON is what the model made it."""
+    """Raise if the nesting is so deep that a recursive function could exhaust its stack."""
     if isinstance(value, Mapping | list):
         if levels == 0:
             raise ValueError(f"nested more than {_MAX_NESTING} levels deep")

@@ -1,7 +1,7 @@
-"""What a chat template does, found out by rendering marked texts once when a renderer is built.
+"""Facts about a chat template, found by rendering marked texts once when a renderer is built.
 
-Not for conversations (seams.py). Nothing is concluded from the template's source but one thing: which literals it looks
-for inside texts, because a message that contains one of them may be treated unlike any marked text.
+The template's source is read only for the literals that it looks for inside texts, because a message with one of them
+may be treated differently from any marked text, and for comparisons of values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEARCH_METHODS = frozenset(
 
 
 def mark(number: int) -> str:
-    """A text that no template writes by itself: nine letters and digits, which also passes for Mistral's call ids."""
+    """Return a text that no template writes: nine letters and digits, which also pass for Mistral's call ids."""
     return f"zq{number:07d}"
 
 
@@ -35,17 +35,17 @@ _USER, _ANSWER, _REASONING, _ARGUMENT, _RESULT = (mark(9_000_000 + i) for i in r
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What probing found.
+    """Results of probing.
 
     Attributes:
-        style: how messages must be handed over.
-        closers: the special tokens that close an assistant turn, that of an ordinary answer first.
-        empty_reasoning: the empty reasoning block that the template writes before an answer without reasoning, when
-            that answer is the last message (Qwen3); "" if it writes none.
+        style: the form in which the template wants messages.
+        closers: the special tokens that close an assistant turn, first that of an ordinary answer.
+        empty_reasoning: the empty reasoning block that the template writes before a last answer without reasoning
+            (Qwen3), or "".
         opens_reasoning: the generation prompt ends inside a reasoning block.
         renders_calls: tool calls of an assistant message are shown.
-        max_tool_calls: most calls that one assistant message may hold, None if there is no limit.
-        literals: finds the texts that the template itself looks for inside messages.
+        max_tool_calls: most calls in one assistant message; None for no limit.
+        literals: finds the texts that the template looks for inside messages.
         compares_messages: the template compares values with each other, so equal messages may matter (Mistral).
     """
 
@@ -60,11 +60,11 @@ class TemplateFacts:
 
 
 def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
-    """Find out everything about a template, and tell `codec` which tokens nobody may type.
+    """Return the facts of a template, and tell `codec` which tokens messages may not contain.
 
     Raises:
         TemplateError: the template has no generation prompt, closes no turn, drops or repeats texts, or does not show
-            the tools that it was given.
+            its tools.
     """
     user = {"role": "user", "content": _USER}
     prompt = template.text([user], add_generation_prompt=True)
@@ -109,7 +109,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
 
 
 def _check_generation_prompt(template: ChatTemplate, user: Wire, prompt: str, answer: str) -> str:
-    """What the template writes between its generation prompt and the answer; "" where it rewrites the prompt."""
+    """Return the text between the generation prompt and the answer; "" if the template rewrites the prompt."""
     head = answer[len(prompt) : answer.index(_ANSWER)] if answer.startswith(prompt) else None
     if prompt == template.text([user], add_generation_prompt=False) and (head is None or head.strip()):
         raise TemplateError(
@@ -122,7 +122,7 @@ def _check_generation_prompt(template: ChatTemplate, user: Wire, prompt: str, an
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """What became of tool calls; `error` says why they cannot be used, None if they can."""
+    """How tool calls are rendered; `error` says why they cannot be used, or is None."""
 
     closers: tuple[str, ...]
     error: str | None
@@ -177,9 +177,10 @@ def _call(call_id: str) -> Wire:
 
 
 def searched_literals(source: str) -> re.Pattern[str]:
-    r"""Finds, in a message, what the template `source` looks for there: `'</think>' in content`, `content.split(...)`.
+    r"""Return a pattern of the literals that a template looks for in a message: `'</think>' in content`,
+    `content.split(...)`.
 
-    Line breaks and spaces are left out: what templates do with those shows on marked texts.
+    Line breaks and spaces are left out, because their effect shows on marked texts.
 
     >>> searched_literals("{% if '</think>' in m.content %}{{ m.content.split('\n') }}{% endif %}").pattern
     '</think>'
@@ -205,7 +206,7 @@ def searched_literals(source: str) -> re.Pattern[str]:
 
 
 def compares_messages(source: str) -> bool:
-    """Whether the template `source` asks if two values from the conversation are equal.
+    """Return whether the template compares two values from the conversation.
 
     >>> compares_messages("{% if message == messages[-1] %}{% endif %}{% if message.role == 'user' %}{% endif %}")
     True
@@ -220,7 +221,7 @@ def compares_messages(source: str) -> bool:
 
 def _parse(source: str) -> nodes.Template:
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    # transformers' own tag around what the assistant says; it changes nothing in what is rendered.
+    # transformers' own tag around assistant text; it does not change what is rendered.
     return environment.parse(re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source))
 
 
@@ -230,6 +231,6 @@ def _reads_role(node: nodes.Expr) -> bool:
     return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "role"
 
 
-def _constants(node: Any) -> set[str]:  # Any: jinja2's node classes share no useful type
+def _constants(node: Any) -> set[str]:
     values = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
     return {value.value for value in values if isinstance(value.value, str)}

@@ -1,18 +1,12 @@
-"""Messages -> token ids and back, for any transformers tokenizer with a chat template. Nothing else knows a template.
+"""Messages to token ids and back, for any transformers tokenizer with a chat template. Only chat/ knows templates.
 
-What was sampled is never rendered again: a turn appends the closing and the new messages to the ids that exist, and
-where the template would rewrite those (Qwen3 strips earlier reasoning when a user speaks), the whole prompt is rendered
-afresh and a new segment begins. How that is decided: seams.py.
+Sampled tokens are never rendered again: a turn appends the closing and the new messages to the existing ids. If the
+template would rewrite those (Qwen3 strips earlier reasoning when a user speaks), the whole prompt is rendered again and
+a new segment begins; seams.py decides that.
 
-Two facts about exactness. The appended ids are what the tokenizer makes of the whole text, because they begin behind a
-special token, across which nothing merges. The sampled ids need not be what it makes of their own text: a model may
-spell a word in other pieces, and a message in other white space, than the template would. They stand as sampled.
-
-Whether texts can fit a model's context at all, said without encoding them.
-
-The one rule by which a system prompt of the trainer's meets what an environment says first.
-
-RendererCache: one renderer per set of tools. For whoever plays many conversations: rollouts, the gateway, audits.
+The appended ids are those of the whole text, because they begin after a special token, across which nothing merges. The
+sampled ids stand as sampled: a model may spell a word in other pieces, and a message in other white space, than the
+template.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ class Continuation:
     """What the model reads next.
 
     Attributes:
-        token_ids: to append behind the sampled ids, or the whole new prompt. None of them was sampled: all are masked.
+        token_ids: ids to append after the sampled ones, or the whole new prompt. None was sampled, so all are masked.
         is_new_segment: `token_ids` is a whole prompt, because the template rewrites what stands before it.
     """
 
@@ -52,30 +46,31 @@ class Continuation:
 class Renderer:
     """One chat template with one set of tools, probed when built.
 
-    An assistant message whose `reasoning_content` is None was said without a reasoning block, one with "" with an empty
-    block. Templates that do not know `reasoning_content` get the block as part of the content.
+    An assistant message whose `reasoning_content` is None has no reasoning block, one with "" an empty block. For
+    templates without `reasoning_content`, the block becomes part of the content.
 
     Text that spells a special token inside a message is encoded as ordinary tokens, so no environment can forge a turn.
-    Where the template opens the model's turn by plain text (Mistral's first), a message with that text is refused.
+    If the template opens the model's turn by plain text (Mistral's first), a message with that text is refused.
 
     Args:
         tokenizer: any transformers tokenizer.
         tool_schemas: the environment's tools as OpenAI function schemas.
-        template_kwargs: handed to the template, e.g. {"enable_thinking": False}; "chat_template" is another template.
+        template_kwargs: passed to the template, such as {"enable_thinking": False}; "chat_template" replaces the
+            template.
 
     Attributes:
-        stop_token_ids: sampling any of these ends a turn: the template's closing tokens, then the tokenizer's eos.
-        extends: every turn only appends, whoever speaks next.
+        stop_token_ids: tokens that end a turn: the template's closers, then the tokenizer's eos.
+        extends: every turn only appends, whether a user or a tool speaks next.
         extends_over_tools: turns append at least while tools answer; the template may rewrite when a user speaks.
-        opens_reasoning: the prompt ends inside a reasoning block, so the answer starts there.
+        opens_reasoning: the prompt ends inside a reasoning block, where the answer starts.
 
     Raises:
-        TemplateError: the template cannot be rendered exactly; says which part of it, and what to do.
+        TemplateError: the template cannot be rendered exactly; says which part, and what to do.
     """
 
     def __init__(
         self,
-        tokenizer: Any,  # transformers ships no types
+        tokenizer: Any,
         *,
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
@@ -92,7 +87,7 @@ class Renderer:
         self.extends = self._extends_over(_USER_TURNS) and (self.extends_over_tools or not tool_schemas)
 
     def start(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of an episode: the whole conversation and the opening of the model's turn.
+        """Return the prompt of an episode: the whole conversation and the opening of the model's turn.
 
         Raises:
             TemplateError: the template refuses a message, or does not show it exactly once.
@@ -102,12 +97,12 @@ class Renderer:
     def continue_from(
         self, history: Sequence[Message], new_messages: Sequence[Message], *, closed: bool
     ) -> Continuation:
-        """What to append so that the model sees `new_messages` and answers.
+        """Return the tokens to append so the model sees `new_messages` and answers.
 
         Args:
-            history: the conversation so far; its last message is what the model just said, parsed.
-            new_messages: what came in answer.
-            closed: the sampled ids ended with a stop token. If not, the closing is part of what is appended.
+            history: the conversation so far; its last message is the model's, parsed.
+            new_messages: the answer to it.
+            closed: the sampled ids ended with a stop token; if not, the closing is appended too.
 
         Raises:
             TemplateError: the template refuses a message or does not show it, or `history` does not end with the model.
@@ -129,12 +124,12 @@ class Renderer:
         return Continuation(closing + after_stop, is_new_segment=False)
 
     def action_ids(self, message: Message) -> list[int]:
-        """What a model would sample to say `message`, stop token included, in the template's own spelling.
+        """Return the tokens that a model would sample for `message`, with the stop token, in the template's spelling.
 
-        A template that trims contents trims here, too.
+        A template that trims contents trims here too.
 
         Raises:
-            TemplateError: the template cannot make the model say all of it, e.g. a text beside tool calls in Llama 3.1.
+            TemplateError: the template would drop a part of it, such as text beside tool calls in Llama 3.1.
         """
         if message.role != "assistant":
             raise TemplateError(f"action_ids: expected an assistant message, got role {message.role}")
@@ -143,10 +138,11 @@ class Renderer:
         return [*self._codec.encode(text, escapes, after=stop), self._codec.added[stop]]
 
     def call_opening(self, name: str | None) -> list[int]:
-        """How an answer begins that calls the tool `name`, or some tool if None: for prompts that force a call.
+        """Return the beginning of an answer that calls the tool `name`, or any tool if None, for prompts that force a
+        call.
 
-        It ends behind the key "arguments" (for some tool, "name") and leaves the white space after it to the model,
-        which samples it in one token with what follows. Where the prompt opens a reasoning block, it is closed first.
+        It ends after the key "arguments" (for any tool, "name"). If the prompt opens a reasoning block, it is closed
+        first.
 
         Raises:
             TemplateError: the template does not write calls as JSON objects, or shows no calls.
@@ -160,15 +156,16 @@ class Renderer:
             raise TemplateError(
                 f"{self._template.name} does not write tool calls as JSON, so none can be begun: {text!r}"
             )
+        # The white space after the key is left out: the model samples it in one token with what follows.
         return self._codec.encode(text[: found.start()], escapes, after=stop)
 
     def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
-        """The text of an answer as the template writes it, and the stop token that closes it."""
+        """Return an answer's text as the template writes it, and the stop token that closes it."""
         user = {"role": "user", "content": "Hello"}
         said = self._seams.wires([message], escapes, first_index=1)[0]
         prompt = self._template.text([user], add_generation_prompt=True)
-        # Where the template puts an empty reasoning block before a last answer that had none, the answer is read off
-        # further back, where it stands as it was said.
+        # Some templates put an empty reasoning block before a last answer that had none. Followed by a user message,
+        # the answer stands as it was said.
         is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
         text = self._template.text([user, said, user] if is_decorated else [user, said], add_generation_prompt=False)
         if not text.startswith(prompt):
@@ -185,7 +182,7 @@ class Renderer:
         return text[:at], stop
 
     def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
-        """The whole conversation as the template and tokenizer render it from nothing.
+        """Return the ids of the whole conversation, rendered from nothing.
 
         Raises:
             TemplateError: as for `start`.
@@ -197,9 +194,9 @@ class Renderer:
         return self._codec.encode(text, escapes)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids without the stop token at their end; other special tokens are kept.
+        """Return the text of sampled ids without a final stop token; other special tokens are kept.
 
-        A character whose bytes were cut apart by the end of the turn becomes U+FFFD.
+        A character whose bytes the end of the turn cut apart becomes U+FFFD.
         """
         ids = [int(token_id) for token_id in token_ids]
         if ids and ids[-1] in self.stop_token_ids:
@@ -207,7 +204,7 @@ class Renderer:
         return self._codec.decode(ids, after=self.stop_token_ids[0])
 
     def parse(self, text: str, *, is_truncated: bool) -> Message | ParseFailure:
-        """`parse_action` with what this template and its tools say about answers."""
+        """Return `parse_action` of the text for this template and its tools."""
         parsed = parse_action(
             text,
             has_tools=bool(self._template.tools),
@@ -221,7 +218,7 @@ class Renderer:
         return parsed
 
     def _extends_over(self, turns: Sequence[tuple[Message, ...]]) -> bool:
-        """Whether all seams in these conversations hold, leaving out what the template cannot render anyway."""
+        """Return whether all seams in these conversations hold; those that the template cannot render do not count."""
         verdicts: list[bool] = []
         for messages in turns:
             answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
@@ -235,8 +232,8 @@ class Renderer:
         return bool(verdicts) and all(verdicts)
 
 
-def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:  # Any: a wire message
-    """Check that rendered text holds all that a message says."""
+def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:
+    """Raise if rendered text lacks a part of what a message says."""
     parts = {"content": said["content"], "reasoning": said.get("reasoning_content", "")}
     parts |= {f"call of {call['function']['name']}": call["function"]["name"] for call in said.get("tool_calls", ())}
     for part, words in parts.items():
@@ -247,7 +244,9 @@ def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:  # Any
 
 
 def _conversation(letters: str) -> tuple[Message, ...]:
-    """A small conversation from one letter a message: s(ystem), u(ser), a(nswer), r(easoned answer), c(all), t(ool)."""
+    """Return a small conversation, one letter a message: s(ystem), u(ser), a(nswer), r(easoned answer), c(all), d
+    (reasoned call), t(ool).
+    """
     call = (ToolCall("call_0", "probe_tool", {"key": "value"}),)
     kinds = {
         "s": Message("system", "Be brief."),
@@ -266,42 +265,39 @@ _TOOL_TURNS = tuple(map(_conversation, ("uct", "uctct", "udtdt", "suct")))
 
 
 def cannot_fit(messages: Sequence[Message], tokenizer: Any, max_model_len: int) -> bool:
-    """Whether the text is too long to fit whatever its tokens are, so that encoding it would only cost time.
-
-    A text of n characters has at least n / (characters of the longest token) tokens; the factor 4 allows for
-    normalisers that merge characters. Encoding ten megabytes would hold up every other episode for seconds. Any:
-    transformers is untyped.
-    """
+    """Return whether the text is too long for the context whatever its tokens are."""
+    # A text of n characters has at least n / (characters of the longest token) tokens; the factor 4 allows for
+    # normalisers that merge characters. Encoding ten megabytes would block every other episode for seconds.
     num_characters = sum(len(message.content) for message in messages)
-    if num_characters <= 64 * max_model_len:  # nothing to gain, and asking for the vocabulary is not free
+    if num_characters <= 64 * max_model_len:  # quick to encode, while asking for the vocabulary takes time
         return False
     longest = max(map(len, tokenizer.get_vocab()))
     return num_characters > 4 * longest * max_model_len
 
 
 def with_system_prompt(messages: tuple[Message, ...], prompt: str | None) -> tuple[Message, ...]:
-    """The first messages with the prompt before them; templates take one system message, so two become one.
+    """Return the first messages with the trainer's prompt before them, merged into a first system message.
 
     >>> with_system_prompt((Message("system", "Be fair."), Message("user", "Go.")), "Be brief.")[0].content.split()
     ['Be', 'brief.', 'Be', 'fair.']
     """
     if prompt is None:
         return messages
-    if messages and messages[0].role == "system":
+    if messages and messages[0].role == "system":  # templates take one system message
         return (Message("system", f"{prompt}\n\n{messages[0].content}"), *messages[1:])
     return (Message("system", prompt), *messages)
 
 
 class RendererCache:
-    """One renderer per set of tools: probing a chat template is slow, and episodes of one environment share it.
+    """One renderer per set of tools: probing a template is slow, and the episodes of an environment share it.
 
     Args:
-        tokenizer: a transformers tokenizer with a chat template (Any: transformers is untyped).
-        template_kwargs: passed to the chat template, for example {"enable_thinking": False}.
-        system_prompt: what every conversation begins with, before the environment speaks; None: nothing.
+        tokenizer: a transformers tokenizer with a chat template.
+        template_kwargs: passed to the chat template, such as {"enable_thinking": False}.
+        system_prompt: beginning of every conversation, before the environment's messages; None for none.
     """
 
-    _MAX_KEPT = 64  # environments whose tools differ from task to task must not grow this without end
+    _MAX_KEPT = 64  # tools may differ from task to task, so old renderers are dropped
 
     def __init__(
         self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, system_prompt: str | None = None
@@ -312,7 +308,7 @@ class RendererCache:
         self._renderers: dict[str, Renderer] = {}
 
     def for_tools(self, tool_schemas: Sequence[Mapping[str, Any]]) -> Renderer:
-        """The renderer of conversations in which these tools are offered.
+        """Return the renderer of conversations with these tools.
 
         Raises:
             TemplateError: the chat template cannot be rendered exactly.

@@ -1,13 +1,13 @@
-"""Where one turn ends and the next begins in a template's text: can the old text stay, and what comes after it.
+"""Seams between turns in a template's text: whether the old text can stay, and what comes after it.
 
 A conversation continues *exactly* if the template's text for (history + new messages) begins with the text that the
-model was prompted with, repeats its answer in the same form, and closes it by the same token. What stands after that
-token is all that has to be appended. If the template rewrites anything before, there is no seam and the prompt starts
-afresh. "In the same form" leaves the model its own white space: only what the template drops or adds is rewriting.
+model was prompted with, repeats its answer in the same form, and closes it by the same token. The text after that token
+is then all that has to be appended. If the template rewrites anything before, there is no seam and the prompt starts
+afresh. "In the same form" allows the model's own white space: only what the template drops or adds is rewriting.
 
-Templates are asked about *marked* conversations, in which each text is a unique mark: the result is a plan for every
-conversation of the same shape (roles, which texts are empty, how many tool calls), kept and filled in with real texts.
-A text that the template may treat unlike a mark goes the slow way, through the template itself.
+Templates are asked about *marked* conversations, in which each text is a unique mark. The result is a plan for every
+conversation of the same shape (roles, which texts are empty, number of tool calls), cached and filled with real texts.
+A text that the template may treat differently from a mark goes through the template itself, which is slow.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gspo_gym.chat.template import ChatTemplate, Wire, to_wire
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 
-_Shape = tuple[Any, ...]  # Any: a nest of strings and booleans, only compared
+_Shape = tuple[Any, ...]  # a nest of strings and booleans, only compared
 
 _MARK = re.compile(r"zq\d{7}")
 _NAME = re.compile(r"[\w.:-]*")
 _MAX_REMEMBERED = 4096
-# Quotes, braces, escapes, other scripts and blank edges: what a template might trim or encode.
+# Quotes, braces, escapes, other scripts and blank edges, which a template may trim or encode.
 _AWKWARD = '\n \t"{text}"\\ é日<&>\'{{% x %}}\n{text} \t\n\n'
-# What templates do to a content: nothing, trimming of some kind, or JSON.
+# What templates do to a content: nothing, some trimming, or JSON.
 _TREATMENTS: tuple[Callable[[str], str], ...] = (
     str,
     str.strip,
@@ -52,12 +52,12 @@ _TREATMENTS: tuple[Callable[[str], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """What follows a sampled answer.
+    """The text after a sampled answer.
 
     Attributes:
-        unclosed: template text between an answer that was cut off and its stop token.
+        unclosed: template text between a cut-off answer and its stop token.
         stop: the stop token.
-        rest: from behind the stop token to the end of the next prompt.
+        rest: from the stop token to the end of the next prompt.
     """
 
     unclosed: str
@@ -67,7 +67,7 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A place in a plan for a text: `field` of the new message `index`, as the template treats it."""
+    """A place for a text in a plan: `field` of the new message `index`, as the template treats it."""
 
     index: int
     field: str
@@ -76,7 +76,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The seam of every conversation of one shape: `pieces` with `slots` between them make up its `rest`."""
+    """The seam of every conversation of one shape; `pieces` with `slots` between them make its `rest`."""
 
     unclosed: str
     stop: str
@@ -88,7 +88,7 @@ class _NoPlan(enum.Enum):
     """Why a shape has no plan."""
 
     REWRITES = enum.auto()  # the template rewrites what was said
-    UNREADABLE = enum.auto()  # it does something to a text that is none of `_TREATMENTS`: render each time
+    UNREADABLE = enum.auto()  # it does something unknown to a text, so render each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,13 @@ class _TurnText:
         return self.head + self.body + self.ending
 
     def seam_behind(self, answer: Message) -> Seam:
-        # Behind tool calls the ending belongs to the calls, and an answer that was cut off has said as much as it has.
+        # After tool calls, the ending belongs to the calls, and a cut-off answer has said all that it has.
         ends_in_content = bool(answer.content) and not answer.tool_calls
         return Seam(self.ending if ends_in_content else "", self.stop, self.rest)
 
 
 class Seams:
-    """Finds and remembers seams for one template.
-
-    Args:
-        template: renders.
-        facts: what probing it found.
-    """
+    """Finder and cache of the seams of one template."""
 
     def __init__(self, template: ChatTemplate, facts: TemplateFacts) -> None:
         self._template = template
@@ -128,11 +123,12 @@ class Seams:
         self._plain_texts: set[str] = set()
 
     def wires(self, messages: Sequence[Message], escapes: Escapes, *, first_index: int = 0) -> list[Wire]:
-        """The messages as this template wants them; `first_index` is the position of the first one, for errors."""
+        """Return the messages in this template's form; `first_index` is the first one's position, for errors."""
         return [to_wire(message, first_index + i, self._facts.style, escapes) for i, message in enumerate(messages)]
 
     def find(self, history: Sequence[Message], new: Sequence[Message], escapes: Escapes) -> Seam | None:
-        """The seam between `history`, which ends with the model's answer, and `new`; None if the template rewrites.
+        """Return the seam between `history`, which ends with the model's answer, and `new`; None if the template
+        rewrites.
 
         Raises:
             TemplateError: the template refuses the conversation or does not show one of its texts.
@@ -156,7 +152,7 @@ class Seams:
         return Seam(plan.unclosed, plan.stop, "".join(rest))
 
     def require_shown(self, messages: Sequence[Message]) -> None:
-        """Check that the template shows what the model must see. Once for each shape of conversation.
+        """Raise if the template does not show what the model must see; checked once for each shape.
 
         Raises:
             TemplateError: it drops or repeats a message that is not the model's, or drops tool calls.
@@ -182,7 +178,7 @@ class Seams:
         self._shown.add(shape)
 
     def _are_predictable(self, messages: Sequence[Message]) -> bool:
-        """Whether the template must treat these messages like marked ones of the same shape."""
+        """Return whether the template must treat these messages like marked ones of the same shape."""
         if self._facts.compares_messages and len({message.content for message in messages}) < len(messages):
             return False
         return all(map(self._is_predictable, messages))
@@ -226,7 +222,7 @@ class Seams:
     def _learn_treatments(
         self, wires: list[Wire], count: int, pieces: tuple[str, ...], found: list[tuple[str, _Slot]]
     ) -> tuple[_Slot, ...] | None:
-        """The slots with what the template does to awkward texts in them; None if that is nothing known."""
+        """Return the slots with the template's treatment of awkward texts; None if it is unknown."""
         awkward = [
             {**wire, "content": _AWKWARD.format(text=wire["content"])} if _MARK.fullmatch(wire["content"]) else wire
             for wire in wires[count:]
@@ -252,7 +248,7 @@ class Seams:
         return tuple(slots) if position == len(text) else None
 
     def _find_marked(self, last: Message, prior: list[Wire], wire: Wire, later: list[Wire]) -> _TurnText | None:
-        """The turn of `last`, whose texts are marks, as it stands between the others; None if it was rewritten."""
+        """Return the turn of `last`, whose texts are marks, between the others; None if it was rewritten."""
         prompt = self._template.text(prior, add_generation_prompt=True)
         closed = self._template.text([*prior, wire], add_generation_prompt=False)
         onward = self._template.text([*prior, wire, *later], add_generation_prompt=True)
@@ -263,16 +259,17 @@ class Seams:
         kept = self._take_apart(onward[len(prompt) :], marks)
         if said is None or kept is None:
             return None
-        # An answer without reasoning was sampled without the empty block that some templates put before the last one.
+        # An answer without reasoning was sampled without the empty block that some templates put before the last
+        # answer.
         head = said.head if last.reasoning_content is not None else said.head.removeprefix(self._facts.empty_reasoning)
         if (head, said.body, said.ending, said.stop) != (kept.head, kept.body, kept.ending, kept.stop):
             return None
-        if last.reasoning_content == "" and REASONING_CLOSE not in kept.head:  # an empty block has no mark to miss
+        if last.reasoning_content == "" and REASONING_CLOSE not in kept.head:  # an empty block has no mark
             return None
         return kept
 
     def _find_by_rendering(self, history: Sequence[Message], new: Sequence[Message], escapes: Escapes) -> Seam | None:
-        """The seam in the real text: as with marks, and then the real answer must stand where its marks stood."""
+        """Return the seam in the real text: as with marks, but with the real answer in their place."""
         self.require_shown([*history, *new])
         prior = self.wires(history[:-1], escapes)
         later = self.wires(new, escapes, first_index=len(history))
@@ -281,7 +278,7 @@ class Seams:
         turn = self._find_marked(marked, prior, self.wires([marked], escapes)[0], later)
         if turn is None:
             return None
-        # Arguments stay marked: they are JSON, which a template can only write down, and may repeat the content.
+        # Arguments stay marked: a template can only write JSON out, and it may repeat the content.
         half = dataclasses.replace(marked, content=last.content, reasoning_content=last.reasoning_content)
         said = self.wires([half], escapes, first_index=len(history) - 1)
         prompt = self._template.text(prior, add_generation_prompt=True)
@@ -297,7 +294,7 @@ class Seams:
         return None
 
     def _take_apart(self, text: str, marks: list[str]) -> _TurnText | None:
-        """The turn at the start of `text`; None unless each mark is shown in it exactly once."""
+        """Return the turn at the start of `text`; None unless each mark occurs in it exactly once."""
         starts = [text.find(mark) for mark in marks]
         if -1 in starts:
             return None
@@ -313,7 +310,7 @@ class Seams:
 
 
 def _shape_of(message: Message) -> tuple[Any, ...]:
-    """What a template may decide by, other than texts. Any: a nest of strings and booleans, only compared."""
+    """Return everything but texts that a template may decide by."""
     reasoning = message.reasoning_content
     return (
         message.role,
@@ -326,7 +323,7 @@ def _shape_of(message: Message) -> tuple[Any, ...]:
 
 
 def _marked(messages: Sequence[Message], *, keep_ids: bool = False) -> list[Message]:
-    """The conversation with a mark in place of every text that is not empty; an id has the same mark everywhere."""
+    """Return the conversation with a mark for every non-empty text; an id has the same mark everywhere."""
     numbers = itertools.count()
     ids: dict[str, str] = {}
 
@@ -349,17 +346,17 @@ def _marked(messages: Sequence[Message], *, keep_ids: bool = False) -> list[Mess
 
 
 def _marks_of(message: Message) -> list[str]:
-    """The marks in what a marked assistant message says."""
+    """Return the marks in a marked assistant message."""
     texts = [message.content, message.reasoning_content or ""]
     return [text for text in texts if text] + [call.arguments["key"] for call in message.tool_calls if call.arguments]
 
 
 def _put_in(marked: str, texts: Mapping[str, str]) -> str:
-    """A marked text with these texts in place of their marks."""
+    """Return a marked text with these texts in place of their marks."""
     return _MARK.sub(lambda found: texts.get(found.group(), found.group()), marked)
 
 
-def _make_room(store: dict[Any, Any] | set[Any]) -> None:  # Any: works on every store
-    """Empty a full store: what is asked again is worked out again."""
+def _make_room(store: dict[Any, Any] | set[Any]) -> None:
+    """Empty a full store, whose entries can be computed again."""
     if len(store) >= _MAX_REMEMBERED:
         store.clear()

@@ -1,6 +1,6 @@
-"""A tokenizer's chat template as a function from messages to text, and messages in the shape that templates read.
+"""A tokenizer's chat template as a function from messages to text, and messages in the form that templates read.
 
-Not for tokens (encoding.py). The only file that calls `apply_chat_template`; for probing.py, seams.py and renderer.py.
+The only file that calls `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message
 
-# What a template sees: JSON-like. Any: tool arguments are whatever the model wrote.
+# A message for a template, JSON-like.
 Wire = dict[str, Any]
 
 _RESERVED = frozenset(
     {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
      "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )  # fmt: skip
-# What Python raises inside a template, besides Jinja's own errors (which `raise_exception` is).
+# Exceptions of a template: Jinja's own (which `raise_exception` raises) and Python's.
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _NINE_ALPHANUMERICS = re.compile(r"[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True, slots=True)
 class WireStyle:
-    """How one template wants its messages, found by probing.
+    """The form in which a template wants its messages, found by probing.
 
     Attributes:
-        knows_reasoning: it renders `reasoning_content`. If not, the block stands in the content, as the model wrote it.
+        knows_reasoning: it renders `reasoning_content`. If not, the block is put into the content, as the model wrote
+            it.
         needs_nine_character_ids: it refuses ids of tool calls that are not nine letters and digits (Mistral).
-        answer_opening: the plain text that opens an assistant turn, if no special token does; None if one does. Nothing
-            but the model may say it, because in tokens it could not be told from the template's own.
+        answer_opening: plain text that opens an assistant turn, or None if a special token does. Other messages may not
+            contain it, because its tokens would look like the template's.
     """
 
     knows_reasoning: bool = True
@@ -49,12 +50,12 @@ class ChatTemplate:
     """Messages to text, by the tokenizer's template with fixed tools and template arguments.
 
     Raises:
-        TemplateError: the tokenizer has no template, or an argument is the renderer's own.
+        TemplateError: the tokenizer has no template, or an argument is reserved for the renderer.
     """
 
     def __init__(
         self,
-        tokenizer: Any,  # any transformers tokenizer: the library ships no types
+        tokenizer: Any,
         *,
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
@@ -75,7 +76,7 @@ class ChatTemplate:
         self._kwargs = kwargs
 
     def text(self, wires: Sequence[Wire], *, add_generation_prompt: bool, with_tools: bool = True) -> str:
-        """The conversation as text, with the opening of an assistant turn at its end if asked for.
+        """Return the conversation as text, with or without the opening of an assistant turn at its end.
 
         Raises:
             TemplateError: the template refused; names the first message that it refuses.
@@ -91,7 +92,7 @@ class ChatTemplate:
             ) from error
 
     def accepts(self, wires: Sequence[Wire]) -> bool:
-        """Whether the template renders this at all."""
+        """Return whether the template renders the messages at all."""
         try:
             self._apply(wires, False, True)
         except _TEMPLATE_FAILURES:
@@ -111,7 +112,8 @@ class ChatTemplate:
         return text
 
     def _first_refused(self, wires: Sequence[Wire], add_generation_prompt: bool, with_tools: bool) -> int:
-        """The last message of the shortest refused beginning: templates read from the front."""
+        """Return the last index of the shortest refused beginning."""
+        # Templates read from the front, so that message is the refused one.
         for count in range(1, len(wires)):
             try:
                 self._apply(wires[:count], add_generation_prompt, with_tools)
@@ -121,10 +123,10 @@ class ChatTemplate:
 
 
 def to_wire(message: Message, index: int, style: WireStyle, escape: Callable[[str], str] = str) -> Wire:
-    """A message as the template wants it, every text that somebody wrote passed through `escape`.
+    """Return a message in the template's form, with every text of an author passed through `escape`.
 
     Raises:
-        TemplateError: a message that is not the model's holds the plain text by which this template opens an answer.
+        TemplateError: a message that is not the model's contains the plain text that opens an answer.
     """
     opening = style.answer_opening
     if opening is not None and message.role != "assistant" and opening in message.content:
@@ -155,7 +157,7 @@ def to_wire(message: Message, index: int, style: WireStyle, escape: Callable[[st
 
 
 def plain_json(value: Any, escape: Callable[[str], str] = str) -> Any:
-    """Mappings and sequences as dict and list, which `tojson` can write. Any: JSON in, JSON out."""
+    """Return mappings and sequences as dict and list, which `tojson` can write."""
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, Mapping):
@@ -166,7 +168,7 @@ def plain_json(value: Any, escape: Callable[[str], str] = str) -> Any:
 
 
 def _call_id(call_id: str, style: WireStyle) -> str:
-    """The id itself, or nine letters and digits that stand for it wherever it occurs."""
+    """Return the id, or nine letters and digits derived from it."""
     if not style.needs_nine_character_ids or _NINE_ALPHANUMERICS.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -5,7 +5,7 @@ works:
 
 - namespaces (as root) or a user namespace: a private root on a bounded tmpfs, no network, other processes invisible;
 - Landlock with seccomp, for containers that allow no namespaces: only listed files can be read, no file can be written
-and no process started.
+  and no process started.
 
 Each drops all capabilities and refuses ptrace, mounts, new namespaces, sockets other than local ones, keys, System V
 shared memory, io_uring, bpf and their like; root becomes another user. Both share this machine's kernel: against code
