@@ -379,7 +379,7 @@ def _show(document: Any) -> str:
 
 
 def as_toml_holds_it(table: dict[str, Any]) -> dict[str, Any]:
-    """The table (Any: free) as it reads back from a TOML file.
+    """Return a table as it reads back from a TOML file.
 
     Raises:
         ValueError: TOML cannot hold it.

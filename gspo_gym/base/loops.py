@@ -77,10 +77,10 @@ def _wait_for(ended: concurrent.futures.Future[Any], task: asyncio.Task[Any] | N
 
 
 async def wait_or_cancel(task: asyncio.Future[Any]) -> None:
-    """Wait until the task has ended, whatever it raises; if this is cancelled, cancel the task, too.
+    """Wait until the task has ended, whatever it raises; cancel the task if this is cancelled.
 
     Raises:
-        CancelledError: this was cancelled; the task has ended all the same.
+        CancelledError: this was cancelled, and the task has ended.
     """
     try:
         await asyncio.wait({task})
@@ -91,10 +91,10 @@ async def wait_or_cancel(task: asyncio.Future[Any]) -> None:
 
 
 async def wait_until_ended(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all have ended, whatever they raise, also if this is cancelled meanwhile.
+    """Wait until all tasks have ended, whatever they raise, even if this is cancelled meanwhile.
 
     Raises:
-        CancelledError: this was cancelled; all have ended all the same.
+        CancelledError: this was cancelled, and all tasks have ended.
     """
     is_cancelled = False
     while waiting := {task for task in tasks if not task.done()}:

@@ -1,8 +1,7 @@
-"""Check what an environment costs: the time of a step, and what every episode leaves behind in the process.
+"""Checks of what an environment costs: step times, and what each episode leaves behind.
 
-An episode that leaks a little ends a training run after some ten thousand of them. Some episodes warm up caches and
-pools, then two equal halves are measured, and only what grows in both is a leak. For memory that holds for every line
-of code that allocates: tables of the interpreter double now here, now there, and a leak is at the same line each time.
+Some episodes warm up caches and pools, then two equal halves are measured; only what grows in both is a leak, memory
+line by line of the code that allocates it. A small leak ends a training run after some ten thousand episodes.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ import numpy as np
 from gspo_gym.env.checks.subject import Findings, Subject
 from gspo_gym.env.playing import play_in, replaying
 
-# Bytes an episode. Below is noise: some hundred bytes that go to and fro. 100,000 episodes, a long run, lose 200 MB at
-# it.
+# Bytes per episode. Some hundred bytes are noise. A long run of 100,000 episodes loses 200 MB at this rate.
 MIN_BYTES = 2_048
-# How much longer the halves are when memory is measured again, line by line. Noise comes at once and not with every
-# episode: 28 KB in each of two halves of eight episodes have been seen, from different lines.
+# Halves are this much longer when memory is measured again, line by line. Noise comes at once, not with every episode:
+# 28 KB in each of two halves of eight episodes were seen, from different lines, as interpreter tables double now and
+# then. A leak is at the same line each time.
 _AGAIN = 4
-_GRACE_SECONDS = 1.0  # for threads and processes that were told to end, to have ended
+_GRACE_SECONDS = 1.0  # threads and processes that were told to end may take this long
 _POLL_SECONDS = 0.05
 _MEMORY = "bytes of memory"
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What this process holds at one moment. Files, threads and children by an identity, with words for people."""
+    """What this process holds at one moment: a description by identity, for each kind."""
 
     files: Mapping[str, str]
     threads: Mapping[str, str]
@@ -47,7 +46,7 @@ class Holdings:
 
     @classmethod
     def now(cls) -> Holdings:
-        """As it is; no files and children where there is no /proc."""
+        """Return the current holdings; files and children are empty without /proc."""
         threads = {str(thread.ident): thread.name for thread in threading.enumerate()}
         return cls(_open_files(), threads, _children())
 
@@ -58,8 +57,8 @@ class Leak:
 
     Attributes:
         kind: "files", "threads", "child processes" or "bytes of memory".
-        per_episode: how many; the smaller number of the two halves.
-        examples: what they are called; of memory the lines that allocate most.
+        per_episode: amount per episode, the smaller one of the two halves.
+        examples: up to two descriptions; for memory, the lines of code that allocate most.
     """
 
     kind: str
@@ -73,16 +72,16 @@ class Leak:
 
 
 async def find_leaks(play: Callable[[], Awaitable[None]], *, num_episodes: int) -> list[Leak]:
-    """What `play`, which plays and closes one episode, leaves behind each time.
+    """Return what `play`, which plays and closes one episode, leaves behind each time.
 
-    A file, thread or child counts from one every second episode on, memory from `MIN_BYTES` an episode. Memory is what
-    Python allocates (numpy included), as tracemalloc sees it: what foreign code allocates by itself is not seen.
-    Nothing else may run in this process meanwhile.
+    A file, thread or child process counts if at least every second episode leaves one, memory from `MIN_BYTES` an
+    episode. Memory is what tracemalloc sees: Python objects and numpy arrays, no allocations of foreign code. Nothing
+    else may run in this process meanwhile.
 
     Args:
-        play: always the same work, so that caches are as full after the warm-up as they get.
-        num_episodes: measured, in two halves; half as many warm up before. Four times as many follow where memory
-            seems to leak, to find the lines of code that allocate it.
+        play: does the same work each time, or the warm-up does not fill its caches.
+        num_episodes: episodes measured, in two halves; half as many warm up before. If memory seems to leak, four times
+            as many follow, to find the lines of code that allocate it.
     """
     half = max(1, num_episodes // 2)
     with _tracing(), _older_objects_set_aside():
@@ -95,17 +94,19 @@ async def find_leaks(play: Callable[[], Awaitable[None]], *, num_episodes: int) 
 
 
 def can_count_files() -> bool:
-    """Whether the system says which files and child processes there are, as Linux does."""
+    """Return whether /proc lists open files and child processes, as on Linux."""
     return Path("/proc/self/fd").is_dir()
 
 
 async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tuple[list[Leak], int]:
-    """Return the files, threads and children that each of two halves of `half` episodes leaves, and its bytes."""
+    """Return the files, threads and children that both halves of `half` episodes leave, and their common growth in
+    bytes.
+    """
     gc.collect()
     marks = [Holdings.now()]
     grown = []
     for _ in range(2):
-        before = tracemalloc.get_traced_memory()[0]  # with the mark before, without the one to come
+        before = tracemalloc.get_traced_memory()[0]  # read before the next mark, which allocates too
         for _ in range(half):
             await play()
         mark, num_bytes = await _settled(marks[0])
@@ -115,7 +116,7 @@ async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tup
 
 
 async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[Leak]:
-    """Return a leak of the lines of code whose memory grows in each of two halves, if there is one."""
+    """Return a leak of the lines of code whose memory grows in both halves, if there is one."""
     first = Holdings.now()
     marks = [_bytes_by_line()]
     for _ in range(2):
@@ -135,7 +136,7 @@ async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[L
 
 
 def _bytes_by_line() -> Counter[str]:
-    """Return the bytes that are allocated now by "file:line"; what this measuring takes itself is left out."""
+    """Return the bytes that are allocated now by "file:line", without those of this measurement."""
     measuring = [
         tracemalloc.Filter(inclusive=False, filename_pattern=file) for file in (tracemalloc.__file__, __file__)
     ]
@@ -145,7 +146,7 @@ def _bytes_by_line() -> Counter[str]:
 
 
 async def _settled(first: Holdings) -> tuple[Holdings, int]:
-    """What is held and the bytes of memory, when all has ended that only takes a moment to end."""
+    """Return the holdings and the bytes of memory, once threads and processes that are ending have ended."""
     deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
     while True:
         gc.collect()
@@ -154,7 +155,7 @@ async def _settled(first: Holdings) -> tuple[Holdings, int]:
         is_steady = len(held.threads) <= len(first.threads) and len(held.children) <= len(first.children)
         if is_steady or asyncio.get_running_loop().time() >= deadline:
             return held, num_bytes
-        del held  # which is itself memory
+        del held  # its memory would be counted in the next round
         await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -174,7 +175,7 @@ def _leaks(marks: list[Holdings], half: int) -> list[Leak]:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """With tracemalloc on, which may have been on before."""
+    """Run the block with tracemalloc on, and leave it as it was."""
     was_tracing = tracemalloc.is_tracing()
     if not was_tracing:
         tracemalloc.start()
@@ -187,8 +188,9 @@ def _tracing() -> Iterator[None]:
 
 @contextmanager
 def _older_objects_set_aside() -> Iterator[None]:
-    """Collections look at new objects only: in a process with torch, going through all of them takes a second."""
-    are_set_aside = gc.get_freeze_count() > 0  # by somebody who will want them to stay so
+    """Run the block with existing objects frozen, so `gc.collect` visits new ones only."""
+    # In a process with torch, one full collection takes a second. An existing freeze is left to its owner.
+    are_set_aside = gc.get_freeze_count() > 0
     if not are_set_aside:
         gc.freeze()
     try:
@@ -199,32 +201,33 @@ def _older_objects_set_aside() -> Iterator[None]:
 
 
 def _open_files() -> dict[str, str]:
-    """Open descriptors and what they are open on."""
+    """Return the target of each open descriptor."""
     files: dict[str, str] = {}
     with suppress(OSError):  # no /proc
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed meanwhile, as that of the listing is
+            with suppress(OSError):  # closed meanwhile, like the descriptor of this listing
                 files[name] = os.readlink(f"/proc/self/fd/{name}")
     return files
 
 
 def _children() -> dict[str, str]:
-    """Processes whose parent this one is, zombies included, and their names."""
+    """Return the names of child processes by id, zombies included."""
     children: dict[str, str] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended meanwhile
-            head, _, rest = stat.read_text(errors="replace").rpartition(")")  # a name may hold anything
+            # The name stands in parentheses and may contain spaces and parentheses itself.
+            head, _, rest = stat.read_text(errors="replace").rpartition(")")
             if int(rest.split()[1]) == os.getpid():
                 children[stat.parent.name] = head.partition("(")[2]
     return children
 
 
-_MAX_TURNS = 20  # of an episode that looks for leaks
-_NUM_RUNS = 2  # are played in turn, so what only one of them leaks is still left every second time
+_MAX_TURNS = 20  # of a leak episode
+_NUM_RUNS = 2  # played in turn: a leak of one of them still shows in every second episode, the threshold
 
 
 async def answers_in_time(subject: Subject, findings: Findings) -> None:
-    """Tells how long `reset` and `step` took alone; longer than the limit, if there is one, is a problem."""
+    """Report the times of `reset` and `step`; a call over `max_step_seconds` is a problem."""
     limit = subject.settings.max_step_seconds
     texts = []
     for method in ("reset", "step"):
@@ -246,7 +249,7 @@ async def answers_in_time(subject: Subject, findings: Findings) -> None:
 
 
 async def leaks_nothing(subject: Subject, findings: Findings) -> None:
-    """Episodes opened, played and closed one after another, in this process, where what they leave can be seen."""
+    """Check that episodes leave nothing behind after close."""
     num_episodes = subject.settings.num_leak_episodes
     if num_episodes == 0:
         findings.notes.append("leaks were not looked for")
@@ -259,6 +262,7 @@ async def leaks_nothing(subject: Subject, findings: Findings) -> None:
 
     async def play() -> None:
         run = next(in_turn)
+        # In this process: what a worker process leaves cannot be seen from here.
         session = await subject.open_here()
         try:
             await play_in(session, replaying(run.actions), seed=run.seed, max_turns=min(_MAX_TURNS, len(run.actions)))
