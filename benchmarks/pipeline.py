@@ -192,9 +192,9 @@ def _pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPoo
 def _learner(policy: Policy) -> Learner:
     return Learner(
         policy.model,
-        optimizer=OptimizerSettings(learning_rate=1e-5),
+        optimizer=OptimizerSettings(),
         loss=LossSettings(),
-        update=UpdateSettings(),
+        update=UpdateSettings(learning_rate=1e-5),
         correction=CorrectionSettings(old_logprobs="rollout"),
     )
 

@@ -16,7 +16,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo_gym.config.retired import explain, secret_problem
-from gspo_gym.config.words import Problem, describe, entry_model, look_up, section_model, sections_of, show
+from gspo_gym.config.words import (
+    Problem,
+    bounds_in_words,
+    describe,
+    entry_model,
+    look_up,
+    section_model,
+    sections_of,
+    show,
+)
 from gspo_gym.errors import nearest_name
 
 _PASSED_ON = ("env_config", "policy_config")
@@ -40,7 +49,10 @@ def find_problems(error: ValidationError, model: type[BaseModel], values: Mappin
         elif detail["type"] == "missing" and key.count(".") + 1 == len(detail["loc"]):
             text = f"required, but not given: expected {describe(info)}" + _meaning(info)
         else:
-            text = f"expected {describe(info)}, got {show(_look_up(values, key))}"
+            expected = describe(info)
+            if isinstance(detail["loc"][-1], int) and (bounds := bounds_in_words(detail.get("ctx", {}))):
+                expected += f", each {bounds}"
+            text = f"expected {expected}, got {show(_look_up(values, key))}"
         problems.setdefault(key, Problem(key, text))
     return list(problems.values())
 

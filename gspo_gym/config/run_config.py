@@ -8,7 +8,6 @@ here imports torch; `config/build/trainer.py` turns a RunConfig into live object
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -30,11 +29,9 @@ from gspo_gym.config.sections import (
     AlgorithmSection,
     LimitsSection,
     ModelSection,
-    OptimizerSection,
     ReferenceSection,
     RolloutSection,
     TrainingSection,
-    WarmupSection,
 )
 from gspo_gym.config.services import (
     ComputeSection,
@@ -53,11 +50,9 @@ from gspo_gym.learning.settings import (
     ReferenceSettings,
     RewardSettings,
     StepRewardSettings,
-    SupervisedSettings,
-    UpdateSettings,
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
-from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize
+from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize, WarmupSettings
 
 __all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
 
@@ -85,9 +80,9 @@ class RunConfig(Settings):
     advantages: AdvantageSettings
     rewards: RewardSettings
     correction: CorrectionSettings
-    optimizer: OptimizerSection
+    optimizer: OptimizerSettings
     evaluation: EvaluationSettings
-    warmup: WarmupSection | None = None
+    warmup: WarmupSettings | None = None
     tracking: TrackingSection
     judge: JudgeSection | None = None
 
@@ -171,17 +166,6 @@ class RunConfig(Settings):
         )
 
     @property
-    def update_settings(self) -> UpdateSettings:
-        return UpdateSettings(
-            minibatch_size=self.size.minibatch_size,
-            num_epochs=self.training.update_epochs,
-            max_tokens_per_microbatch=self.training.max_tokens_per_microbatch,
-            scoring_chunk_tokens=self.training.scoring_chunk_tokens,
-            max_nonfinite_steps=self.training.max_nonfinite_steps,
-            score_truncated=self.training.score_truncated,
-        )
-
-    @property
     def step_reward_settings(self) -> StepRewardSettings:
         """Return which number each turn earns; what is absent, or of another mode (see `notices`), has its default."""
         training = self.training
@@ -225,35 +209,6 @@ class RunConfig(Settings):
         if not self.has_reference:
             return ReferenceSettings()
         return ReferenceSettings(source=self.reference.source, update_every_n_iters=self.reference.update_every_n_iters)
-
-    @property
-    def optimizer_settings(self) -> OptimizerSettings:
-        """[optimizer] with the learning rate; a fraction of warm-up has become a number of steps, rounded up."""
-        values = self.optimizer.model_dump(exclude={"warmup_fraction"})
-        if self.optimizer.warmup_fraction is not None:
-            values["num_warmup_steps"] = math.ceil(self.optimizer.warmup_fraction * self.size.num_optimizer_steps)
-        return OptimizerSettings(learning_rate=self.training.learning_rate, **values)
-
-    @property
-    def warmup_settings(self) -> SupervisedSettings | None:
-        """How the demonstrations are learned; None: there is no warm-up."""
-        if self.warmup is None:
-            return None
-        return SupervisedSettings(
-            num_epochs=self.warmup.num_epochs,
-            batch_size=self.warmup.batch_size,
-            max_tokens_per_microbatch=self.training.max_tokens_per_microbatch,
-            scoring_chunk_tokens=self.training.scoring_chunk_tokens,
-            max_nonfinite_steps=self.training.max_nonfinite_steps,
-        )
-
-    @property
-    def warmup_optimizer_settings(self) -> OptimizerSettings | None:
-        """[optimizer] with the warm-up's own rate, held constant: its schedule is reinforcement's. None: no warm-up."""
-        if self.warmup is None:
-            return None
-        same = self.optimizer.model_dump(include={"kind", "betas", "eps", "weight_decay", "max_grad_norm"})
-        return OptimizerSettings(learning_rate=self.warmup.learning_rate, **same)
 
     @model_validator(mode="before")
     @classmethod

@@ -20,10 +20,8 @@ from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection, WeightSyncSe
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.learning.settings import (
     LoraSettings,
-    OptimizerSettings,
     ReferenceSettings,
     StepRewardSettings,
-    SupervisedSettings,
     UpdateSettings,
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
@@ -250,16 +248,7 @@ class LimitsSection(Settings):
     min_group_fraction: float = same(PoolLimits, "min_group_fraction")
 
 
-class _UpdateKeys(Settings):
-    update_epochs: int = same(UpdateSettings, "num_epochs")
-    learning_rate: float = same(OptimizerSettings, "learning_rate")
-    max_tokens_per_microbatch: int = same(UpdateSettings, "max_tokens_per_microbatch")
-    scoring_chunk_tokens: int = same(UpdateSettings, "scoring_chunk_tokens")
-    score_truncated: bool = same(UpdateSettings, "score_truncated")
-    max_nonfinite_steps: int = same(UpdateSettings, "max_nonfinite_steps")
-
-
-class TrainingSection(LoopSettings, _UpdateKeys, BatchSettings):
+class TrainingSection(LoopSettings, UpdateSettings, BatchSettings):
     """[training]: how much, and in which portions. An iteration is one batch of episodes and the updates on it."""
 
     step_rewards_enabled: bool | None = Field(
@@ -276,20 +265,6 @@ class TrainingSection(LoopSettings, _UpdateKeys, BatchSettings):
     lora: LoraSettings | None = Field(default=None, description="[training.lora], with an adapter only")
 
 
-class OptimizerSection(Settings):
-    """[optimizer]: AdamW, but for the learning rate, which is training.learning_rate."""
-
-    kind: Literal["adamw", "adamw_fused", "adamw_8bit", "paged_adamw_8bit"] = same(OptimizerSettings, "kind")
-    betas: tuple[float, float] = same(OptimizerSettings, "betas")
-    eps: float = same(OptimizerSettings, "eps")
-    weight_decay: float = same(OptimizerSettings, "weight_decay")
-    max_grad_norm: float = same(OptimizerSettings, "max_grad_norm")
-    num_warmup_steps: int = same(OptimizerSettings, "num_warmup_steps")
-    warmup_fraction: float | None = same(OptimizerSettings, "warmup_fraction")
-    schedule: Literal["constant", "linear", "cosine"] = same(OptimizerSettings, "schedule")
-    min_lr_fraction: float = same(OptimizerSettings, "min_lr_fraction")
-
-
 class ReferenceSection(Settings):
     """[reference]: the frozen policy that KL terms compare with."""
 
@@ -304,13 +279,3 @@ class ReferenceSection(Settings):
     tp: int = Field(default=1, gt=0, description="dedicated only: processes that share each of its layers, a GPU each")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
     health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
-
-
-class WarmupSection(Settings):
-    """[warmup]: supervised learning of a scripted policy's episodes before reinforcement; without the section, none."""
-
-    policy: str = Field(default="random", min_length=1, description="a name in the environment's `policies`")
-    num_episodes: int = Field(gt=0, description="demonstrations that the policy plays")
-    num_epochs: int = same(SupervisedSettings, "num_epochs")
-    learning_rate: float = same(OptimizerSettings, "learning_rate")
-    batch_size: int = same(SupervisedSettings, "batch_size")

@@ -10,7 +10,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel
@@ -142,9 +142,16 @@ def describe(info: FieldInfo | None) -> str:
 
 def bounds_of(info: FieldInfo) -> str:
     """The range of a field, such as "> 0 and <= 1"; empty: any value."""
-    return " and ".join(
-        f"{sign} {getattr(m, name):g}" for m in info.metadata for name, sign in _SIGNS.items() if hasattr(m, name)
-    )
+    return bounds_in_words({name: getattr(m, name) for m in info.metadata for name in _SIGNS if hasattr(m, name)})
+
+
+def bounds_in_words(bounds: Mapping[str, Any]) -> str:
+    """Return pydantic's names of bounds in words (Any: it has other names beside them).
+
+    >>> bounds_in_words({"ge": 0, "lt": 1.0})
+    '>= 0 and < 1'
+    """
+    return " and ".join(f"{sign} {bounds[name]:g}" for name, sign in _SIGNS.items() if name in bounds)
 
 
 def _noun(annotation: Any) -> str:
@@ -154,8 +161,11 @@ def _noun(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         *others, last = [f'"{value}"' for value in get_args(annotation)]
         return f"{', '.join(others)} or {last}" if others else last
+    if get_origin(annotation) is Annotated:
+        return _noun(get_args(annotation)[0])
     if get_origin(annotation) is tuple:
         kind, *rest = get_args(annotation)
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind  # numbers with a range
         if section_model(kind) is not None:
             return "a list of tables"
         count = "" if rest == [...] else f"{1 + len(rest)} "

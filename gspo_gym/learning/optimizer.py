@@ -51,6 +51,7 @@ class PolicyOptimizer:
         model: nn.Module,
         settings: OptimizerSettings,
         *,
+        learning_rate: float,
         total_steps: int | None,
         max_nonfinite_steps: int,
     ) -> None:
@@ -58,13 +59,14 @@ class PolicyOptimizer:
         _check_trainable(self._parameters)
         check_schedule(settings, total_steps)
         self._settings = settings
+        self._peak = learning_rate
         self._total_steps = total_steps
         self._max_nonfinite_steps = max_nonfinite_steps
         self._num_attempts = 0
         self._num_nonfinite_in_a_row = 0
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
         others = [p for p in self._parameters.values() if p.dim() < 2]
-        self._adamw = build_adamw(matrices, others, settings)
+        self._adamw = build_adamw(matrices, others, settings, learning_rate=learning_rate)
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -77,7 +79,9 @@ class PolicyOptimizer:
         Raises:
             NonFiniteError: more than `max_nonfinite_steps` steps in a row had to be skipped.
         """
-        rate = learning_rate(self._num_attempts, settings=self._settings, total_steps=self._total_steps)
+        rate = scheduled_rate(
+            self._num_attempts, peak=self._peak, settings=self._settings, total_steps=self._total_steps
+        )
         self._num_attempts += 1
         parameters = [p for p in self._parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -162,10 +166,7 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-_ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
-
-
-def learning_rate(step: int, *, settings: OptimizerSettings, total_steps: int | None) -> float:
+def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total_steps: int | None) -> float:
     """The learning rate of the optimizer step number `step` (0 is the first).
 
     Linear warm-up: step k of `warmup_steps` W takes (k + 1) / W of the peak, so that no step has rate 0. Then the peak
@@ -173,15 +174,15 @@ def learning_rate(step: int, *, settings: OptimizerSettings, total_steps: int | 
     step `total_steps - 1` and kept after. `total_steps` None means "not known", which a constant schedule with
     `num_warmup_steps` does not mind.
 
-    >>> settings = OptimizerSettings(learning_rate=1.0, num_warmup_steps=2, schedule="cosine", min_lr_fraction=0.0)
-    >>> [round(learning_rate(k, settings=settings, total_steps=5), 3) for k in range(6)]
+    >>> settings = OptimizerSettings(num_warmup_steps=2, schedule="cosine", min_lr_fraction=0.0)
+    >>> [round(scheduled_rate(k, peak=1.0, settings=settings, total_steps=5), 3) for k in range(6)]
     [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
 
     Raises:
         ConfigError: as `check_schedule`.
     """
     check_schedule(settings, total_steps)
-    peak, warmup = settings.learning_rate, warmup_steps(settings, total_steps)
+    warmup = settings.warmup_steps(total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     if settings.schedule == "constant" or total_steps is None:
@@ -191,32 +192,13 @@ def learning_rate(step: int, *, settings: OptimizerSettings, total_steps: int | 
     return peak * (settings.min_lr_fraction + (1 - settings.min_lr_fraction) * remaining)
 
 
-def warmup_steps(settings: OptimizerSettings, total_steps: int | None) -> int:
-    """The optimizer steps of linear warm-up: `num_warmup_steps`, or `warmup_fraction` of all steps, rounded up.
-
-    A product that is whole up to float64's rounding is taken as whole: transformers' `warmup_ratio`, which is rounded
-    up too, makes 8 steps of 0.07 * 100.
-
-    >>> warmup_steps(OptimizerSettings(learning_rate=1.0, warmup_fraction=0.1), total_steps=30)
-    3
-
-    Raises:
-        ConfigError: a fraction of an unknown number of steps.
-    """
-    if settings.warmup_fraction is None:
-        return settings.num_warmup_steps
-    if total_steps is None:
-        raise ConfigError("warmup_fraction needs total_steps, the number of optimizer steps of the run")
-    return math.ceil(settings.warmup_fraction * total_steps - _ROUNDING)
-
-
 def check_schedule(settings: OptimizerSettings, total_steps: int | None) -> None:
     """Refuse a schedule that has no end or no room.
 
     Raises:
         ConfigError: a decay or a `warmup_fraction` without `total_steps`, or a decay that the warm-up leaves no step.
     """
-    num_warmup_steps = warmup_steps(settings, total_steps)
+    num_warmup_steps = settings.warmup_steps(total_steps)
     if settings.schedule == "constant":
         return
     if total_steps is None:
@@ -236,7 +218,13 @@ _EIGHT_BIT_NAMES = ("state1", "state2", "step")
 _EIGHT_BIT_CODED_NAMES = (*_EIGHT_BIT_NAMES, "qmap1", "qmap2", "absmax1", "absmax2")
 
 
-def build_adamw(matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], settings: OptimizerSettings) -> Any:
+def build_adamw(
+    matrices: Sequence[nn.Parameter],
+    others: Sequence[nn.Parameter],
+    settings: OptimizerSettings,
+    *,
+    learning_rate: float,
+) -> Any:
     """The optimizer of these parameters, with weight decay on `matrices` only.
 
     Any: torch's class or bitsandbytes', which is untyped; both are a `torch.optim.Optimizer`.
@@ -250,7 +238,7 @@ def build_adamw(matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter]
         for parameters, weight_decay in ((matrices, settings.weight_decay), (others, 0.0))
         if parameters
     ]
-    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    options: dict[str, Any] = {"lr": learning_rate, "betas": settings.betas, "eps": settings.eps}
     if settings.kind in ("adamw", "adamw_fused"):
         return torch.optim.AdamW(groups, fused=settings.kind == "adamw_fused", **options)
     _check_bitsandbytes(settings.kind, device)

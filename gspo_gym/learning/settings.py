@@ -5,14 +5,25 @@ The knobs between an episode's rewards and its advantages; `settings` has the ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from gspo_gym.base.settings import Settings
+from gspo_gym.errors import ConfigError
 
+_ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+LearningRate = Annotated[
+    float,
+    Field(
+        gt=0,
+        le=1,
+        description="peak; a step of AdamW moves each weight by about so much, so that 1 leaves nothing of it",
+    ),
+]
 
 
 class LossSettings(Settings):
@@ -181,13 +192,8 @@ class ReferenceSettings(Settings):
 
 
 class OptimizerSettings(Settings):
-    """AdamW with linear warm-up, then a constant rate or a decay to `min_lr_fraction`."""
+    """[optimizer]: AdamW, but for the learning rate, which is training.learning_rate."""
 
-    learning_rate: float = Field(
-        gt=0,
-        le=1,
-        description="peak; a step of AdamW moves each weight by about so much, so that 1 leaves nothing of it",
-    )
     kind: Literal["adamw", "adamw_fused", "adamw_8bit", "paged_adamw_8bit"] = Field(
         default="adamw_fused",
         description=(
@@ -217,38 +223,46 @@ class OptimizerSettings(Settings):
     def _warmup_is_said_once(self) -> OptimizerSettings:
         if self.warmup_fraction is not None and self.num_warmup_steps:
             raise ValueError(
-                f"warmup_fraction: contradicts num_warmup_steps = {self.num_warmup_steps}; give one of them, got "
-                f"{self.warmup_fraction}"
+                f"warmup_fraction: contradicts optimizer.num_warmup_steps = {self.num_warmup_steps}: give one of "
+                f"them, got {self.warmup_fraction}"
             )
         return self
 
+    def warmup_steps(self, total_steps: int | None) -> int:
+        """Return the optimizer steps of linear warm-up: `num_warmup_steps`, or a fraction of all steps, rounded up.
 
-class _StepSettings(Settings):
-    """What any optimizer step, of reinforcement or of the warm-up, may take of memory and of patience."""
+        A product that is whole up to float64's rounding is taken as whole: 0.07 * 100 is 7 steps, although transformers
+        makes 8 of its `warmup_ratio`.
 
+        >>> OptimizerSettings(warmup_fraction=0.1).warmup_steps(total_steps=31)
+        4
+
+        Raises:
+            ConfigError: a fraction of an unknown number of steps.
+        """
+        if self.warmup_fraction is None:
+            return self.num_warmup_steps
+        if total_steps is None:
+            raise ConfigError("warmup_fraction needs total_steps, the number of optimizer steps of the run")
+        return math.ceil(self.warmup_fraction * total_steps - _ROUNDING)
+
+    def at_constant_rate(self) -> OptimizerSettings:
+        """Return the same optimizer with neither warm-up nor decay of the learning rate."""
+        scheduled = {"num_warmup_steps", "warmup_fraction", "schedule", "min_lr_fraction"}
+        return OptimizerSettings(**self.model_dump(exclude=scheduled))
+
+
+class UpdateSettings(Settings):
+    """The keys of [training] that say how one batch of trajectories becomes optimizer steps."""
+
+    update_epochs: int = Field(default=1, gt=0, description="passes over the batch, old logprobs frozen")
+    learning_rate: LearningRate
     max_tokens_per_microbatch: int = Field(
         default=16384, gt=0, description="padded tokens per forward; gradients accumulate over micro-batches"
     )
     scoring_chunk_tokens: int = Field(
         default=1024, gt=0, description="sampled tokens whose [chunk, V] logits exist at once"
     )
-    max_nonfinite_steps: int = Field(
-        default=5, ge=0, description="steps in a row that may be skipped for a NaN or infinity before the run stops"
-    )
-
-
-class UpdateSettings(_StepSettings):
-    """How one batch of trajectories becomes optimizer steps."""
-
-    minibatch_size: int | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "most trajectories per optimizer step (the batch is split evenly); None takes the whole batch in one step, "
-            "whose ratio is 1 everywhere, so that no clip acts (the paper takes 4 steps a batch)"
-        ),
-    )
-    num_epochs: int = Field(default=1, gt=0, description="passes over the batch, old logprobs frozen")
     score_truncated: bool = Field(
         default=False,
         description=(
@@ -256,12 +270,16 @@ class UpdateSettings(_StepSettings):
             "with the sampled token always kept; False scores under the whole softmax"
         ),
     )
+    max_nonfinite_steps: int = Field(
+        default=5, ge=0, description="steps in a row that may be skipped for a NaN or infinity before the run stops"
+    )
 
 
-class SupervisedSettings(_StepSettings):
-    """Warm-up on demonstrations: passes, batch and memory. The optimizer has its own settings."""
+class SupervisedSettings(Settings):
+    """The keys of [warmup] that say how demonstrations are learned."""
 
     num_epochs: int = Field(default=1, gt=0, description="passes over the demonstrations, reshuffled each time")
+    learning_rate: LearningRate
     batch_size: int = Field(default=32, gt=0, description="most trajectories per optimizer step")
 
 

@@ -22,7 +22,7 @@ from gspo_gym import seeding
 from gspo_gym.learning.batching import TokenBatch, batch_tokens, split_microbatches, split_minibatches, to_device
 from gspo_gym.learning.optimizer import PolicyOptimizer, StepReport
 from gspo_gym.learning.scoring import Scorer
-from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings
+from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings, UpdateSettings
 from gspo_gym.types import Trajectory
 
 
@@ -67,13 +67,15 @@ def supervised_epochs(
     *,
     optimizer: OptimizerSettings,
     settings: SupervisedSettings,
+    update: UpdateSettings,
     seed: int = 0,
     on_step: Callable[[SupervisedStep], None] | None = None,
 ) -> SupervisedReport:
     """Train the model in place on the sampled tokens of these trajectories; rewards are not looked at.
 
     Only tokens under the action mask count: what the environment said is context. Logprobs are those of temperature 1.
-    A fresh optimizer is used and forgotten; a cosine schedule ends with the last epoch.
+    `update` bounds what a step may take of memory, and how many in a row may fail; nothing else of it is used. A fresh
+    optimizer is used and forgotten; a cosine schedule ends with the last epoch.
 
     Raises:
         RecordError: no demonstration, or one without a sampled token.
@@ -83,9 +85,13 @@ def supervised_epochs(
     steps_per_epoch = -(-batch.num_trajectories // settings.batch_size)
     total_steps = steps_per_epoch * settings.num_epochs
     stepper = PolicyOptimizer(
-        model, optimizer, total_steps=total_steps, max_nonfinite_steps=settings.max_nonfinite_steps
+        model,
+        optimizer,
+        learning_rate=settings.learning_rate,
+        total_steps=total_steps,
+        max_nonfinite_steps=update.max_nonfinite_steps,
     )
-    scorer = Scorer(model, chunk_tokens=settings.scoring_chunk_tokens)
+    scorer = Scorer(model, chunk_tokens=update.scoring_chunk_tokens)
     epoch_losses: list[float] = []
     steps: list[SupervisedStep] = []
     for epoch in range(settings.num_epochs):
@@ -93,7 +99,7 @@ def supervised_epochs(
         summed = 0.0
         for minibatch in split_minibatches(batch, settings.batch_size, generator):
             stepper.zero_grad()
-            loss = _backward(model, scorer, minibatch, settings.max_tokens_per_microbatch)
+            loss = _backward(model, scorer, minibatch, update.max_tokens_per_microbatch)
             report = stepper.step(loss)
             steps.append(SupervisedStep(len(steps), total_steps, epoch, loss, report))
             summed += loss * minibatch.num_actions

@@ -68,6 +68,12 @@ class _Minibatch:
     parts: tuple[_Part, ...]
 
 
+_IDLE_REFERENCE = (
+    "reference: nothing compares with it, because loss.kl_coef, rewards.kl_coef and advantages.kl_shaping_coef are 0; "
+    "set one, or remove the reference"
+)
+
+
 class Learner:
     """Improves a policy with GSPO (`losses`), holding its optimizer and, if a KL term asks for one, its reference.
 
@@ -76,6 +82,8 @@ class Learner:
     Args:
         optimizer, loss, update, advantages, rewards, correction, reference: the settings; None: their defaults. Of the
             advantages' and rewards', those are used that need logprobs or the whole batch (`shaping`).
+        minibatch_size: most trajectories per optimizer step (the batch is split evenly); None takes the whole batch in
+            one step, whose ratio is 1 everywhere, so that no clip acts (the paper takes 4 steps a batch).
         rescores: other weights sampled, so that nothing is compared with `rollout_logprobs`, which may be zeros.
         temperature: that the rollouts were sampled with; logprobs are of that distribution.
         truncation: that they were sampled with; used if update.score_truncated says so, and then needed.
@@ -95,6 +103,7 @@ class Learner:
         optimizer: OptimizerSettings,
         loss: LossSettings,
         update: UpdateSettings,
+        minibatch_size: int | None = None,
         advantages: AdvantageSettings | None = None,
         rewards: RewardSettings | None = None,
         correction: CorrectionSettings | None = None,
@@ -111,21 +120,22 @@ class Learner:
         if update.score_truncated and truncation is None:
             raise ConfigError("update.score_truncated: expected the truncation of the rollouts, got none")
         self._model = model
-        self._loss = loss
-        self._settings = update
+        self._loss, self._settings, self._minibatch_size = loss, update, minibatch_size
         self._correction = correction or CorrectionSettings()
         self._rescores = rescores
         if rescores:
             _require_no_comparison(self._correction)
         self._reference_settings = reference or ReferenceSettings()
         self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
-        self._seed = seed
-        self._clock = clock
-        self._num_updates = 0
+        self._seed, self._clock, self._num_updates = seed, clock, 0
         self._device = next(model.parameters()).device
         self._routers = find_routers(model)
         self._optimizer = PolicyOptimizer(
-            model, optimizer, total_steps=total_steps, max_nonfinite_steps=update.max_nonfinite_steps
+            model,
+            optimizer,
+            learning_rate=update.learning_rate,
+            total_steps=total_steps,
+            max_nonfinite_steps=update.max_nonfinite_steps,
         )
         make_scorer = partial(
             Scorer,
@@ -138,10 +148,7 @@ class Learner:
         has_reference = reference_model is not None or reference_policy is not None
         compares = loss.kl_coef > 0 or self._shaper.uses_reference
         if not compares and (has_reference or self._reference_settings != ReferenceSettings()):
-            raise ConfigError(
-                "reference: nothing compares with it, because loss.kl_coef, rewards.kl_coef and "
-                "advantages.kl_shaping_coef are 0; set one, or remove the reference"
-            )
+            raise ConfigError(_IDLE_REFERENCE)
         self._reference = reference_policy
         if compares and reference_policy is None:
             self._reference = Reference(
@@ -149,7 +156,7 @@ class Learner:
             )
 
     def update(self, batch: TrainBatch) -> UpdateReport:
-        """Train on a batch: `num_epochs` passes of one optimizer step per minibatch.
+        """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
 
         Old and reference logprobs are scored first, on the very micro-batches that are trained on, and stay fixed. With
         one minibatch and one epoch the old logprobs are those of the only training pass, detached: the weights are the
@@ -163,11 +170,11 @@ class Learner:
         started = self._clock()
         tally, router_load = Tally(self._loss), RouterLoad(self._routers)
         plan = self._plan(batch)
-        if len(plan) * self._settings.num_epochs > 1 or self._shaper.uses_reference:
+        if len(plan) * self._settings.update_epochs > 1 or self._shaper.uses_reference:
             plan = [self._score(minibatch) for minibatch in plan]
         plan, shaping_metrics = self._shape(plan)
         scored = self._clock()
-        for epoch in range(self._settings.num_epochs):
+        for epoch in range(self._settings.update_epochs):
             for number in self._order(len(plan), epoch):
                 self._step(plan[number], tally, router_load, is_first_epoch=epoch == 0)
         self._num_updates += 1
@@ -213,7 +220,7 @@ class Learner:
         generator = seeding.generator(self._seed, "minibatches", self._num_updates)
         with_advantage = not (self._has_other_terms or self._shaper.gives_advantages)
         plan: list[_Minibatch] = []
-        for minibatch in split_minibatches(batch, self._settings.minibatch_size, generator):
+        for minibatch in split_minibatches(batch, self._minibatch_size, generator):
             counts = count_denominators(
                 minibatch.action_mask,
                 minibatch.turn_index,

@@ -19,7 +19,7 @@ from gspo_gym.errors import RolloutError
 from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch
 from gspo_gym.learning.credit import Returns, played, returns_of
-from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings
+from gspo_gym.learning.settings import OptimizerSettings, UpdateSettings
 from gspo_gym.learning.supervised import SupervisedReport, supervised_epochs
 from gspo_gym.policy.weight_sync import require_committed
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
@@ -27,7 +27,7 @@ from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule
 from gspo_gym.rollout.summary import Mixture
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.report.progress import Progress
-from gspo_gym.run.settings import ConstantGroups
+from gspo_gym.run.settings import ConstantGroups, WarmupSettings
 from gspo_gym.run.state import TrainState
 from gspo_gym.seeding import child_seed, training_seed
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
@@ -223,13 +223,16 @@ def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class WarmupPlan:
-    """What is imitated, and how hard."""
+    """What is imitated, and how hard.
+
+    The schedule of `optimizer` is reinforcement's: the warm-up holds its learning rate constant.
+    """
 
     env_id: str
     run_seed: int
-    num_episodes: int
+    warmup: WarmupSettings
     optimizer: OptimizerSettings
-    settings: SupervisedSettings
+    update: UpdateSettings
 
 
 async def warm_up(model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Progress) -> SupervisedReport:
@@ -246,8 +249,9 @@ async def warm_up(model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Pro
     report = supervised_epochs(
         model,
         demonstrations,
-        optimizer=plan.optimizer,
-        settings=plan.settings,
+        optimizer=plan.optimizer.at_constant_rate(),
+        settings=plan.warmup,
+        update=plan.update,
         seed=child_seed(plan.run_seed, "warmup"),
     )
     progress.note(
@@ -263,7 +267,7 @@ async def play_demonstrations(pool: RolloutPool, plan: WarmupPlan) -> list[Traje
         GroupRequest(
             f"warmup/{i:06d}", Task(plan.env_id, training_seed(child_seed(plan.run_seed, "warmup"), i)), size=1
         )
-        for i in range(plan.num_episodes)
+        for i in range(plan.warmup.num_episodes)
     ]
     groups = await pool.collect(requests)
     return [trajectory for group in groups for trajectory in group.trajectories]

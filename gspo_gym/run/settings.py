@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 
 from gspo_gym.base.files import as_toml_holds_it
 from gspo_gym.base.settings import Settings, parse_seeds
+from gspo_gym.learning.settings import SupervisedSettings
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 
 ConstantGroups = Literal["keep", "drop", "refill"]
@@ -131,6 +132,17 @@ class EvaluationSettings(Settings):
                 f"expected seeds below 2**31 (from there up they are trained on), got {max(parse_seeds(seeds))}"
             )
         return seeds
+
+
+class DemonstrationSettings(Settings):
+    """The keys of [warmup] that say what is imitated."""
+
+    policy: str = Field(default="random", min_length=1, description="a name in the environment's `policies`")
+    num_episodes: int = Field(gt=0, description="demonstrations that the policy plays")
+
+
+class WarmupSettings(SupervisedSettings, DemonstrationSettings):
+    """[warmup]: supervised learning of a scripted policy's episodes before reinforcement; without the section, none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,8 +226,6 @@ def require_plan(config: RunConfig, values: Values) -> None:
     assert config.size.groups_per_iteration * config.training.group_size == config.size.episodes_per_iteration
     assert len(config.evaluation_seeds) > 0
     assert config.training_limits.max_turns <= config.episode_limits.max_turns
-    assert config.update_settings.minibatch_size == config.size.minibatch_size
-    assert config.optimizer_settings.learning_rate == config.training.learning_rate
     assert config.step_reward_settings.mode in (config.training.step_rewards_mode, "off", "env_sparse")
     missing_machinery(config.sections)
     assert RunConfig.from_dict(tomllib.loads(config.to_toml())) == config

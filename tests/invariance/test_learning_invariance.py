@@ -193,19 +193,20 @@ def test_cutting_an_episode_into_segments_changes_neither_loss_nor_gradient(batc
     assert_same(results[1], results[0])
 
 
-def learn(model, batch, *, max_tokens, chunk, minibatch_size=3, num_epochs=2, loss=None, **options):
+def learn(model, batch, *, max_tokens, chunk, minibatch_size=3, update_epochs=2, loss=None, **options):
     """The weights and metrics after an update that starts from the model's weights, which are put back."""
     start = {name: p.clone() for name, p in model.state_dict().items()}
     learner = Learner(
         model,
-        optimizer=OptimizerSettings(learning_rate=1e-3),
+        optimizer=OptimizerSettings(),
         loss=loss or LossSettings(clip_low=0.2, clip_high=0.2),
         update=UpdateSettings(
-            minibatch_size=minibatch_size,
-            num_epochs=num_epochs,
+            learning_rate=1e-3,
+            update_epochs=update_epochs,
             max_tokens_per_microbatch=max_tokens,
             scoring_chunk_tokens=chunk,
         ),
+        minibatch_size=minibatch_size,
         **options,
     )
     report = learner.update(batch)
@@ -263,7 +264,7 @@ def reference_model(model):
 def test_no_variant_of_an_update_depends_on_the_memory_budget(model, reference_model, batch, variant, is_single_step):
     # the trajectories' numbers 2 and 5 are left out of the loss, and counted
     batch.is_masked[[3, 8]] = True
-    steps = {"minibatch_size": None, "num_epochs": 1} if is_single_step else {}
+    steps = {"minibatch_size": None, "update_epochs": 1} if is_single_step else {}
     options = {**VARIANTS[variant], **steps}
     if "kl" in variant:
         options["reference_model"] = reference_model

@@ -55,7 +55,7 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Of the distribution that the learner scores."""
-    rollout, update = config.rollout, config.update_settings
+    rollout, update = config.rollout, config.training
     return ScoringSettings(
         temperature=rollout.temperature,
         chunk_tokens=update.scoring_chunk_tokens,

@@ -21,6 +21,7 @@ from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, GymError, UnknownNameError
+from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
 from gspo_gym.run.judging import Judging
 from gspo_gym.policy.load import Policy
@@ -379,9 +380,9 @@ async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, 
         ConfigError: there is no such environment here.
     """
     played_by = await check_warmup(config)
-    warmup, settings, optimizer = config.warmup, config.warmup_settings, config.warmup_optimizer_settings
-    if played_by is None or warmup is None or settings is None or optimizer is None:
+    if played_by is None or config.warmup is None:
         return None
     env_id, make_policy = played_by
     pool = build_pool(config, local_play(config, player.renderers, ScriptedActor(make_policy)), seed_name="warmup")
-    return pool, WarmupPlan(env_id, config.run.seed, warmup.num_episodes, optimizer, settings)
+    update = config.training.part(UpdateSettings)
+    return pool, WarmupPlan(env_id, config.run.seed, config.warmup, config.optimizer, update)

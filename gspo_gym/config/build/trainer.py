@@ -40,6 +40,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.run.judging import Judging
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.scoring import Truncation
+from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 from gspo_gym.policy.lora import is_adapter
@@ -176,9 +177,10 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
     rollout = config.rollout
     return Learner(
         policy.model,
-        optimizer=config.optimizer_settings,
+        optimizer=config.optimizer,
         loss=config.loss,
-        update=config.update_settings,
+        update=config.training.part(UpdateSettings),
+        minibatch_size=config.size.minibatch_size,
         advantages=config.advantages,
         rewards=config.rewards,
         correction=config.correction,

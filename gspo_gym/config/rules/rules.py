@@ -8,7 +8,6 @@ find what may stay, and is said.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -146,18 +145,12 @@ def _evaluation_has_seeds(instances: int | None, seeds: tuple[int, ...] | list[i
     return None
 
 
-def _warmup_is_said_once(warmup_fraction: float | None, num_warmup_steps: int) -> str | None:
-    if warmup_fraction is None or num_warmup_steps == 0:
-        return None
-    return f"contradicts optimizer.num_warmup_steps = {num_warmup_steps}: give one of them, got {warmup_fraction}"
-
-
 def _decay_has_room(schedule: str, num_warmup_steps: int, warmup_fraction: float | None, *size: Any) -> str | None:
     steps = RunSize(*size).num_optimizer_steps
-    said, num_warmup = f"num_warmup_steps = {num_warmup_steps}", num_warmup_steps
+    said, settings = f"num_warmup_steps = {num_warmup_steps}", OptimizerSettings(num_warmup_steps=num_warmup_steps)
     if warmup_fraction is not None:
-        said, num_warmup = f"warmup_fraction = {warmup_fraction:g}", math.ceil(warmup_fraction * steps)
-    if schedule == "constant" or steps > num_warmup:
+        said, settings = f"warmup_fraction = {warmup_fraction:g}", OptimizerSettings(warmup_fraction=warmup_fraction)
+    if schedule == "constant" or steps > settings.warmup_steps(steps):
         return None
     return f"no step is left for the {schedule}: optimizer.{said}, and the run has {steps} optimizer steps"
 
@@ -190,7 +183,6 @@ _RULES = (
     Rule(("model.dtype", "model.trainer_mode"), _trained_weights_are_float32),
     no_effect("model.quantization", "nf4", "model.trainer_mode", lambda mode: mode == "qlora", 'set that to "qlora"'),
     Rule(("evaluation.instances", "evaluation.seeds"), _evaluation_has_seeds),
-    Rule(("optimizer.warmup_fraction", "optimizer.num_warmup_steps"), _warmup_is_said_once),
     no_effect(
         "optimizer.min_lr_fraction",
         _default("min_lr_fraction"),

@@ -76,6 +76,7 @@ Problems = Callable[[dict[str, Any]], list[str]]
         ("loss.unit", "sequence", 'expected "trajectory", "segment", "turn" or "token", got "sequence"'),
         ("loss.dual_clip", 1, "expected a number > 1, got 1"),
         ("optimizer.betas", [0.9], "expected a list of 2 numbers, got [0.9]"),
+        ("optimizer.betas", [0.9, 1.0], "expected a list of 2 numbers, each < 1, got [0.9, 1.0]"),
         ("optimizer.betas", [0.9, "x"], 'expected a list of 2 numbers, got [0.9, "x"]'),
         ("optimizer.warmup_fraction", 1.0, "expected a number > 0 and < 1, got 1.0"),
         ("tracking.report_to", ["mlflow"], 'expected a list of "wandb" or "tensorboard", got ["mlflow"]'),

@@ -242,7 +242,7 @@ def test_batches_accumulate_to_optimizer_steps(
     changes: dict[str, Any], minibatch: int, steps: int, make: Callable[..., RunConfig]
 ) -> None:
     config = make(changes)
-    assert config.update_settings.minibatch_size == minibatch
+    assert config.size.minibatch_size == minibatch
     assert config.size.steps_per_iteration == steps
     assert config.size.num_optimizer_steps == 10 * steps
     assert config.size.groups_per_iteration == 8 * changes.get("rollout.batches_per_step", 1)
@@ -259,8 +259,8 @@ def test_training_episodes_may_be_shorter_than_evaluations(make: Callable[..., R
 
 
 def test_a_fraction_of_warm_up_becomes_steps_rounded_up(make: Callable[..., RunConfig]) -> None:
-    settings = make({"optimizer.warmup_fraction": 0.06}).optimizer_settings
-    assert (settings.num_warmup_steps, settings.warmup_fraction) == (3, None)  # 0.06 x 40 steps = 2.4
+    config = make({"optimizer.warmup_fraction": 0.06})
+    assert config.optimizer.warmup_steps(config.size.num_optimizer_steps) == 3  # 0.06 x 40 steps = 2.4
 
 
 def test_step_rewards_keep_their_own_defaults_where_nothing_is_said(make: Callable[..., RunConfig]) -> None:
@@ -333,22 +333,17 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callab
         "min_group_fraction": 0.5,
     }
     memory = {"max_tokens_per_microbatch": 11, "scoring_chunk_tokens": 12, "max_nonfinite_steps": 13}
-    once = {"minibatch_size": 16, "num_epochs": 2, "score_truncated": False}
-    assert built.update_settings.model_dump() == {**once, **memory}
+    once = {"update_epochs": 2, "learning_rate": 1e-3, "score_truncated": False}
+    assert built.training.part(UpdateSettings).model_dump() == {**once, **memory}
+    assert built.size.minibatch_size == 16
     adamw = {"kind": "adamw", "betas": (0.1, 0.2), "eps": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.4}
-    schedule = {"num_warmup_steps": 5, "warmup_fraction": None, "schedule": "cosine", "min_lr_fraction": 0.6}
-    assert built.optimizer_settings.model_dump() == {"learning_rate": 1e-3, **adamw, **schedule}
-    assert built.warmup_settings is not None
-    assert built.warmup_settings.model_dump() == {"num_epochs": 4, "batch_size": 6, **memory}
-    assert built.warmup_optimizer_settings == OptimizerSettings(learning_rate=0.5, **adamw)
+    assert built.optimizer.at_constant_rate() == OptimizerSettings(**adamw)
     assert built.reference_settings == ReferenceSettings(source="adapter", update_every_n_iters=4)
-    assert make({}).warmup_settings is None
-    assert make({}).warmup_optimizer_settings is None
 
 
 def test_no_knob_of_the_parts_is_out_of_reach() -> None:
     keys = {key for _, section in sections_of(RunConfig) for key in section.model_fields}
-    renamed = {"minibatch_size": "batch_size"} | {
+    renamed = {
         name: "event_rewards_kind" if name == "kind" else f"step_rewards_{name}"
         for name in StepRewardSettings.model_fields
     }
@@ -365,8 +360,7 @@ def test_no_knob_of_the_parts_is_out_of_reach() -> None:
         CorrectionSettings,
         ReferenceSettings,
     ):
-        names = {renamed.get(name, name) if settings is UpdateSettings else name for name in settings.model_fields}
-        assert names <= keys | {"update_epochs"}, settings
+        assert set(settings.model_fields) <= keys, settings
     assert {renamed[name] for name in StepRewardSettings.model_fields} <= keys
 
 

@@ -24,9 +24,10 @@ LORA = LoraSettings(r=4, alpha=8)
 def learner_of(model: Any, *, kind: str = "adamw_fused") -> Learner:
     return Learner(
         model,
-        optimizer=OptimizerSettings(learning_rate=3e-3, kind=kind),
+        optimizer=OptimizerSettings(kind=kind),
         loss=LossSettings(clip_low=0.2, clip_high=0.2),
-        update=UpdateSettings(minibatch_size=6, num_epochs=2),
+        update=UpdateSettings(learning_rate=3e-3, update_epochs=2),
+        minibatch_size=6,
     )
 
 

@@ -21,11 +21,13 @@ class Small(nn.Module):
 
 
 def settings(**overrides):
-    return OptimizerSettings(**({"learning_rate": 0.1, "max_grad_norm": 100.0} | overrides))
+    return OptimizerSettings(**({"max_grad_norm": 100.0} | overrides))
 
 
 def optimizer_of(model, settings, *, total_steps=None, max_nonfinite_steps=5):
-    return PolicyOptimizer(model, settings, total_steps=total_steps, max_nonfinite_steps=max_nonfinite_steps)
+    return PolicyOptimizer(
+        model, settings, learning_rate=0.1, total_steps=total_steps, max_nonfinite_steps=max_nonfinite_steps
+    )
 
 
 def give_gradients(model, matrix, bias):

@@ -31,9 +31,9 @@ class Model(nn.Module):
 
 
 def optimizer_of(model, kind, **options):
-    settings = {"learning_rate": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "max_grad_norm": 1e9}
+    settings = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY, "max_grad_norm": 1e9}
     resolved = OptimizerSettings(**(settings | options), kind=kind)
-    return PolicyOptimizer(model, resolved, total_steps=None, max_nonfinite_steps=5)
+    return PolicyOptimizer(model, resolved, learning_rate=RATE, total_steps=None, max_nonfinite_steps=5)
 
 
 def gradient(parameter, k):

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.optimizer import learning_rate, warmup_steps
+from gspo_gym.learning.optimizer import scheduled_rate
 from gspo_gym.learning.settings import OptimizerSettings
 
 
 def rates(num, total_steps=None, **settings):
-    resolved = OptimizerSettings(learning_rate=0.5, **settings)
-    return [learning_rate(step, settings=resolved, total_steps=total_steps) for step in range(num)]
+    resolved = OptimizerSettings(**settings)
+    return [scheduled_rate(step, peak=0.5, settings=resolved, total_steps=total_steps) for step in range(num)]
 
 
 def test_warmup_is_linear_and_starts_above_zero():
@@ -52,8 +52,8 @@ def test_a_decay_to_the_peak_itself_is_constant(schedule):
 )
 def test_a_warmup_fraction_is_rounded_up_but_not_for_a_rounding_error(fraction, total, expected):
     # 0.07 * 100 is 7.000000000000001 in float64
-    settings = OptimizerSettings(learning_rate=1.0, warmup_fraction=fraction)
-    assert warmup_steps(settings, total) == expected
+    settings = OptimizerSettings(warmup_fraction=fraction)
+    assert settings.warmup_steps(total) == expected
 
 
 def test_a_warmup_fraction_warms_up_for_that_part_of_the_steps():

@@ -27,29 +27,21 @@ DECISIONS = {"mode": "decision_stepwise"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "section", "elsewhere"),
+    ("settings", "section"),
     [
-        (LossSettings, "loss", set()),
-        (AdvantageSettings, "advantages", set()),
-        (RewardSettings, "rewards", set()),
-        (CorrectionSettings, "correction", set()),
-        (ReferenceSettings, "reference", set()),
-        (OptimizerSettings, "optimizer", {"learning_rate"}),
-        (LoraSettings, "training.lora", set()),
-        (SupervisedSettings, "warmup", {"max_tokens_per_microbatch", "scoring_chunk_tokens", "max_nonfinite_steps"}),
+        (LossSettings, "loss"),
+        (AdvantageSettings, "advantages"),
+        (RewardSettings, "rewards"),
+        (CorrectionSettings, "correction"),
+        (ReferenceSettings, "reference"),
+        (OptimizerSettings, "optimizer"),
+        (LoraSettings, "training.lora"),
+        (SupervisedSettings, "warmup"),
+        (UpdateSettings, "training"),
     ],
 )
-def test_defaults_and_ranges_are_those_of_the_published_table(
-    settings: type[Settings], section: str, elsewhere: set[str]
-) -> None:
-    assert check_promises(settings, section) == set(settings.model_fields) - elsewhere
-
-
-def test_what_the_table_of_training_says_of_an_update_is_kept() -> None:
-    # a batch of the table is always one of a given size
-    checked = check_promises(UpdateSettings, "training", renamed={"update_epochs": "num_epochs"})
-    assert checked == set(UpdateSettings.model_fields) - {"minibatch_size"}
-    assert check_promises(OptimizerSettings, "training") == {"learning_rate"}
+def test_defaults_and_ranges_are_those_of_the_published_table(settings: type[Settings], section: str) -> None:
+    assert check_promises(settings, section) == set(settings.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +52,8 @@ def test_what_the_table_of_training_says_of_an_update_is_kept() -> None:
         (LossSettings, {"kl_coef": 0.5, **KL_TERM}),
         (CorrectionSettings, {"level": "token"}),
         (CorrectionSettings, {"old_logprobs": "rollout"}),
-        (OptimizerSettings, {"learning_rate": 1.0, "warmup_fraction": 0.5}),
-        (OptimizerSettings, {"learning_rate": 1.0, "num_warmup_steps": 1}),
-        (UpdateSettings, {"minibatch_size": 1}),
+        (OptimizerSettings, {"warmup_fraction": 0.5}),
+        (OptimizerSettings, {"num_warmup_steps": 1}),
         (RewardSettings, {"kl_coef": 0.5, "kl_target": 0.5}),
         (AdvantageSettings, {"level": "turn", "discount": 0.5}),
         (StepRewardSettings, {**DECISIONS, "strategy": "per_achievement", "weights": {"a": 2.0}}),
@@ -83,12 +74,12 @@ def test_settings_that_go_together_are_taken_as_they_are(settings: type[Settings
         (LossSettings, {"kl_clamp": 1.0}, "kl_clamp: has no effect, because kl_coef is 0"),
         (LossSettings, {"kl_importance_weighted": True}, "kl_importance_weighted: has no effect"),
         (CorrectionSettings, {"level": "token", "old_logprobs": "rollout"}, "level: 'token' compares recomputed"),
-        (OptimizerSettings, {"learning_rate": 1.0, "betas": (1.0, 0.9)}, "betas"),
-        (OptimizerSettings, {"learning_rate": 1.0, "betas": (0.9, -0.1)}, "betas"),
+        (OptimizerSettings, {"betas": (1.0, 0.9)}, "betas"),
+        (OptimizerSettings, {"betas": (0.9, -0.1)}, "betas"),
         (
             OptimizerSettings,
-            {"learning_rate": 1.0, "warmup_fraction": 0.1, "num_warmup_steps": 3},
-            "warmup_fraction: contradicts num_warmup_steps = 3",
+            {"warmup_fraction": 0.1, "num_warmup_steps": 3},
+            "warmup_fraction: contradicts optimizer.num_warmup_steps = 3",
         ),
         (RewardSettings, {"kl_target": 0.1}, "kl_target: adapts kl_coef, which is 0"),
         (AdvantageSettings, {"discount": 0.5}, "discount is used at level 'turn' only"),
@@ -113,7 +104,6 @@ def test_settings_that_go_together_are_taken_as_they_are(settings: type[Settings
         (LoraSettings, {"target_modules": []}, "a list of at least one module name"),
         (LoraSettings, {"target_modules": ["q_proj", "all-linear"]}, "takes no others beside it"),
         (LoraSettings, {"target_modules": 3}, "target_modules"),
-        (UpdateSettings, {"minibatch_size": 0}, "greater than 0"),
     ],
 )
 def test_a_setting_that_contradicts_another_is_refused(

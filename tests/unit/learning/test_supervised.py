@@ -5,10 +5,19 @@ import torch
 
 from gspo_gym.errors import NonFiniteError, RecordError
 from gspo_gym.learning.batching import batch_tokens
-from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings
+from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings, UpdateSettings
 from gspo_gym.learning.supervised import nll_loss, supervised_epochs
 
-OPTIMIZER = OptimizerSettings(learning_rate=3e-3)
+
+def imitate(model, demonstrations, *, settings=None, update=None, **options):
+    return supervised_epochs(
+        model,
+        demonstrations,
+        optimizer=OptimizerSettings(),
+        settings=SupervisedSettings(**{"learning_rate": 3e-3} | (settings or {})),
+        update=UpdateSettings(**{"learning_rate": 1.0} | (update or {})),  # the rate is reinforcement's
+        **options,
+    )
 
 
 @pytest.fixture
@@ -43,7 +52,7 @@ def test_nll_is_a_mean_over_the_steps_tokens_by_hand():
 
 def test_the_first_loss_is_the_models_nll_of_the_sampled_tokens(make_model, demonstrations):
     expected = from_all_logits(make_model(), demonstrations).item()
-    report = supervised_epochs(make_model(), demonstrations, optimizer=OPTIMIZER, settings=SupervisedSettings())
+    report = imitate(make_model(), demonstrations)
     assert report.epoch_losses[0] == pytest.approx(expected, abs=1e-5)  # float32 sums of terms of order 10
     assert report.num_tokens == sum(t.num_actions for t in demonstrations)
 
@@ -53,8 +62,8 @@ def test_one_step_has_the_gradient_of_the_models_own_nll(make_model, demonstrati
     from_all_logits(expected, demonstrations).backward()
     torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
     torch.optim.AdamW(expected.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0).step()
-    settings = SupervisedSettings(batch_size=10, max_tokens_per_microbatch=40)
-    supervised_epochs(model, demonstrations, optimizer=OPTIMIZER, settings=settings)
+    settings, update = {"batch_size": 10}, {"max_tokens_per_microbatch": 40}
+    imitate(model, demonstrations, settings=settings, update=update)
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         # see the same comparison for reinforcement: AdamW's first step magnifies the smallest gradients' rounding
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * 3e-3)
@@ -62,11 +71,10 @@ def test_one_step_has_the_gradient_of_the_models_own_nll(make_model, demonstrati
 
 def test_demonstrations_become_likely(make_model, demonstrations):
     steps = []
-    report = supervised_epochs(
+    report = imitate(
         make_model(),
         demonstrations,
-        optimizer=OPTIMIZER,
-        settings=SupervisedSettings(num_epochs=25, batch_size=4),
+        settings={"num_epochs": 25, "batch_size": 4},
         on_step=steps.append,
     )
     assert report.epoch_losses[-1] < 0.2 * report.epoch_losses[0]
@@ -79,8 +87,8 @@ def test_the_memory_budget_changes_nothing_but_rounding(make_model, demonstratio
     results = []
     for max_tokens in (10_000, 20):
         model = make_model(dtype=torch.float64)
-        settings = SupervisedSettings(num_epochs=2, batch_size=5, max_tokens_per_microbatch=max_tokens)
-        report = supervised_epochs(model, demonstrations, optimizer=OPTIMIZER, settings=settings)
+        settings, update = {"num_epochs": 2, "batch_size": 5}, {"max_tokens_per_microbatch": max_tokens}
+        report = imitate(model, demonstrations, settings=settings, update=update)
         results.append((report.epoch_losses, [p.detach() for p in model.parameters()]))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
     for a, b in zip(results[0][1], results[1][1], strict=True):
@@ -90,8 +98,8 @@ def test_the_memory_budget_changes_nothing_but_rounding(make_model, demonstratio
 def test_the_same_seed_gives_the_same_weights_and_another_another_order(make_model, demonstrations):
     def weights(**seed):
         model = make_model()
-        settings = SupervisedSettings(batch_size=3)
-        supervised_epochs(model, demonstrations, optimizer=OPTIMIZER, settings=settings, **seed)
+        settings = {"batch_size": 3}
+        imitate(model, demonstrations, settings=settings, **seed)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     assert torch.equal(weights(), weights(seed=0))
@@ -103,7 +111,7 @@ def test_gradients_left_by_someone_else_take_no_part(make_model, demonstrations)
     for p in dirty.parameters():
         p.grad = torch.ones_like(p)
     for model in (clean, dirty):
-        supervised_epochs(model, demonstrations, optimizer=OPTIMIZER, settings=SupervisedSettings())
+        imitate(model, demonstrations)
     assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), dirty.parameters(), strict=True))
 
 
@@ -115,7 +123,7 @@ def test_only_sampled_tokens_are_learnt(make_model, make_trajectory):
     model = make_model()
     with torch.no_grad():
         before = from_context(model, batch)
-    supervised_epochs(model, [trajectory], optimizer=OPTIMIZER, settings=SupervisedSettings(num_epochs=30))
+    imitate(model, [trajectory], settings={"num_epochs": 30})
     with torch.no_grad():
         after = from_context(model, batch)
     assert after["action"] > -0.5 > before["action"]
@@ -140,11 +148,11 @@ def test_non_finite_steps_are_skipped_and_end_the_warm_up_when_too_many(make_mod
     handle = model.model.norm.register_forward_hook(break_after_the_probe)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(NonFiniteError, match="3 steps in a row"):
-        supervised_epochs(
+        imitate(
             model,
             demonstrations,
-            optimizer=OPTIMIZER,
-            settings=SupervisedSettings(batch_size=1, max_nonfinite_steps=2),
+            settings={"batch_size": 1},
+            update={"max_nonfinite_steps": 2},
         )
     handle.remove()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -159,11 +167,11 @@ def test_a_skipped_step_is_counted_apart_from_those_taken(make_model, make_traje
         return output * float("nan") if len(calls) == 3 else output
 
     model.model.norm.register_forward_hook(break_the_first_step)
-    settings = SupervisedSettings(num_epochs=2, max_nonfinite_steps=1)
-    report = supervised_epochs(model, [make_trajectory([None])], optimizer=OPTIMIZER, settings=settings)
+    settings, update = {"num_epochs": 2}, {"max_nonfinite_steps": 1}
+    report = imitate(model, [make_trajectory([None])], settings=settings, update=update)
     assert (report.num_steps, report.num_nonfinite_steps, len(report.epoch_losses)) == (1, 1, 2)
 
 
 def test_demonstrations_without_tokens_are_refused(make_model):
     with pytest.raises(RecordError, match="at least one trajectory"):
-        supervised_epochs(make_model(), [], optimizer=OPTIMIZER, settings=SupervisedSettings())
+        imitate(make_model(), [])

@@ -24,12 +24,11 @@ LR = 1e-3
 
 
 def make_learner(model, *, loss=None, update=None, **options):
-    optimizer = OptimizerSettings(**({"learning_rate": LR} | options.pop("optimizer", {})))
     return Learner(
         model,
-        optimizer=optimizer,
+        optimizer=OptimizerSettings(**options.pop("optimizer", {})),
         loss=LossSettings(**(loss or {})),
-        update=UpdateSettings(**(update or {})),
+        update=UpdateSettings(**({"learning_rate": LR} | (update or {}))),
         **options,
     )
 
@@ -114,14 +113,14 @@ def test_scoring_first_or_at_the_only_pass_is_the_same(make_model, make_batch):
 def test_the_ratio_is_one_at_the_first_step_and_then_moves(make_model, make_batch):
     one = make_learner(make_model()).update(make_batch())
     assert (one.metrics["ratio/min"], one.metrics["ratio/max"], one.metrics["kl/old_k3"]) == (1.0, 1.0, 0.0)
-    four = make_learner(make_model(), update={"minibatch_size": 3}).update(make_batch())
+    four = make_learner(make_model(), minibatch_size=3).update(make_batch())
     assert four.num_steps == 4
     assert four.metrics["ratio/max"] - four.metrics["ratio/min"] > 1e-4
     assert four.metrics["kl/old_k3"] > 0
 
 
 def test_clips_bind_once_the_policy_has_moved(make_model, make_batch):
-    report = make_learner(make_model(), update={"num_epochs": 4}).update(make_batch())
+    report = make_learner(make_model(), update={"update_epochs": 4}).update(make_batch())
     clipped = report.metrics["clip/low_fraction"] + report.metrics["clip/high_fraction"]
     assert clipped > 0.1, "ranges of 3e-4 are left at the first step of this size"
     assert report.num_steps == 4
@@ -133,7 +132,9 @@ def test_old_logprobs_stay_those_before_the_update(make_model, make_batch):
     keeps leaving, while one compared with its last step would stay near 1."""
     wide = {"clip_low": 0.99, "clip_high": 1e3}
     k3 = [
-        make_learner(make_model(), loss=wide, update={"num_epochs": epochs}).update(make_batch()).metrics["kl/old_k3"]
+        make_learner(make_model(), loss=wide, update={"update_epochs": epochs})
+        .update(make_batch())
+        .metrics["kl/old_k3"]
         for epochs in (2, 4, 8)
     ]
     assert k3[0] < k3[1] < k3[2]
@@ -191,7 +192,8 @@ def test_a_non_finite_gradient_is_skipped_counted_and_then_fatal(make_model, mak
 def test_a_restarted_learner_is_bitwise_the_uninterrupted_one(make_model, make_batch, kl_coef):
     options = {
         "loss": {"kl_coef": kl_coef},
-        "update": {"minibatch_size": 4, "num_epochs": 2},
+        "minibatch_size": 4,
+        "update": {"update_epochs": 2},
         "optimizer": {"schedule": "cosine", "num_warmup_steps": 3},
         "total_steps": 24,
         "seed": 5,
@@ -224,7 +226,7 @@ def test_a_state_without_the_reference_it_needs_is_refused(make_model, make_batc
 def test_the_reference_of_a_full_model_is_the_model_as_it_was(make_model, make_batch):
     start = parameters_of(make_model())
     model = make_model()
-    learner = make_learner(model, loss={"kl_coef": 0.1}, update={"minibatch_size": 3})
+    learner = make_learner(model, loss={"kl_coef": 0.1}, minibatch_size=3)
     first, later = (learner.update(make_batch(k)).metrics for k in range(2))
     held = {name.removeprefix("reference."): t for name, t in learner.tensors().items() if "reference." in name}
     assert_same(held, start, atol=0)
@@ -279,8 +281,8 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(make_lora, make_bat
     model = make_lora()
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    settings = {"loss": {"kl_coef": 0.01}, "update": {"minibatch_size": minibatch_size}}
-    learner = make_learner(model, optimizer={"learning_rate": 0.02}, **settings)
+    settings = {"loss": {"kl_coef": 0.01}, "minibatch_size": minibatch_size}
+    learner = make_learner(model, update={"learning_rate": 0.02}, **settings)
     first, later = (learner.update(make_batch(k)).metrics for k in range(2))
     if minibatch_size is None:
         # a fresh adapter is zero, so both policies are the same (up to rounding) at the only pass of the first update
@@ -298,7 +300,7 @@ def test_an_adapter_drops_out_by_the_learners_seed_alone(make_lora, make_batch):
         model = make_lora()
         torch.manual_seed(global_seed)
         before = torch.get_rng_state()
-        make_learner(model, optimizer={"learning_rate": 0.02}, seed=seed, update={"num_epochs": 2}).update(make_batch())
+        make_learner(model, seed=seed, update={"learning_rate": 0.02, "update_epochs": 2}).update(make_batch())
         assert torch.equal(torch.get_rng_state(), before)
         return parameters_of(model)
 
@@ -316,13 +318,13 @@ ON_REQUEST = {
 
 
 def test_metrics_are_named_explained_and_finite(make_model, make_batch):
-    plain = make_learner(make_model(), update={"minibatch_size": 4}).update(make_batch()).metrics
+    plain = make_learner(make_model(), minibatch_size=4).update(make_batch()).metrics
     assert set(plain) == set(METRICS) - ON_REQUEST
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
     full = make_learner(
         make_model("qwen3_moe", **experts),
         loss={"kl_coef": 0.1, "entropy_coef": 0.01},
-        update={"minibatch_size": 4},
+        minibatch_size=4,
         advantages=AdvantageSettings(clip=1.0),
         rewards=RewardSettings(kl_coef=0.1),
         correction=CorrectionSettings(level="token"),
@@ -375,7 +377,7 @@ def test_entropy_is_that_of_the_sampling_distribution(make_model, make_batch):
 def test_the_division_into_minibatches_is_drawn_from_the_seed(make_model, make_batch):
     def weights(seed):
         model = make_model()
-        make_learner(model, update={"minibatch_size": 3}, seed=seed).update(make_batch())
+        make_learner(model, minibatch_size=3, seed=seed).update(make_batch())
         return parameters_of(model)
 
     first, again, other = weights(1), weights(1), weights(2)
@@ -400,7 +402,7 @@ def test_gradients_left_by_another_take_no_part(make_model, make_batch):
 
 
 def test_every_update_divides_its_batch_anew(make_model, make_batch):
-    learner, batch = make_learner(make_model(), update={"minibatch_size": 4}), make_batch()
+    learner, batch = make_learner(make_model(), minibatch_size=4), make_batch()
 
     def division():
         return [sorted(part.batch.token_ids.sum(1).tolist()) for m in learner._plan(batch) for part in m.parts]

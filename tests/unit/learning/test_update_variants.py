@@ -28,9 +28,9 @@ LR = 1e-3
 def make_learner(model, *, loss=None, update=None, learning_rate=LR, **options):
     return Learner(
         model,
-        optimizer=OptimizerSettings(learning_rate=learning_rate),
+        optimizer=OptimizerSettings(),
         loss=LossSettings(**(loss or {})),
-        update=UpdateSettings(**(update or {})),
+        update=UpdateSettings(learning_rate=learning_rate, **(update or {})),
         **options,
     )
 
@@ -100,7 +100,7 @@ def test_whitening_reaches_episodes_without_an_advantage_and_the_whole_batch(mak
     every = batch.advantages[batch.action_mask].double()
     whitened = (batch.advantages.double() - every.mean()) / (every.var() + 1e-8).sqrt()
     weights = share_of_episode(batch) * whitened
-    options = {"advantages": AdvantageSettings(whiten="tokens"), "update": {"minibatch_size": minibatch_size}}
+    options = {"advantages": AdvantageSettings(whiten="tokens"), "minibatch_size": minibatch_size}
     if minibatch_size is None:
         metrics = equals_step_by_hand(make_model, batch, weights, **options)
     else:
@@ -163,7 +163,7 @@ def test_the_engines_logprobs_may_stand_for_the_old_ones(make_model, make_batch,
         learning_rate=1e-30,
         correction=CorrectionSettings(old_logprobs="rollout"),
         loss={"clip_low": 0.99, "clip_high": 1e9},
-        update={"minibatch_size": minibatch_size},
+        minibatch_size=minibatch_size,
         advantages=AdvantageSettings(whiten="tokens"),
     )
     with torch.no_grad():
@@ -188,7 +188,8 @@ def test_the_gap_to_the_engine_is_that_before_the_weights_moved(make_model, make
     learner = make_learner(
         make_model(),
         learning_rate=0.01,
-        update={"minibatch_size": 5, "num_epochs": 2},
+        minibatch_size=5,
+        update={"update_epochs": 2},
         correction=CorrectionSettings(old_logprobs=old_logprobs),
     )
     with torch.no_grad():
@@ -229,14 +230,14 @@ def test_a_mean_over_the_batchs_tokens_adds_up_over_its_minibatches(make_model, 
     """dapo: with weights that do not move, the sum of four steps' losses is that of one step on everything."""
     still = {"learning_rate": 1e-30, "loss": {"aggregation": "dapo"}}
     whole = make_learner(make_model(), **still).update(make_batch()).metrics
-    parts = make_learner(make_model(), **still, update={"minibatch_size": 3}).update(make_batch()).metrics
+    parts = make_learner(make_model(), **still, minibatch_size=3).update(make_batch()).metrics
     assert parts["loss/total"] * 4 == pytest.approx(whole["loss/total"], rel=1e-4)
 
 
 def test_a_ratio_that_never_moved_is_reported(make_model, make_batch):
     one = make_learner(make_model()).update(make_batch()).metrics
     assert (one["ratio/is_constant"], one["ratio/log_std"]) == (1.0, 0.0)
-    four = make_learner(make_model(), update={"minibatch_size": 3}).update(make_batch()).metrics
+    four = make_learner(make_model(), minibatch_size=3).update(make_batch()).metrics
     assert four["ratio/is_constant"] == 0.0
     assert four["ratio/log_std"] > 1e-4
 
@@ -263,7 +264,7 @@ def make_lora(make_model):
     ],
 )
 def test_a_restarted_learner_goes_on_bit_for_bit(make_lora, make_batch, options):
-    options = {"update": {"minibatch_size": 4, "num_epochs": 2}, "learning_rate": 0.01, "seed": 5} | options
+    options = {"minibatch_size": 4, "update": {"update_epochs": 2}, "learning_rate": 0.01, "seed": 5} | options
     whole, first, second = make_lora(), make_lora(), make_lora()
     uninterrupted, interrupted = make_learner(whole, **options), make_learner(first, **options)
     for k in range(3):
@@ -292,7 +293,7 @@ def test_the_ratio_of_an_adapter_that_drops_out_is_one_until_its_weights_move(ma
     were scored before, without gradients. The masks of one trajectory alone move s by percents."""
     metrics = make_learner(make_lora()).update(make_batch()).metrics
     assert (metrics["ratio/min"], metrics["ratio/max"], metrics["ratio/noise_floor"]) == (1.0, 1.0, 0.0)
-    still = make_learner(make_lora(), learning_rate=1e-30, update={"minibatch_size": 5, "num_epochs": 2})
+    still = make_learner(make_lora(), learning_rate=1e-30, minibatch_size=5, update={"update_epochs": 2})
     metrics = still.update(make_batch()).metrics
     assert metrics["ratio/noise_floor"] <= 1e-5
     assert max(metrics["ratio/max"] - 1, 1 - metrics["ratio/min"]) <= 1e-5

@@ -157,9 +157,9 @@ def train(folder: Path, make_engine: Callable[[Policy], LocalEngine], *, num_ste
         )
         learner = Learner(
             policy.model,
-            optimizer=OptimizerSettings(learning_rate=1e-3),
+            optimizer=OptimizerSettings(),
             loss=LossSettings(),
-            update=UpdateSettings(minibatch_size=GROUPS * GROUP_SIZE),
+            update=UpdateSettings(learning_rate=1e-3),
         )
         num_episodes = GROUPS * GROUP_SIZE
         plan = TrainPlan(

@@ -194,9 +194,10 @@ def test_a_learner_that_rescores_refuses_to_look_at_the_samplers_logprobs() -> N
         with pytest.raises(ConfigError, match="the sampler's logprobs are not looked at"):
             Learner(
                 policy.model,
-                optimizer=OptimizerSettings(learning_rate=1e-3),
+                optimizer=OptimizerSettings(),
                 loss=LossSettings(),
-                update=UpdateSettings(minibatch_size=4),
+                update=UpdateSettings(learning_rate=1e-3),
+                minibatch_size=4,
                 correction=CorrectionSettings(**correction),
                 rescores=True,
             )
