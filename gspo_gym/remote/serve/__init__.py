@@ -1,1 +1,1 @@
-"""Our environments served to other trainers: task apps and OpenEnv."""
+"""Serve our environments to other trainers, as task apps and over OpenEnv's protocol."""

@@ -1,9 +1,8 @@
-"""The agent of a served environment: plays episodes against the model that a rollout brings along.
+"""The agent of a served environment: play episodes against the model that a rollout names.
 
-The conversation is that of `rollout.episode.run_episode`, message for message (the system prompt's place, text that is
-no action, the limit on turns, what ends an episode), so that what our gateway captures has the tokens of an episode
-played in the trainer's process. What was played is written into a `PlayedRollout` as it happens, so that a rollout that
-is stopped half-way still has its beginning.
+The conversation is that of `rollout.episode.run_episode`, message for message (the system prompt's place, unreadable
+text, the limit on turns, the end of an episode): what our gateway captures then has the tokens of an episode played in
+the trainer's process. A `PlayedRollout` is filled as the rollout goes on, to keep the beginning of one that is stopped.
 """
 
 from __future__ import annotations
@@ -36,20 +35,24 @@ class Ask(Protocol):
     """Asks the model for its next message."""
 
     async def __call__(self, messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...], /) -> Reply:
-        """What it said; raises InferenceError, or ContextOverflowError where the conversation no longer fits."""
+        """Return the model's next message.
+
+        Raises:
+            InferenceError: there is none. ContextOverflowError: the conversation no longer fits.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is played.
+    """What to play.
 
     Attributes:
-        seed: of the task. options: of each reset (Any: JSON).
+        seed: of the task. options: JSON, of each reset.
         max_turns: decisions in all, over all episodes.
-        system_prompt: put before what the environment says first; None: nothing is.
-        make_env: makes the environment afresh, to try again what failed (Any: authors need not subclass anything).
-        on_done: "terminate": one episode; "reset": the same task anew while there are turns left.
+        system_prompt: put before the environment's first messages; None: none is.
+        make_env: makes a fresh environment, to retry what failed.
+        on_done: "terminate": one episode; "reset": the same task again while there are turns left.
     """
 
     seed: int
@@ -62,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One answer of the model and what the environment made of it.
+    """An answer of the model and the environment's answer to it.
 
     `seen` is what was new to the model: the environment's messages since its last answer.
     """
@@ -74,10 +77,10 @@ class Decision:
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """One episode, as far as it was played. `outcome` None: it was still going on.
+    """One episode so far. `outcome` None: it is still going on.
 
     `unanswered` is what was new to the model, and its answer, while the environment has not answered that.
-    `action_seconds` is how long the environment took over actions.
+    `action_seconds` is the environment's time for actions.
     """
 
     decisions: list[Decision] = field(default_factory=list)
@@ -87,26 +90,26 @@ class PlayedEpisode:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the decisions that were scored."""
+        """Return the rewards of the scored decisions."""
         return [one.result.reward for one in self.decisions if one.result.reward is not None]
 
     @property
     def episode_return(self) -> float | None:
-        """The sum of the rewards; None if no decision was scored, which is not 0."""
+        """Return the sum of the rewards; None, and not 0, if no decision was scored."""
         return float(sum(self.rewards)) if self.rewards else None
 
     @property
     def success(self) -> bool | None:
-        """What the environment declared last."""
+        """Return the environment's last declaration of success."""
         declared = [one.result.success for one in self.decisions if one.result.success is not None]
         return declared[-1] if declared else None
 
 
 @dataclass(slots=True)
 class PlayedRollout:
-    """All that was played for one request. `num_ops` counts answers of the model and steps of the environment.
+    """Everything played for one request. `num_ops` counts answers of the model and steps of the environment.
 
-    `session` is that of the environment, once there is one.
+    `session` is the environment's, once there is one.
     """
 
     episodes: list[PlayedEpisode] = field(default_factory=list)
@@ -115,12 +118,12 @@ class PlayedRollout:
 
     @property
     def num_decisions(self) -> int:
-        """Over all episodes."""
+        """Return the number of decisions over all episodes."""
         return sum(len(episode.decisions) for episode in self.episodes)
 
 
 class PlayError(GymError, RuntimeError):
-    """The rollout cannot go on. `code` says which side failed."""
+    """The rollout cannot go on; `code` names the side that failed."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -128,7 +131,7 @@ class PlayError(GymError, RuntimeError):
 
 
 async def play_rollout(played: PlayedRollout, *, session: EnvSession, ask: Ask, plan: Plan) -> None:
-    """Play the plan, and note it in `played`.
+    """Play the plan and record it in `played`.
 
     Raises:
         PlayError: the environment or the model failed, or not even the first message fits the model.
@@ -143,10 +146,10 @@ async def play_rollout(played: PlayedRollout, *, session: EnvSession, ask: Ask, 
 
 
 async def end_if_actions_were_slow(played: PlayedRollout, plan: Plan, *, seconds: float) -> bool:
-    """Whether the time of a rollout, `seconds`, was used up by actions; the episode under way then ends at the floor.
+    """Return whether actions used up the time of a rollout, `seconds`; the open episode then ends at the floor.
 
-    That is where more than half of it went into answering actions, and rule 5 of `env/blame.py` holds. Finding out
-    takes up to a quarter of that time.
+    That is, more than half of it went into answering actions, and rule 5 of `env/blame.py` holds. Finding out takes up
+    to a quarter of that time.
     """
     if not played.episodes or played.session is None:
         return False
@@ -226,7 +229,7 @@ def _retrial_of(plan: Plan, session: EnvSession, *, max_seconds: float) -> Retri
 
 
 def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
-    """End the episode at its last action, answered or not, at the environment's lowest return."""
+    """End the episode at its last action, answered or not, with the environment's lowest return."""
     earned = math.fsum(episode.rewards)
     floor = floor_of(session.env, earned, None)
     if episode.unanswered is not None:
@@ -245,7 +248,7 @@ def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
 async def _asked(
     ask: Ask, conversation: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...], *, is_first: bool
 ) -> Reply | None:
-    """The model's answer; None: the conversation no longer fits it."""
+    """Return the model's answer; None if the conversation no longer fits it."""
     try:
         return await ask(conversation, tools)
     except ContextOverflowError as error:

@@ -1,7 +1,7 @@
-"""EnvSource: which environment a server plays, and what a client may change of it.
+"""The environment that a server plays, and the arguments that a client may set.
 
-The arguments of a constructor are the operator's: one of them may be a file or a URL. A client may repeat them, and set
-those that the operator names.
+The constructor's arguments are the operator's, because one of them may be a file or a URL. A client may repeat them,
+and set those that the operator names.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class EnvSource:
     """Makes factories of one environment.
 
     Args:
-        env: a registered name, or a class or function without arguments that gives a fresh instance (Any: authors need
-            not subclass anything).
+        env: a registered name, or a class or function without arguments that returns a fresh instance; it need not
+            subclass anything.
         config: arguments of the constructor.
         client_options: names of those that a client may set; "*" allows all.
-        isolation: where it runs: "thread", "process", or "auto", which does what the environment says.
+        isolation: "thread", "process", or "auto" for the environment's own choice.
 
     Attributes:
         env_id: the full id of a registered environment, else the name of the class or function.
@@ -67,14 +67,14 @@ class EnvSource:
         self._address_keys = tuple(key for key in _ADDRESS if key not in parameters)
 
     def seed_of(self, config: Mapping[str, Any], seed: int | None) -> int | None:
-        """The seed of the task that a request names by `seed`, or by `split` and `index` in its env.config (Any: JSON).
+        """Return the seed of the task that a request names by `seed`, or by `split` and `index` in its env.config.
 
         The index counts the tasks of a split: held-out ones (also called test, validation, val, dev or eval) from seed
         0, training ones from 2**31. The hosted evaluation command sends the index as the seed, too. None: it names
         none. Keys that the environment's constructor takes are the constructor's, and name no task.
 
         Raises:
-            RefusalError: no such split, an index that is none, or one that is not the seed.
+            RefusalError: no such split, an invalid index, or one that is not the seed.
         """
         address = {key: config[key] for key in self._address_keys if config.get(key) is not None}
         split, index = address.get("split"), address.get("index")
@@ -95,15 +95,15 @@ class EnvSource:
         return named
 
     def is_called(self, name: str | None) -> bool:
-        """Whether a client means this environment; None means whatever is served."""
+        """Return whether a client means this environment; None means any."""
         short = self.env_id.rpartition("/")[2]
         return name is None or name in (self.env_id, short, self.name)
 
     def factory_of(self, config: Mapping[str, Any]) -> IsolatedFactory:
-        """Makes the environment with what a client asks for (Any: JSON).
+        """Return a factory of the environment with a client's arguments.
 
         Raises:
-            RefusalError: it may not set that, or there is no such argument.
+            RefusalError: it may not set one, or there is no such argument.
         """
         others = (*_NOT_OF_THE_CONSTRUCTOR, *self._address_keys)
         asked = {key: value for key, value in config.items() if key not in others}
@@ -128,11 +128,11 @@ class EnvSource:
 
 
 def description_of(env: str | Callable[[], Any]) -> str:
-    """The first line of its docstring, or ""."""
+    """Return the first line of its docstring, or ""."""
     return (inspect.getdoc(_creator_of(env)) or "").partition("\n")[0]
 
 
 def _creator_of(env: str | Callable[[], Any]) -> Any:
-    """The class or function that makes it (Any: authors need not subclass anything)."""
+    """Return the class or function that makes it."""
     creator: Any = gymnasium.registry[resolve(env)].entry_point if isinstance(env, str) else env
     return load_env_creator(creator) if isinstance(creator, str) else creator

@@ -1,8 +1,8 @@
-"""InferenceClient: the model that a rollout brings along, asked through the `openai` package.
+"""Client of the model that a rollout names, through the `openai` package.
 
-The URL comes from a request, so it was checked before (`urls.py`), and the address that was checked is the one that is
-called. Sends what the rollout's policy says and nothing else: an agent that adds settings of its own would not sample
-what the trainer thinks it samples.
+The URL comes from a request and was checked before (`urls.py`); the address that was checked is the one that is called.
+It sends the sampling settings of the rollout's policy and no others: an agent with settings of its own would not sample
+what the trainer expects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_SHOWN = 300  # characters of a foreign error that ours repeats
 
 
 class InferenceError(ServiceError):
-    """The model gave no answer, or none that can be read."""
+    """The model gave no answer, or one that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Reply:
     """One answer of the model.
 
     Attributes:
-        message: what it said; its text as it stands where that could not be read as an action.
-        error: why it could not, in words for the model; None if it could.
-        parse: what the gateway calls it ("ok", "bad_tool_call", ...).
-        finish_reason: of the API. usage: token counts as the server says them. seconds: until it was there.
-        logprobs: of the sampled tokens, where they were asked for and given.
+        message: its message, with the raw text if that could not be read as an action.
+        error: the reason for that, in words for the model; None if it could be read.
+        parse: the gateway's name for it ("ok", "bad_tool_call", ...).
+        finish_reason: of the API. usage: the server's token counts. seconds: until it was there.
+        logprobs: of the sampled tokens, if they were asked for and given.
     """
 
     message: Message
@@ -54,7 +54,7 @@ class Reply:
 
 
 def require_openai() -> None:
-    """Fail where the package is missing: when a server starts, and not in its first rollout.
+    """Fail at the server's start, and not in its first rollout, if the package is missing.
 
     Raises:
         MissingExtraError: the openai package is not installed.
@@ -64,7 +64,7 @@ def require_openai() -> None:
 
 
 def split_inference_url(url: str) -> tuple[str, dict[str, str]]:
-    """The base URL that the `openai` package wants, and the query that each of its requests keeps.
+    """Return the base URL for the `openai` package, and the query that each request keeps.
 
     >>> split_inference_url("http://gw/t/ID/v1/chat/completions?cid=ID")
     ('http://gw/t/ID/v1', {'cid': 'ID'})
@@ -79,12 +79,12 @@ def split_inference_url(url: str) -> tuple[str, dict[str, str]]:
 
 
 class InferenceClient:
-    """Asks one endpoint, for the length of one rollout. Use it within one event loop, and close it.
+    """Client of one endpoint for one rollout. Use it within one event loop, and close it.
 
     Args:
         url: checked.
-        policy: `policy.config` of the rollout (Any: JSON): `model` and how to sample.
-        api_key: sent as a bearer; None sends none that means anything.
+        policy: JSON of the rollout's `policy.config`: `model` and how to sample.
+        api_key: sent as a bearer; None sends a placeholder.
         with_logprobs: asks for those of the sampled tokens.
         timeout_seconds: for one answer. max_retries: of transport errors, 429 and 5xx, by the `openai` package.
 
@@ -129,10 +129,10 @@ class InferenceClient:
         )
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply:
-        """The model's next message; `tools` are OpenAI function schemas (Any: JSON).
+        """Return the model's next message; `tools` are OpenAI function schemas.
 
         Raises:
-            InferenceError: no answer, or none that can be read.
+            InferenceError: no answer, or one that cannot be read.
             ContextOverflowError: the conversation no longer fits the model.
         """
         import openai
@@ -150,7 +150,7 @@ class InferenceClient:
         return self._read(answer, seconds=time.monotonic() - started)
 
     async def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         await self._client.close()
 
     def _to_wire(self, message: Message) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class InferenceClient:
 
 
 def _understood(said: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Message, error and parse of a reply: a text that is no action is for the environment to answer."""
+    """Return message, error and parse of a reply; the environment answers a text that is not an action."""
     if extra.get("error"):
         text = Message("assistant", str(said.get("content") or ""))
         return {"message": text, "error": str(extra["error"]), "parse": str(extra.get("parse", "bad_tool_call"))}
@@ -200,7 +200,7 @@ def _understood(said: Mapping[str, Any], extra: Mapping[str, Any], where: str) -
 
 
 def _is_call(call: object) -> bool:
-    """Whether it is the model's doing, and not the endpoint's, if this call cannot be read."""
+    """Return whether an unreadable call is the model's doing, and not the endpoint's."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 

@@ -1,15 +1,10 @@
-"""Any environment of ours over OpenEnv's protocol, so that other trainers and clients can play it.
+"""Serve an environment over OpenEnv's protocol to other trainers and clients, alone or beside other protocols.
 
-An episode is a WebSocket at /ws, as OpenEnv's clients open it: one socket, one session, one environment. Tools are
-offered in both of OpenEnv's ways (actions `call_tool` and `list_tools`; JSON-RPC at /mcp and in `mcp` frames). Verified
-against openenv 0.10.0.
+An episode is a WebSocket at /ws: one socket, one session, one environment. Tools are offered in both of OpenEnv's ways
+(actions `call_tool` and `list_tools`; JSON-RPC at /mcp and in `mcp` frames). Verified against openenv 0.10.0.
 
-Where we depart from OpenEnv: HTTP POST /step is refused with 409, because OpenEnv's answers from a fresh environment
-that never was reset, which looks like an answer; sessions idle without a WebSocket give up their place to others.
-
-Several protocols on one port: what each brings, put into one application.
-
-One WebSocket of an OpenEnv client: reads frames, plays the session, answers each with one frame.
+Departures from OpenEnv: HTTP POST /step is refused with 409, because OpenEnv's answers from a fresh environment that
+was never reset, which looks like an answer; idle sessions without a WebSocket give up their place to others.
 """
 
 from __future__ import annotations
@@ -63,7 +58,7 @@ _STATELESS = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is said of the environment before anything is played: read from one instance when the server starts."""
+    """Facts about the environment, read from one instance when the server starts."""
 
     name: str
     description: str
@@ -71,7 +66,7 @@ class Facts:
 
 
 class OpenEnvService:
-    """What answers in OpenEnv's protocol: one environment and its sessions.
+    """Serves one environment and its sessions in OpenEnv's protocol.
 
     Attributes:
         sessions: of this server. facts: read from one instance when the server starts.
@@ -109,13 +104,13 @@ class OpenEnvService:
         )
 
     def add_to(self, app: fastapi.FastAPI) -> None:
-        """Put the routes into an application."""
+        """Add the routes to an application."""
         app.state.openenv = self
         app.include_router(_ROUTER)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """For as long as the server runs; sessions are closed at its end.
+        """Read the facts at the start and close all sessions at the end.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
@@ -140,17 +135,17 @@ def create_openenv_app(
     allowed_origins: Iterable[str] = (),
     allowed_hosts: Iterable[str] | None = None,
 ) -> Guard:
-    """An ASGI application that serves an environment.
+    """Return an ASGI application that serves an environment.
 
     Args:
-        env: a registered name, or a class or function without arguments that gives a fresh instance (Any: authors need
-            not subclass anything).
+        env: a registered name, or a class or function without arguments that returns a fresh instance; it need not
+            subclass anything.
         config: arguments of the constructor.
-        isolation: where it runs: "thread", "process", or "auto", which does what the environment says.
+        isolation: "thread", "process", or "auto" for the environment's own choice.
         max_sessions: episodes at once; one more is answered CAPACITY_REACHED, and should be tried again later.
         step_timeout_seconds: for each call of an environment's method; a session that misses it is over.
         idle_timeout_seconds: of a session that no WebSocket drives, before it may lose its place to another.
-        api_key, allowed_origins, allowed_hosts: see `guard.Guard`.
+        api_key, allowed_origins, allowed_hosts: see `Guard`.
 
     Raises:
         UnknownNameError: a name that is not registered.
@@ -190,13 +185,13 @@ _ROUTER = fastapi.APIRouter()
 
 @_ROUTER.get("/health")
 async def health() -> dict[str, str]:
-    """Whether the server answers; needs no key."""
+    """Answer that the server runs; needs no key."""
     return {"status": "healthy"}
 
 
 @_ROUTER.get("/metadata")
 async def metadata(request: fastapi.Request) -> dict[str, Any]:
-    """What the environment is."""
+    """Describe the environment."""
     facts = _service(request.app).facts
     about = {"name": facts.name, "description": facts.description, "version": importlib.metadata.version("gspo-gym")}
     return {**about, "readme_content": None, "author": None, "documentation_url": None}
@@ -204,7 +199,7 @@ async def metadata(request: fastapi.Request) -> dict[str, Any]:
 
 @_ROUTER.get("/schema")
 async def schema(request: fastapi.Request) -> dict[str, Any]:
-    """JSON schemas of actions, observations and states."""
+    """Return JSON schemas of actions, observations and states."""
     has_tools = bool(_service(request.app).facts.tool_schemas)
     observation = (ToolObservation if has_tools else Observation).model_json_schema()
     state = {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer", "minimum": 0}}
@@ -218,19 +213,19 @@ async def schema(request: fastapi.Request) -> dict[str, Any]:
 
 @_ROUTER.get("/list_environments")
 async def list_environments(request: fastapi.Request) -> list[str]:
-    """The one environment that is served."""
+    """List the one environment that is served."""
     return [_service(request.app).facts.name]
 
 
 @_ROUTER.get("/state")
 async def state() -> dict[str, Any]:
-    """The state of a fresh environment, as OpenEnv has it; that of an episode is asked for over its WebSocket."""
+    """Return the state of a fresh environment, as OpenEnv does; an episode's state is asked for over its WebSocket."""
     return {"episode_id": None, "step_count": 0}
 
 
 @_ROUTER.post("/reset")
 async def reset(request: fastapi.Request) -> JSONResponse:
-    """The first observation of a fresh environment, which is closed again."""
+    """Return the first observation of a fresh environment, which is closed again."""
     sessions = _service(request.app).sessions
     try:
         given = ResetRequest.model_validate(read_json(await request.body() or b"{}"))
@@ -255,7 +250,7 @@ async def reset(request: fastapi.Request) -> JSONResponse:
 
 @_ROUTER.post("/step")
 async def step(request: fastapi.Request) -> JSONResponse:
-    """Always an error: what is wrong with the action, or that there is no episode here."""
+    """Refuse: say what is wrong with the action, or that there is no episode here."""
     has_tools = bool(_service(request.app).facts.tool_schemas)
     try:
         body = read_json(await request.body() or b"{}")
@@ -269,7 +264,7 @@ async def step(request: fastapi.Request) -> JSONResponse:
 
 @_ROUTER.post("/mcp")
 async def mcp(request: fastapi.Request) -> JSONResponse:
-    """JSON-RPC: tools/list, tools/call in a session, and OpenEnv's session/create and session/close."""
+    """Answer JSON-RPC: tools/list, tools/call in a session, and OpenEnv's session/create and session/close."""
     try:
         asked = read_json(await request.body())
     except RecordError as error:
@@ -280,7 +275,7 @@ async def mcp(request: fastapi.Request) -> JSONResponse:
 
 @_ROUTER.websocket("/ws")
 async def websocket(socket: fastapi.WebSocket) -> None:
-    """One session: episodes, one after another."""
+    """Play one session: episodes, one after another."""
     service = _service(socket.app)
     await Channel(socket, sessions=service.sessions, tool_schemas=service.facts.tool_schemas).run()
 
@@ -289,16 +284,16 @@ class Service(Protocol):
     """One protocol of a server."""
 
     def add_to(self, app: fastapi.FastAPI) -> None:
-        """Put its routes into an application. Where two services have the same route, the first one's is taken."""
+        """Add its routes to an application. If two services have the same route, the first one's is used."""
         ...
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Open for as long as the server runs."""
+        """Return a context that is open while the server runs."""
         ...
 
 
 def joined_app(services: Sequence[Service], *, title: str) -> fastapi.FastAPI:
-    """One application with the routes of all; without pages that would describe them to anybody."""
+    """Return one application with the routes of all services, without pages that would describe them to strangers."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
@@ -314,7 +309,7 @@ def joined_app(services: Sequence[Service], *, title: str) -> fastapi.FastAPI:
 
 
 class Channel:
-    """Drives one session for one client.
+    """One client's WebSocket: reads frames, plays a session, and answers each frame with one.
 
     The session is the socket's own and ends with it; `?session_id=` attaches to one that was made over /mcp instead,
     which stays open.
@@ -324,7 +319,7 @@ class Channel:
         self._websocket, self._sessions, self._tool_schemas = websocket, sessions, tool_schemas
 
     async def run(self) -> None:
-        """Until the client leaves, says "close", or the session cannot go on."""
+        """Answer frames until the client leaves, says "close", or the session cannot go on."""
         await self._websocket.accept()
         with contextlib.suppress(WebSocketDisconnect):  # it may leave while it is being answered
             session = await self._open_session()
@@ -342,7 +337,7 @@ class Channel:
                 await asyncio.shield(self._sessions.destroy(session))
 
     async def _open_session(self) -> Session | None:
-        """The session; None: there is none, and the client has been told why."""
+        """Return the session, or None after telling the client why there is none."""
         wanted = self._websocket.query_params.get("session_id")
         try:
             session = await self._sessions.create() if wanted is None else self._sessions.get(wanted)
@@ -374,7 +369,7 @@ class Channel:
                 return
 
     async def _answer(self, text: str | None, session: Session) -> dict[str, Any] | None:
-        """The frame that answers a client's; None: it said goodbye."""
+        """Return the frame that answers a client's; None after its goodbye."""
         try:
             frame = read_json(text if text is not None else "")
         except RecordError as error:

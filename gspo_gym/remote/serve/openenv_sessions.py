@@ -1,4 +1,4 @@
-"""Sessions of a served environment: at most so many at once, one environment each. Knows no wire."""
+"""Sessions of a served environment: a limited number at once, with one environment each. No wire format here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from gspo_gym.types import Message, StepResult
 
 
 class CapacityError(GymError, RuntimeError):
-    """As many sessions are open as the server allows."""
+    """The server's limit of sessions is reached."""
 
 
 class Session:
-    """One environment and the episode that is being played in it; calls wait for each other.
+    """One environment and its present episode; calls wait for each other.
 
     Attributes:
         id: the client's name for it. episode_id, num_steps: of the episode.
         is_attached: a WebSocket drives it; the others live until they are closed, or idle for too long.
         is_closing: it ends with its WebSocket.
-        is_broken: a call did not return in time, so that it may only be closed.
+        is_broken: a call did not return in time; it may only be closed.
     """
 
     def __init__(self, env: EnvSession) -> None:
@@ -62,7 +62,7 @@ class Session:
             return result
 
     async def act(self, message_at: Callable[[int], Message]) -> StepResult:
-        """Answer one action, which is given the number of the turn.
+        """Answer one action; `message_at` receives the number of the turn.
 
         Raises:
             UsageError: no episode is being played.
@@ -72,7 +72,7 @@ class Session:
             return await self._turn(self.env.step(message_at(self.num_steps)))
 
     async def close(self) -> None:
-        """Close the environment; what it raises by that is of no use to a client that has gone."""
+        """Close the environment and ignore its errors, which a client that has gone cannot use."""
         with suppress(GymError):
             await self.env.close()
 
@@ -101,7 +101,7 @@ class Sessions:
     """The open sessions.
 
     Args:
-        factory: makes an environment (Any: authors need not subclass anything).
+        factory: makes an environment.
         env_id: its name in errors.
         max_sessions: open at once.
         step_timeout_seconds: for each call of an environment's method.
@@ -125,7 +125,7 @@ class Sessions:
 
     @property
     def num_active(self) -> int:
-        """Sessions that take a place: open ones, and those whose environment is being made."""
+        """Return the sessions that take a place: open ones, and those whose environment is being made."""
         return len(self._open) + self._num_opening
 
     async def create(self) -> Session:
@@ -148,7 +148,7 @@ class Sessions:
         return session
 
     async def open_env(self) -> EnvSession:
-        """An environment that takes no place.
+        """Return an environment that takes no place.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: it could not be made.
@@ -156,7 +156,7 @@ class Sessions:
         return await open_session(self._factory, env_id=self._env_id, step_timeout_seconds=self._timeout)
 
     def get(self, session_id: str) -> Session:
-        """An open session.
+        """Return an open session.
 
         Raises:
             UsageError: there is none of that id.
@@ -166,7 +166,7 @@ class Sessions:
         return self._open[session_id]
 
     async def destroy(self, session: Session) -> None:
-        """Close a session; its place is free when its environment is closed."""
+        """Close a session; its place becomes free when its environment is closed."""
         if session.id in self._open:
             try:
                 await session.close()

@@ -1,12 +1,10 @@
-"""What OpenEnv's wire says of an environment of ours: actions, observations, tools, and errors. No I/O.
+"""OpenEnv's wire format for our environments: actions, observations, tools, errors, and the JSON-RPC side. No I/O.
 
-OpenEnv knows one observation object, a reward and `done`. What else a step of ours says (truncated, success, reward
-terms, events) travels in `metadata`, under the key that `env/suites/openenv.py` reads.
+OpenEnv has one observation object, a reward and `done`. The rest of a step (truncated, success, reward terms, events)
+travels in `metadata`, under the key that `env/suites/openenv.py` reads.
 
-The JSON-RPC side of OpenEnv: tools listed and called as MCP does, and sessions without a WebSocket.
-
-A call of a tool is a turn of the episode, as over the WebSocket; its reward is seen only there. Called by
-`openenv_server.py` and `remote/serve/openenv_server.py`.
+Over JSON-RPC tools are listed and called as in MCP, with sessions that need no WebSocket. A tool call is a turn of the
+episode, as over the WebSocket, but its reward is seen only there.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class _Strict(BaseModel):
 
 
 class TextAction(_Strict):
-    """What the model says."""
+    """The model's text."""
 
     message: str = Field(description="What the model says.")
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -44,7 +42,7 @@ class Call(_Strict):
 
 
 class ToolAction(_Strict):
-    """One turn: a message with any number of tool calls; or, as MCP clients say it, one call by `tool_name`."""
+    """One turn: a message with any number of tool calls; or one call by `tool_name`, as MCP clients send it."""
 
     type: Literal["message", "call_tool", "list_tools"] = "message"
     message: str = Field(default="", description="What the model says beside its calls, or without any.")
@@ -63,7 +61,7 @@ class ToolAction(_Strict):
 
 
 class Observation(BaseModel):
-    """What the model is shown next, as OpenAI messages and as one text."""
+    """The next messages for the model, as OpenAI messages and as one text."""
 
     text: str = Field(description="The messages' contents, parted by blank lines.")
     messages: list[dict[str, Any]] = Field(description="OpenAI chat messages that are new in this turn.")
@@ -71,7 +69,7 @@ class Observation(BaseModel):
 
 
 class ToolObservation(Observation):
-    """The same; after call_tool also the result as MCP clients read it, and after list_tools the tools."""
+    """An observation with, after call_tool, the result as MCP clients read it, and after list_tools the tools."""
 
     tool_name: str | None = None
     result: dict[str, Any] | None = None
@@ -80,7 +78,7 @@ class ToolObservation(Observation):
 
 
 class ResetRequest(BaseModel):
-    """`seed` picks the task; whatever else is given becomes the options of the environment's `reset`."""
+    """`seed` picks the task; other fields become the options of the environment's `reset`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -93,17 +91,17 @@ class ResetRequest(BaseModel):
 
 
 def read_action(data: Any, *, has_tools: bool) -> TextAction | ToolAction:
-    """The action that a client sent (Any: JSON).
+    """Read a client's action.
 
     Raises:
-        pydantic.ValidationError: it is none.
+        pydantic.ValidationError: it is invalid.
     """
     kind = ToolAction if has_tools else TextAction
     return kind.model_validate(data)
 
 
 def message_of(action: TextAction | ToolAction, *, turn: int) -> Message:
-    """The assistant message that an action is; calls without an id are numbered within the episode."""
+    """Return an action as an assistant message; calls without an id are numbered within the episode."""
     if isinstance(action, TextAction):
         return Message("assistant", action.message)
     calls = list(action.tool_calls)
@@ -116,7 +114,7 @@ def message_of(action: TextAction | ToolAction, *, turn: int) -> Message:
 
 
 def observation_data(result: StepResult) -> dict[str, Any]:
-    """The data of an observation frame."""
+    """Return the data of an observation frame."""
     details = {
         "truncated": result.truncated,
         "terminated": result.terminated,
@@ -134,23 +132,23 @@ def observation_data(result: StepResult) -> dict[str, Any]:
 
 
 def text_of(result: StepResult) -> str:
-    """What the model is shown, as one text."""
+    """Return the messages for the model as one text."""
     return "\n\n".join(message.content for message in result.messages)
 
 
 def with_call_result(data: dict[str, Any], tool_name: str, result: StepResult) -> dict[str, Any]:
-    """The frame's data with the answer to one call where MCP clients look for it."""
+    """Return the frame's data with the answer to one call where MCP clients look for it."""
     return {**data, "observation": {**data["observation"], "tool_name": tool_name, "result": call_result(result)}}
 
 
 def call_result(result: StepResult) -> dict[str, Any]:
-    """The answer to one call in MCP's shape; `data` is where OpenEnv's client looks first."""
+    """Return the answer to one call in MCP's form; OpenEnv's client looks at `data` first."""
     text = text_of(result)
     return {"content": [{"type": "text", "text": text}], "data": text, "is_error": text.startswith("error: ")}
 
 
 def tools_data(tool_schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The data of the frame that answers list_tools: nothing was done in the environment."""
+    """Return the data of the frame that answers list_tools, which does nothing in the environment."""
     tools = [
         {"name": tool["name"], "description": tool["description"], "input_schema": tool["inputSchema"]}
         for tool in mcp_tools(tool_schemas)
@@ -160,7 +158,7 @@ def tools_data(tool_schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def mcp_tools(tool_schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """OpenAI function schemas as MCP lists tools."""
+    """Return OpenAI function schemas as MCP lists tools."""
     functions = [schema["function"] for schema in tool_schemas]
     return [
         {
@@ -173,12 +171,12 @@ def mcp_tools(tool_schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def error_frame(code: str, message: str, **more: Any) -> dict[str, Any]:
-    """An error as OpenEnv's WebSocket says it."""
+    """Return an error frame of OpenEnv's WebSocket."""
     return {"type": "error", "data": {"message": message, "code": code, **more}}
 
 
 def validation_errors(error: ValidationError) -> list[dict[str, Any]]:
-    """What is wrong, without pydantic's links and objects."""
+    """Return pydantic's errors without its links and objects."""
     return [{"type": one["type"], "loc": list(one["loc"]), "msg": one["msg"]} for one in error.errors()]
 
 
@@ -215,12 +213,12 @@ async def answer_rpc(
     tool_schemas: Sequence[Mapping[str, Any]],
     session: Session | None = None,
 ) -> dict[str, Any]:
-    """The answer to one request; never raises for what a client can cause.
+    """Answer one request; never raises for anything that a client can cause.
 
     Args:
-        asked: JSON from a client (Any).
+        asked: JSON from a client.
         sessions, tool_schemas: of the server.
-        session: whose WebSocket it came through; None: the request names one, where it needs one.
+        session: of the WebSocket that it came through; None: the request names one, if it needs one.
     """
     try:
         request = RpcRequest.model_validate(asked)
@@ -236,7 +234,7 @@ async def answer_rpc(
 
 
 def rpc_error(request_id: str | int | None, code: int, message: str, data: Any = None) -> dict[str, Any]:
-    """An error as JSON-RPC says it."""
+    """Return a JSON-RPC error."""
     return {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": message, "data": data}}
 
 

@@ -1,14 +1,11 @@
-"""What was played -> the answer to POST /rollout: trajectories, metrics and traces, as the contract writes them.
+"""Write a played rollout as the answer to POST /rollout: trajectories, metrics and traces. Pure functions.
 
-Pure functions. A reward that was not given is null, never 0. What the contract has no field for stands under
-`EXTENSION`.
+A missing reward is null, never 0. What the contract has no field for stands under `EXTENSION`.
 
-Step rewards on the app's side: what the achievements of a decision are worth, as a task app computes it.
-
-A decision is one answer of the model with the steps that it sets off. `decision_rewards` counts achievements, for a
-trainer that composes the reward itself (`learning/credit.py` does); `stepwise` holds a reward that is already composed.
-The definitions and the names of the strategies are those of the task apps of the `synth-ai` package; its tables of
-resource shaping belong to one game and are not here. Not the environment's own reward, which no setting here changes.
+A decision is one answer of the model with the steps that it sets off. `decision_rewards` counts its achievements, for a
+trainer that composes the reward itself (as `learning` does); `stepwise` holds a composed reward. Definitions and names
+of the strategies are those of the task apps of the `synth-ai` package; its tables of resource shaping belong to one
+game and are not here. No setting here changes the environment's own reward.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ class AppStepRewards(Settings):
 
     @property
     def is_active(self) -> bool:
-        """Whether decisions carry rewards."""
+        """Return whether decisions carry rewards."""
         return self.enabled and self.mode == "decision_stepwise"
 
 
@@ -83,7 +80,7 @@ class DecisionRewards:
         self._stepwise: list[dict[str, Any]] = []
 
     def of_decision(self, events: Sequence[str]) -> dict[str, Any]:
-        """`decision_rewards` and `stepwise` of the next decision, which reached these achievements (Any: JSON)."""
+        """Return `decision_rewards` and `stepwise` of the next decision, which reached these achievements."""
         settings, reached = self._settings, list(dict.fromkeys(events))
         unique = [name for name in reached if name not in self._seen]
         self._seen.update(dict.fromkeys(unique))
@@ -102,7 +99,7 @@ class DecisionRewards:
         return {"decision_rewards": {**counted, "all": reached, "unique": unique}, "stepwise": stepwise}
 
     def samples(self) -> list[dict[str, Any]]:
-        """`decision_samples` of a trajectory (Any: JSON)."""
+        """Return `decision_samples` of a trajectory."""
         return [
             {
                 "decision_index": one["decision_index"],
@@ -115,7 +112,7 @@ class DecisionRewards:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """`metrics.details.stepwise` (Any: JSON)."""
+        """Return `metrics.details.stepwise`."""
         settings = self._settings
         return {
             "indicator_sum": sum(one["indicator"] for one in self._stepwise),
@@ -135,7 +132,7 @@ class DecisionRewards:
 
     @property
     def reward_sum(self) -> float:
-        """What all decisions so far are worth."""
+        """Return the reward of all decisions so far."""
         return float(sum(one["reward"] for one in self._stepwise))
 
     def _weight_of(self, reached: Sequence[str]) -> float:
@@ -149,10 +146,10 @@ class DecisionRewards:
 
 
 def step_rewards_of(policy_config: Mapping[str, Any], env_config: Mapping[str, Any]) -> AppStepRewards:
-    """The settings in a rollout's request.
+    """Read the settings in a rollout's request.
 
     Raises:
-        pydantic.ValidationError: there are some, and one is unknown or wrong.
+        pydantic.ValidationError: one is unknown or wrong.
     """
     given = policy_config.get("step_rewards") or env_config.get("step_rewards") or {}
     return AppStepRewards.model_validate(given)
@@ -164,14 +161,14 @@ _MIN_LOGPROB = -9999.0  # what stands for -inf, which JSON does not have
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What an answer repeats of its request.
+    """The parts of a request that its answer repeats.
 
     Attributes:
         request: the request.
-        env_id: of the environment. policy_id: who played.
-        inference_url, correlation_id: where the model was asked, and under which id.
+        env_id: of the environment. policy_id: of the player.
+        inference_url, correlation_id: the model's URL, and the id that it was called under.
         step_rewards: how decisions are rewarded beside the environment.
-        seed: of the task that is played, which the request may name in other ways.
+        seed: of the played task, which the request may name in other ways.
     """
 
     request: RolloutRequest
@@ -184,7 +181,7 @@ class AnswerContext:
 
 
 def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bool, created_at: str) -> Json:
-    """The whole answer, of generation A; `created_at` is when the rollout began."""
+    """Return the whole answer, of generation A; `created_at` is when the rollout began."""
     told = [_Told(episode, context) for episode in played.episodes]
     request = context.request
     answer: Json = {
@@ -305,9 +302,9 @@ def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContex
 
 
 def _mean_return(returns: Sequence[float], *, aborted: bool) -> float | None:
-    """Over scored episodes; None: nothing was scored.
+    """Return the mean over scored episodes; None if nothing was scored.
 
-    The contract demands a number. An aborted rollout has no result, whatever stands here, so it has one.
+    The contract demands a number, so an aborted rollout has one, too, although it has no result.
     """
     if returns:
         return sum(returns) / len(returns)

@@ -1,4 +1,4 @@
-"""The rollouts that a task app plays: how many at once, which are under way, and how one is told to stop."""
+"""The rollouts of a task app: how many play at once, which are under way, and how one is stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run:
     abort_requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     def to_wire(self) -> dict[str, Any]:
-        """What GET /run/status/{run_id} answers (Any: JSON)."""
+        """Return the answer to GET /run/status/{run_id}."""
         times = {"started_at": self.started_at, "finished_at": self.finished_at}
         return {"run_id": self.run_id, "status": self.status, **times}
 
@@ -46,7 +46,7 @@ class Runs:
 
     @contextlib.asynccontextmanager
     async def begin(self, run_id: str) -> AsyncIterator[Run]:
-        """A run that ends with the block; it is still waiting for its place, which `place` gives.
+        """Register a run that ends with the block; `place` then waits for its turn.
 
         Raises:
             RefusalError: that run is under way already, or too many are waiting.
@@ -68,7 +68,7 @@ class Runs:
 
     @contextlib.asynccontextmanager
     async def place(self, run: Run) -> AsyncIterator[None]:
-        """Waits until the run may be played."""
+        """Wait until the run may be played."""
         self._num_waiting += 1
         try:
             await self._places.acquire()
@@ -81,7 +81,7 @@ class Runs:
             self._places.release()
 
     def get(self, run_id: str) -> Run:
-        """A run that is under way or ended not long ago.
+        """Return a run that is under way or ended not long ago.
 
         Raises:
             RefusalError: there is none.
@@ -104,7 +104,7 @@ class Runs:
 async def until_stopped(
     playing: Coroutine[Any, Any, None], *stops: Coroutine[Any, Any, Any], timeout_seconds: float
 ) -> bool:
-    """Whether it came to its end; if one of `stops` ended first, or the time was up, it is cancelled.
+    """Return whether `playing` finished; it is cancelled if one of `stops` ends first, or the time is up.
 
     Raises:
         Exception: what `playing` raised, or one of `stops`.

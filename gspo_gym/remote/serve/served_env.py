@@ -1,7 +1,4 @@
-"""One environment behind one guard, in one protocol or both: what `gspo-gym env serve` runs.
-
-As a task app (`task_app_server.py`), over OpenEnv's protocol (`openenv_server.py`), or as both on one port.
-"""
+"""Serve one environment behind one guard: as a task app, over OpenEnv's protocol, or as both on one port."""
 
 from __future__ import annotations
 
@@ -28,20 +25,20 @@ Protocol = Literal["task_app", "openenv", "all"]
 
 @dataclass(frozen=True, slots=True)
 class ServedEnv:
-    """What is served, and to whom.
+    """A served environment, and who may call it.
 
     Attributes:
-        name: of a registered environment. config: arguments of its constructor (Any: each has its own).
-        protocol: what is spoken.
+        name: of a registered environment. config: arguments of its constructor.
+        protocol: "task_app", "openenv" or "all".
         client_options: of a task app: names of arguments that clients may set.
-        isolation: where it runs: "auto", "thread" or "process".
+        isolation: "auto", "thread" or "process".
         limits: of episodes and calls.
-        rubric: of a task app: by which its episodes may be judged, as an id or a file; None: what a bundled environment
-            brings.
-        inference_hosts: of a task app: which inference URLs it calls; None: those of loopback, if it is served there.
+        rubric: of a task app: the rubric to judge its episodes by, as an id or a file; None: a bundled environment's
+            own.
+        inference_hosts: of a task app: the inference hosts that it calls; None: loopback, if it is served there.
         inference_api_key: sent to them.
-        host: where it is served. api_keys: of which callers need one; () asks for none.
-        allowed_origins, allowed_hosts: see `guard.Guard`; hosts () says nothing.
+        host: the address to serve at. api_keys: callers need one of them; () asks for none.
+        allowed_origins, allowed_hosts: see `Guard`; hosts () leaves its default.
     """
 
     name: str
@@ -60,12 +57,13 @@ class ServedEnv:
 
 
 def served_app(served: ServedEnv) -> Guard:
-    """The ASGI application.
+    """Return the ASGI application.
 
     Raises:
         UnknownNameError: a name that is not registered.
-        ConfigError: a limit, a key or an allowed host is none, or no such argument or isolation; or a key would be sent
-            to whatever runs on this machine.
+        ConfigError: a limit, a key or an allowed host is invalid, or no such argument or isolation; or a key would be
+            sent
+            to any program of this machine.
     """
     services: list[Service] = []
     max_requests = 1_024
@@ -109,7 +107,7 @@ def _task_app(served: ServedEnv) -> TaskApp:
 
 
 def rubrics_of(env_id: str, rubric: str | None = None) -> Rubrics:
-    """What is said of how an environment's episodes may be judged: `rubric`, or what comes with a bundled one.
+    """Return the rubrics for an environment's episodes: `rubric`, or those of a bundled environment.
 
     Raises:
         UnknownNameError: there is no such environment, or no such rubric. ConfigError: its file is not one.

@@ -1,7 +1,4 @@
-"""What a served environment says of itself: the answers of /, /health, /info and /task_info, as task apps have them.
-
-Pure functions of what is served.
-"""
+"""A served environment's description of itself: the answers of /, /health, /info and /task_info. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ _MAX_SEEDS_ASKED = 1_000
 
 @dataclass(frozen=True, slots=True)
 class AppFacts:
-    """What is served.
+    """The facts about a served environment.
 
     Attributes:
         name: of the environment, without namespace and version. env_id: the whole of it.
         description: one line.
-        tool_schemas: the tools that the model is offered, as OpenAI function schemas (Any: JSON).
-        rubrics: by which its episodes may be judged.
+        tool_schemas: the tools offered to the model, as OpenAI function schemas.
+        rubrics: to judge its episodes by.
         timeout_seconds: of one rollout. max_concurrent_rollouts: played at once.
         has_key: whether callers need one.
     """
@@ -44,12 +41,12 @@ class AppFacts:
 
 
 def health(facts: AppFacts) -> Json:
-    """For /health, in the words of task apps and of OpenEnv; of the key it says only whether there is one."""
+    """Answer /health, in the words of task apps and of OpenEnv; of the key it tells only whether there is one."""
     return {"healthy": True, "status": "healthy", "auth": {"required": facts.has_key}}
 
 
 def info(facts: AppFacts) -> Json:
-    """For /info."""
+    """Answer /info."""
     return {
         "service": {"task": _task(facts), "version": _version(), "env_id": facts.env_id},
         "dataset": _dataset(facts),
@@ -60,12 +57,12 @@ def info(facts: AppFacts) -> Json:
 
 
 def taskset(facts: AppFacts) -> Json:
-    """For /task_info without a seed."""
+    """Answer /task_info without a seed."""
     return {"taskset": {**_dataset(facts), "seed_range": [0, _NUM_SEEDS - 1]}}
 
 
 def task_info(facts: AppFacts, seed: int) -> Json:
-    """For /task_info of one seed."""
+    """Answer /task_info of one seed."""
     return {
         "task": _task(facts),
         "environment": facts.name,
@@ -78,7 +75,7 @@ def task_info(facts: AppFacts, seed: int) -> Json:
 
 
 def task_infos(facts: AppFacts, seeds: Sequence[int]) -> Json | list[Json]:
-    """For /task_info: one task for one seed, a list for several, and the set of tasks without any.
+    """Answer /task_info: one task for one seed, a list for several, and the set of tasks without any.
 
     Raises:
         ValueError: a seed out of range, or too many of them.

@@ -1,7 +1,6 @@
-"""POST /rollout of a served environment: reads the request, plays it with the model that it brings, and answers.
+"""POST /rollout of a served environment: read the request, play it with the model that it names, and answer.
 
-A rollout that failed is an HTTP error with a code, never an answer with a made-up reward. Called by
-`task_app_server.py`.
+A failed rollout is an HTTP error with a code, never an answer with a made-up reward.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _STATUS = {"policy_step_failed": 502}  # of a PlayError; else 500
 
 @dataclass(frozen=True, slots=True)
 class InferenceSettings:
-    """Where a rollout may ask for its model.
+    """How a rollout may call its model.
 
     Attributes:
-        urls: decides about the URL that a request brings.
-        api_key: sent there as a bearer; None sends none. A key goes to every URL that is allowed, so allow few.
+        urls: allows or refuses the URL in a request.
+        api_key: sent there as a bearer; None sends none. It goes to every allowed URL: allow few.
         timeout_seconds: for one answer of the model. max_retries: by the `openai` package.
     """
 
@@ -56,8 +55,8 @@ class Rollouts:
     """Plays rollouts of one environment.
 
     Args:
-        source: which environment. runs: who may play, and when.
-        inference: where the model may be.
+        source: the environment. runs: limits the rollouts that play at once.
+        inference: how the model is called.
         step_timeout_seconds: for each call of an environment's method.
         max_seconds: of one rollout, whatever its request says.
     """
@@ -75,7 +74,7 @@ class Rollouts:
         self._step_timeout, self._max_seconds = step_timeout_seconds, max_seconds
 
     async def answer(self, request: RolloutRequest, *, client_left: Coroutine[Any, Any, Any]) -> dict[str, Any]:
-        """The answer (Any: JSON); `client_left` returns when nobody waits for it any more.
+        """Play a rollout and return the answer; `client_left` returns when its client has gone.
 
         Raises:
             RefusalError: the request is wrong, or there is no place for it, or the rollout failed.
@@ -166,14 +165,14 @@ class Rollouts:
 
 
 def _status_of(error: PlayError, request: RolloutRequest) -> int:
-    """Of the answer to a rollout that failed; before the first step, the request's own values may be why."""
+    """Return the status for a failed rollout; before the first step, the request's own values may be the cause."""
     if error.code in ("env_init_failed", "env_reset_failed"):
         return failure_status(error, request.env.config)
     return _STATUS.get(error.code, 500)
 
 
 def correlation_id_of(policy: Mapping[str, Any], url: str) -> str | None:
-    """Under which id the trainer will look for this rollout; None: it has none (Any: JSON).
+    """Return the id by which the trainer looks for this rollout, or None.
 
     >>> correlation_id_of({}, "http://gw/t/x/v1/chat/completions?cid=x")
     'x'
@@ -186,7 +185,7 @@ def correlation_id_of(policy: Mapping[str, Any], url: str) -> str | None:
 
 
 def num_turns_of(ops: Sequence[str | Mapping[str, Any]], max_ops: int) -> int:
-    """How many decisions the ops ask for: "agent" and "env" in turn, as text or as {"type": ...} (Any: JSON).
+    """Return the decisions that the ops ask for: "agent" and "env" in turn, as text or as {"type": ...}.
 
     Raises:
         RefusalError: they are anything else, or too few for one decision.
@@ -236,7 +235,7 @@ def _step_rewards(policy: Mapping[str, Any], env: Mapping[str, Any]) -> AppStepR
 
 
 async def _play_and_close(played: PlayedRollout, session: EnvSession, model: InferenceClient, plan: Plan) -> None:
-    """Where closing fails after an otherwise good rollout, that is its failure."""
+    """Play and close; an error of closing after a good rollout is the rollout's failure."""
     try:
         await play_rollout(played, session=session, ask=model.ask, plan=plan)
     except BaseException:

@@ -1,7 +1,7 @@
-"""Any environment of ours as a task app: an agent with its own loop, which a trainer elsewhere gives a model to.
+"""Serve an environment as a task app: an agent with its own loop, for which a trainer elsewhere brings the model.
 
 The contract is that of `contracts.py`: /health, /info, /task_info, /rollout in both modes, /done; beside it /run/abort
-and /run/status. For a server in a notebook see `serving.BackgroundServer`. What is asked of callers is `guard.py`'s.
+and /run/status. In a notebook, serve it with `BackgroundServer`. `guard.py` checks the callers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MORE_REQUESTS = 64  # of other routes, while every place is taken
 
 @dataclass(frozen=True, slots=True)
 class TaskAppLimits:
-    """What a task app allows.
+    """Limits of a task app.
 
     Attributes:
         max_concurrent_rollouts: played at once; more wait, and too many of those are answered 503.
-        max_sessions: of OpenEnv's protocol at once, where the server speaks it, too.
+        max_sessions: of OpenEnv's protocol at once, if the server speaks it, too.
         rollout_timeout_seconds: of one rollout, whatever its request says.
         step_timeout_seconds: for each call of an environment's method.
         idle_timeout_seconds: of such a session without a call, before it may lose its place to another.
@@ -60,10 +60,10 @@ class TaskAppLimits:
 
 
 class TaskApp:
-    """What answers: one environment, and its rollouts.
+    """Serves one environment and its rollouts.
 
     Attributes:
-        facts: what is said of it; read from one instance when the server starts.
+        facts: read from one instance when the server starts.
 
     Raises:
         MissingExtraError: the openai package is not installed.
@@ -88,18 +88,18 @@ class TaskApp:
 
     @property
     def max_concurrent_requests(self) -> int:
-        """What a `Guard` may let in: rollouts with and without a place, and some of the rest."""
+        """Return the limit for a `Guard`: rollouts with and without a place, and some other requests."""
         return self.limits.max_concurrent_rollouts + _MAX_WAITING + _MORE_REQUESTS
 
     def add_to(self, app: fastapi.FastAPI) -> None:
-        """Put the routes into an application."""
+        """Add the routes to an application."""
         app.state.task_app = self
         app.include_router(_ROUTER)
         app.add_exception_handler(RefusalError, answer_refusal)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """For as long as the server runs; rollouts are stopped at its end.
+        """Read the facts at the start and stop all rollouts at the end.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
@@ -141,23 +141,23 @@ def create_task_app(
     allowed_origins: Iterable[str] = (),
     allowed_hosts: Iterable[str] | None = None,
 ) -> Guard:
-    """An ASGI application that serves an environment as a task app.
+    """Return an ASGI application that serves an environment as a task app.
 
     Args:
-        env: a registered name, or a class or function without arguments that gives a fresh instance (Any: authors need
-            not subclass anything).
+        env: a registered name, or a class or function without arguments that returns a fresh instance; it need not
+            subclass anything.
         config: arguments of the constructor.
         client_options: names of those that a rollout's env.config may set; it may always repeat those of `config`.
-        isolation: where it runs: "thread", "process", or "auto", which does what the environment says.
-        rubrics: by which its episodes may be judged; None: it says of none.
-        limits: what is allowed; None: the defaults.
-        inference_hosts: hosts whose inference URLs are called, see `urls.UrlPolicy`; no others are.
-        inference_api_key: sent to all of them; None sends none, as our gateway needs none.
-        api_key, allowed_origins, allowed_hosts: see `guard.Guard`.
+        isolation: "thread", "process", or "auto" for the environment's own choice.
+        rubrics: to judge its episodes by, told in /info; None: none.
+        limits: None: the defaults.
+        inference_hosts: the only hosts whose inference URLs are called, see `UrlPolicy`.
+        inference_api_key: sent to all of them; None sends none, which suits our gateway.
+        api_key, allowed_origins, allowed_hosts: see `Guard`.
 
     Raises:
         UnknownNameError: a name that is not registered.
-        ConfigError: a limit, a key or an allowed host is none, or no such argument.
+        ConfigError: a limit, a key or an allowed host is invalid, or no such argument.
     """
     task_app = TaskApp(
         EnvSource(env, config=config, client_options=client_options, isolation=isolation),
@@ -192,25 +192,25 @@ def _app(request: fastapi.Request) -> TaskApp:
 @_ROUTER.get("/")
 @_ROUTER.head("/")
 async def root(request: fastapi.Request) -> dict[str, str]:
-    """That something is here; needs no key."""
+    """Answer that a server is here; needs no key."""
     return {"status": "ok", "service": _app(request).facts.name}
 
 
 @_ROUTER.get("/health")
 async def health(request: fastapi.Request) -> dict[str, Any]:
-    """Whether the server answers; needs no key."""
+    """Answer that the server runs; needs no key."""
     return documents.health(_app(request).facts)
 
 
 @_ROUTER.get("/info")
 async def info(request: fastapi.Request) -> dict[str, Any]:
-    """What is served."""
+    """Describe what is served."""
     return documents.info(_app(request).facts)
 
 
 @_ROUTER.get("/task_info")
 async def task_info(request: fastapi.Request) -> JSONResponse:
-    """The set of tasks, or those of the seeds that are asked for (?seed=0&seed=1, or seeds=)."""
+    """Return the set of tasks, or those of the given seeds (?seed=0&seed=1, or seeds=)."""
     query = request.query_params
     try:
         seeds = [int(seed) for name in ("seed", "seeds") for text in query.getlist(name) for seed in text.split(",")]
@@ -221,13 +221,13 @@ async def task_info(request: fastapi.Request) -> JSONResponse:
 
 @_ROUTER.post("/rollout")
 async def rollout(request: fastapi.Request, asked: RolloutRequest) -> JSONResponse:
-    """Plays what is asked for."""
+    """Play a rollout."""
     return JSONResponse(await _app(request).rollouts.answer(asked, client_left=_disconnected(request)))
 
 
 @_ROUTER.post("/run/abort")
 async def abort(request: fastapi.Request, asked: _AbortRequest) -> dict[str, Any]:
-    """Tells a rollout to stop; it then answers with what was played."""
+    """Tell a rollout to stop; it then answers with what was played."""
     run = _app(request).runs.get(asked.run_id)
     run.abort_requested.set()
     return {"ok": True, **run.to_wire()}
@@ -235,18 +235,18 @@ async def abort(request: fastapi.Request, asked: _AbortRequest) -> dict[str, Any
 
 @_ROUTER.get("/run/status/{run_id}")
 async def status(request: fastapi.Request, run_id: str) -> dict[str, Any]:
-    """Whether a rollout waits, is played, or how it ended."""
+    """Return whether a rollout waits, is played, or how it ended."""
     return _app(request).runs.get(run_id).to_wire()
 
 
 @_ROUTER.post("/done")
 async def done(request: fastapi.Request) -> dict[str, Any]:
-    """For trainers that say when nothing more is coming; nothing here waits for it."""
+    """Acknowledge the end of a trainer's requests; nothing here waits for it."""
     return {"ok": True, "service": _app(request).facts.name}
 
 
 async def _disconnected(request: fastapi.Request) -> None:
-    """Returns when nobody waits for the answer any more."""
+    """Return when the client has gone."""
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
