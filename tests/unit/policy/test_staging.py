@@ -147,6 +147,14 @@ def test_what_is_handed_over_is_what_would_be_in_a_file(
         assert found == list(tensors.metadata())
 
 
+def test_weights_without_numbers_share_no_memory_and_are_handed_over_each() -> None:
+    policy = load_policy(DENSE, seed=1)
+    for name in ("one", "other"):
+        policy.model.model.norm.register_buffer(name, torch.zeros(0))
+    names = {name for name, _ in Handover(policy).stage(1, "transfer").tensors or ()}
+    assert {"model.norm.one", "model.norm.other"} <= names
+
+
 def test_what_is_handed_over_is_not_copied_unless_it_must_be() -> None:
     policy = load_policy(DENSE, seed=1)
     own = {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
@@ -228,6 +236,7 @@ def test_weights_go_into_memory_only_where_there_is_room_for_twice_of_them(tmp_p
     large = staging_root(tmp_path, in_memory=True, num_bytes=int(0.55 * free))
     assert large.is_relative_to(tmp_path)
     assert not small.exists()
+    assert staging_root(tmp_path / "run" / "fresh", in_memory=False, num_bytes=1).parent == tmp_path / "run" / "fresh"
 
 
 def test_weights_are_counted_in_bytes() -> None:

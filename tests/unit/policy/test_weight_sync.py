@@ -148,16 +148,16 @@ def test_a_canary_asks_every_copy_and_every_prompt(num_copies: int, num_asked: i
     assert len({call.session_id for call in engine.calls}) == num_asked
 
 
-def test_a_canary_asks_for_eight_tokens_within_two_minutes_and_for_something() -> None:
-    asked: list[tuple[int, float]] = []
+def test_a_canary_asks_for_eight_untempered_tokens_within_two_minutes_and_for_something() -> None:
+    asked: list[tuple[int, float, float]] = []
 
     class Noting(Versioned):
         async def generate(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
-            asked.append((sampling.max_tokens, options["deadline_seconds"]))
+            asked.append((sampling.max_tokens, sampling.temperature, options["deadline_seconds"]))
             return await super().generate(tokens, sampling, **options)
 
     asyncio.run(Canary([[1]], Learner().score).check(Noting()))
-    assert asked == [(8, 120.0)] * 2
+    assert asked == [(8, 1.0, 120.0)] * 2
     for prompts in ([], [[1], []]):
         with pytest.raises(ConfigError, match="of one token at least"):
             Canary(prompts, Learner().score)

@@ -118,6 +118,23 @@ def test_prompts_of_like_size_attend_together_and_others_apart() -> None:
     assert [(group.num_new, group.total) for group in groups] == [(12, 12), (100, 100), (10, 19)]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "num_groups"),  # (context, new tokens) of two spans
+    [
+        (((0, 15), (0, 16)), 1),
+        (((0, 16), (0, 17)), 2),
+        (((117, 10), (118, 10)), 1),  # 127 and 128 tokens
+        (((118, 10), (119, 10)), 2),
+        (((0, 10), (1, 9)), 2),  # the first looks at the fresh keys only
+    ],
+)
+def test_padding_is_at_most_sixteen_queries_and_a_hundred_and_twenty_eight_keys(
+    sizes: tuple[tuple[int, int], ...], num_groups: int
+) -> None:
+    spans = [SegmentSpan(slot, 50 * slot, 50 * slot + new, context) for slot, (context, new) in enumerate(sizes)]
+    assert len(group_spans(spans, torch.device("cpu"))) == num_groups
+
+
 @STORES
 def test_a_store_that_grows_keeps_what_it_holds(store_class: type[PlainStore] | type[BlockStore]) -> None:
     store, keys, values = _filled(store_class)
