@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ import pytest
 
 from gspo_gym.errors import EnginePoisonedError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest
-from gspo_gym.rollout.schedule import PlayedAhead, is_played_again, oldest_version, staleness_metrics
+from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, is_played_again, oldest_version, staleness_metrics
 from gspo_gym.seeding import generator
 from gspo_gym.types import DroppedEpisode, Outcome, Segment, Task, Trajectory, TrajectoryGroup
 
@@ -390,6 +390,52 @@ def test_what_was_pending_is_played_again_before_anything_new() -> None:
     assert second.begun[: len(state["pending_tasks"])] == list(state["pending_tasks"])
     both = [number for numbers, _ in before + after for number in numbers]
     assert sorted(both) == list(range(16))
+
+
+def test_what_is_left_of_the_pending_ones_is_named_in_order_with_those_that_are_played() -> None:
+    """Of 1, 4 and 6, the step plays 1 and 4 again, of which 4 lasts; 6 waits."""
+    world = World(lambda number: 1e9 if number == 4 else 1.0)
+
+    async def main() -> tuple[int, ...]:
+        schedule = world.schedule(staleness=2, num_tasks=9, pending_tasks=(6, 1, 4))
+        schedule.begin(1)
+        await schedule.take(1)
+        asking = asyncio.create_task(schedule.take(1))  # of which nothing comes
+        await asyncio.sleep(0)
+        asking.cancel()
+        pending = schedule.pending_tasks
+        await schedule.close()
+        return pending
+
+    assert run(main()) == (4, 6)
+
+
+def test_groups_on_demand_are_played_when_they_are_asked_for_and_named_by_step_and_place() -> None:
+    played: list[list[tuple[str, int]]] = []
+
+    async def collect(requests: Sequence[GroupRequest]) -> Sequence[TrajectoryGroup]:
+        played.append([(request.group_id, request.task.seed) for request in requests])
+        return [await World(lambda number: 0.0).play(request) for request in requests]
+
+    def request(number: int, name: str) -> GroupRequest:
+        return GroupRequest(name, Task("test/Env-v0", number), 1)
+
+    async def main() -> None:
+        schedule = OnDemand(collect, request, num_tasks=5)
+        for step, counts in ((3, (2, 1)), (4, (1,))):
+            schedule.begin(step)
+            for count in counts:
+                assert len(await schedule.take(count)) == count
+            assert (schedule.finish(), schedule.pending_tasks) == (0, ())
+        await schedule.close()
+        assert schedule.num_tasks == 9
+
+    run(main())
+    assert played == [
+        [("step_000003/group_0000", 5), ("step_000003/group_0001", 6)],
+        [("step_000003/group_0002", 7)],
+        [("step_000004/group_0000", 8)],
+    ]
 
 
 def test_staleness_is_counted_from_the_oldest_sampled_token() -> None:
