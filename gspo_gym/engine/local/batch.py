@@ -134,7 +134,7 @@ class Batch(ABC):
                 f"the model's weights changed since version {self.weight_version} was published, so keys and values in "
                 "the cache belong to other weights: publish them after every change"
             )
-        self._is_unchecked = False
+        self._is_unchecked = self.num_in_flight == 0
         self._admit()
         due = self._advance()
         return [] if due is None else self._sample(due)

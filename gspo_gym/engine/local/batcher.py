@@ -152,10 +152,9 @@ class Batcher(Batch):
         return self._model.forward(token_ids, positions, step, logits_at)
 
     def _sample(self, due: NextLogits) -> list[Finished]:
-        if len(due.slots) > len(self._decoding):
-            for slot in due.slots[len(self._decoding) :]:
-                del self._reading[int(slot)]
-            self._decoding = np.sort(due.slots)
+        for slot in due.slots[len(self._decoding) :]:
+            del self._reading[int(slot)]
+        self._decoding = np.sort(due.slots)
         return super()._sample(due)
 
     def _forget(self, slot: int) -> None:
