@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local import plain_model
-from gspo_gym.engine.local.batch import Caching
+from gspo_gym.engine.local import general, plain_model
+from gspo_gym.engine.local.batch import Caching, Request
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.plain_model import PlainModel
 from gspo_gym.errors import ConfigError, EngineError
@@ -112,6 +112,30 @@ def test_a_turn_reads_only_what_its_cache_does_not_hold() -> None:
     assert _run(_build(_mamba), use) == [30, 44, 0]
     # Without a cache, ten tokens read 30, 31, .. 39 tokens, and two read 44 and 45.
     assert _run(_build(_gpt), use) == [sum(range(30, 40)), 44 + 45, 0]
+
+
+def test_prompts_join_step_by_step_as_far_as_those_in_work_can_wait(
+    falcon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(general, "_MAX_READ_TOKENS", 20)
+    plain = PlainModel(falcon, max_model_len=MAX_LEN)
+    plain.verify()
+    batch = general.GeneralBatch(plain, max_batch_size=8)
+    for number, length in enumerate((10, 9, 5, 30, 1)):
+        prompt = np.array(_prompt(length, number), np.int32)
+        batch.submit(Request(prompt, _sampling(2), 2, session_id=str(number)))
+    num_read = []
+    for _ in range(4):
+        batch.step()
+        num_read.append(batch.counters.num_read_tokens)
+    # 10 and 9 leave room for one token, with which the 5 join; 30 are more than there is room for, and join alone.
+    assert num_read == [10 + 9 + 5, 24 + 30, 54 + 1, 55]
+    assert batch.num_in_flight == 0
+    assert batch.counters.num_steps == 4
+    held = batch._held[0].tokens  # the ten that were read, and the first of the two that were sampled
+    batch.submit(Request(np.append(held, np.array([2, 3], np.int32)), _sampling(1), 1, session_id="0"))
+    batch.step()
+    assert (batch.counters.num_kept_tokens, batch.counters.num_read_tokens) == (11, 55 + 2)
 
 
 def test_a_session_whose_history_was_rewritten_starts_over(model: Any, plain_logprobs: Any) -> None:
