@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
 from gspo_gym.errors import ConfigError
 
-_Part = TypeVar("_Part", bound=BaseModel)
 _MAX_NUM_SEEDS = 1_000_000  # more is a typing error, which would fill the memory
 
 
@@ -26,9 +25,15 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
-    def part(self, base: type[_Part]) -> _Part:
-        """Return the fields inherited from `base` as such a record: the settings of one room in a shared section."""
-        return base(**{name: getattr(self, name) for name in base.model_fields})
+    @classmethod
+    def of(cls, *sections: BaseModel) -> Self:
+        """Return such a record with the values that these sections have under the names of its fields.
+
+        A section of a configuration file may hold settings of several rooms, and a record may need those of several
+        sections. The first section that has a field gives it.
+        """
+        held = {name: getattr(section, name) for section in reversed(sections) for name in type(section).model_fields}
+        return cls(**{name: held[name] for name in cls.model_fields if name in held})
 
 
 def parse_seeds(seeds: str | Sequence[int]) -> tuple[int, ...]:

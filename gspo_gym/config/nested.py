@@ -15,14 +15,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_gym.config.retired import explain
-from gspo_gym.config.sections import ModelSection, TrainingSection
+from gspo_gym.config.sections import ModelSection
 from gspo_gym.config.services import TopologySection
 from gspo_gym.config.words import Problem, look_up, show
 from gspo_gym.errors import nearest_name
 from gspo_gym.learning.settings import LoraSettings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_STEP_REWARDS = [name for name in TrainingSection.model_fields if name.startswith(("step_rewards_", "event_rewards_"))]
+# What the hosted file calls the fields of `StepRewardSettings`, in [training].
+STEP_REWARDS = {
+    **{
+        name: f"step_rewards_{name}" for name in ("mode", "beta", "indicator_lambda", "strategy", "weights", "k_limits")
+    },
+    "kind": "event_rewards_kind",
+}
+# What the hosted file calls keys of [rollout], in [rollout.policy_config].
+POLICY_CONFIG = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_output_tokens"}
 
 # Tables that only the nested form has: each of their keys, and where it is in the flat form.
 _TABLES: Mapping[str, Mapping[str, str]] = {
@@ -38,7 +46,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
         **{name: f"topology.{name}" for name in TopologySection.model_fields},
         "reference_placement": "reference.placement",
     },
-    "training.rewards": {name: f"training.{name}" for name in _STEP_REWARDS},
+    "training.rewards": {name: f"training.{name}" for name in ("step_rewards_enabled", *STEP_REWARDS.values())},
     "lora": {name: f"training.lora.{name}" for name in LoraSettings.model_fields},
     "rubric.weights": {name: f"judge.reward_blend.{name}" for name in ("env", "event", "outcome")},
     "rubric": {"enabled": "judge.enabled"},

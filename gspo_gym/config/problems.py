@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.retired import explain, secret_problem
 from gspo_gym.config.words import (
     Problem,
@@ -148,9 +149,6 @@ _GRPO_CLIPS = {"clip_low": 0.2, "clip_high": 0.27}
 
 # The terms that ask for a frozen policy to compare with.
 KL_TERMS = ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef")
-
-# rollout.policy_config has the hosted trainer's names for these.
-POLICY_CONFIG = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_output_tokens"}
 
 
 def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:

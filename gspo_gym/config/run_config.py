@@ -20,16 +20,14 @@ from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings, parse_seeds
 from gspo_gym.config.apps import GatewaySection, TaskSource, task_sources
 from gspo_gym.config.judge import JudgeSection
-from gspo_gym.config.nested import Flat, apply_override, flatten
+from gspo_gym.config.nested import STEP_REWARDS, Flat, apply_override, flatten
 from gspo_gym.config.problems import find_nul, find_problems, find_secrets, with_derived_defaults
 from gspo_gym.config.rules.objective import OTHER_KEYS
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
 from gspo_gym.config.sections import (
     SIZE_KEYS,
     AlgorithmSection,
-    LimitsSection,
     ModelSection,
-    ReferenceSection,
     RolloutSection,
     TrainingSection,
 )
@@ -51,7 +49,7 @@ from gspo_gym.learning.settings import (
     RewardSettings,
     StepRewardSettings,
 )
-from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.rollout.limits import EpisodeLimits, LimitSettings
 from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize, WarmupSettings
 
 __all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
@@ -71,10 +69,10 @@ class RunConfig(Settings):
     compute: ComputeSection | None = None
     topology: TopologySection | None = None
     vllm: VllmSection | None = None
-    reference: ReferenceSection
+    reference: ReferenceSettings
     model: ModelSection
     rollout: RolloutSection
-    limits: LimitsSection
+    limits: LimitSettings
     training: TrainingSection
     loss: LossSettings
     advantages: AdvantageSettings
@@ -141,14 +139,8 @@ class RunConfig(Settings):
     def episode_limits(self) -> EpisodeLimits:
         """Limits of an evaluation's episodes and of demonstrations."""
         num_pairs = len(self.rollout.ops) // 2
-        return EpisodeLimits(
-            max_turns=self.rollout.max_turns if num_pairs == 1 else num_pairs,
-            max_output_tokens=self.rollout.max_output_tokens,
-            max_model_len=self.rollout.max_model_len,
-            step_timeout_seconds=self.limits.step_timeout_seconds,
-            episode_timeout_seconds=self.limits.episode_timeout_seconds,
-            action_limit_return=self.limits.action_limit_return,
-        )
+        limits = EpisodeLimits.of(self.rollout, self.limits)
+        return limits if num_pairs == 1 else limits.model_copy(update={"max_turns": num_pairs})
 
     @property
     def training_limits(self) -> EpisodeLimits:
@@ -158,57 +150,17 @@ class RunConfig(Settings):
         return limits.model_copy(update={"max_turns": max_turns})
 
     @property
-    def pool_limits(self) -> PoolLimits:
-        return PoolLimits(
-            max_concurrent_rollouts=self.rollout.max_concurrent_rollouts,
-            max_attempts=self.limits.max_attempts,
-            min_group_fraction=self.limits.min_group_fraction,
-        )
-
-    @property
     def step_reward_settings(self) -> StepRewardSettings:
         """Return which number each turn earns; what is absent, or of another mode (see `notices`), has its default."""
         training = self.training
         mode = "off" if training.step_rewards_enabled is False else training.step_rewards_mode
-        given: dict[str, Any] = {"mode": mode}  # Any: of the settings' types
+        read = ["mode"]
         if mode == "decision_stepwise":
-            given |= {
-                "strategy": training.step_rewards_strategy,
-                "indicator_lambda": training.step_rewards_indicator_lambda,
-                "beta": training.step_rewards_beta,
-            }
-            if training.step_rewards_strategy == "per_achievement":
-                given |= {"weights": training.step_rewards_weights, "k_limits": training.step_rewards_k_limits}
-            else:
-                given["kind"] = training.event_rewards_kind
+            is_per_achievement = training.step_rewards_strategy == "per_achievement"
+            read += ["strategy", "indicator_lambda", "beta"]
+            read += ["weights", "k_limits"] if is_per_achievement else ["kind"]
+        given = {name: getattr(training, STEP_REWARDS[name]) for name in read} | {"mode": mode}
         return StepRewardSettings(**{name: value for name, value in given.items() if value is not None})
-
-    @property
-    def app_step_rewards(self) -> dict[str, Any]:
-        """What a task app is told of step rewards, as `env_config.step_rewards` of the hosted trainer (Any: JSON).
-
-        {} unless decisions are rewarded: other modes need nothing of the app. A strategy that is not given is not told.
-        """
-        settings = self.step_reward_settings
-        if settings.mode != "decision_stepwise":
-            return {}
-        told: dict[str, Any] = {
-            "enabled": True,
-            "mode": settings.mode,
-            "strategy": settings.strategy,
-            "indicator_lambda": settings.indicator_lambda,
-            "step_beta": settings.beta,
-        }
-        if settings.strategy == "per_achievement":
-            told |= {"weights": dict(settings.weights), "k_limits": dict(settings.k_limits)}
-        return {name: value for name, value in told.items() if value is not None}
-
-    @property
-    def reference_settings(self) -> ReferenceSettings:
-        """Return what the reference is and when it moves; the defaults where nothing compares with one."""
-        if not self.has_reference:
-            return ReferenceSettings()
-        return ReferenceSettings(source=self.reference.source, update_every_n_iters=self.reference.update_every_n_iters)
 
     @model_validator(mode="before")
     @classmethod

@@ -20,7 +20,6 @@ from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection, WeightSyncSe
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.learning.settings import (
     LoraSettings,
-    ReferenceSettings,
     StepRewardSettings,
     UpdateSettings,
 )
@@ -238,16 +237,6 @@ class RolloutSection(Settings):
         return ops
 
 
-class LimitsSection(Settings):
-    """[limits]: when an episode or a group is given up; see `rollout/limits.py` for the order."""
-
-    step_timeout_seconds: float = same(EpisodeLimits, "step_timeout_seconds")
-    episode_timeout_seconds: float = same(EpisodeLimits, "episode_timeout_seconds")
-    action_limit_return: float | None = same(EpisodeLimits, "action_limit_return")
-    max_attempts: int = same(PoolLimits, "max_attempts")
-    min_group_fraction: float = same(PoolLimits, "min_group_fraction")
-
-
 class TrainingSection(LoopSettings, UpdateSettings, BatchSettings):
     """[training]: how much, and in which portions. An iteration is one batch of episodes and the updates on it."""
 
@@ -263,19 +252,3 @@ class TrainingSection(LoopSettings, UpdateSettings, BatchSettings):
     event_rewards_kind: Literal["unique", "absolute"] | None = optional(StepRewardSettings, "kind")
     weight_sync: WeightSyncSection | None = Field(default=None, description="[training.weight_sync]")
     lora: LoraSettings | None = Field(default=None, description="[training.lora], with an adapter only")
-
-
-class ReferenceSection(Settings):
-    """[reference]: the frozen policy that KL terms compare with."""
-
-    placement: Literal["none", "shared", "dedicated"] = Field(
-        default="none", description="shared: in this process; dedicated: a scoring server of its own"
-    )
-    source: Literal["auto", "base", "adapter", "copy"] = same(ReferenceSettings, "source")
-    update_every_n_iters: int = same(ReferenceSettings, "update_every_n_iters")
-    port: int = Field(
-        default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server, on the loopback interface"
-    )
-    tp: int = Field(default=1, gt=0, description="dedicated only: processes that share each of its layers, a GPU each")
-    health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
-    health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")

@@ -69,10 +69,11 @@ class Reference:
         self._model: Any = model  # Any: peft's disable_adapter is not part of nn.Module
         self._scorer = scorer
         self._source = "given" if given is not None else _source(model, settings)
-        if given is not None and settings != ReferenceSettings():
+        if given is not None and (settings.source != "auto" or settings.update_every_n_iters):
             raise ConfigError(
                 "reference_model: a model of one's own is used as it is; remove it, or leave the reference settings at "
-                f"their defaults, got {settings}"
+                f"their defaults, got source {settings.source!r} and update_every_n_iters = "
+                f"{settings.update_every_n_iters}"
             )
         self._held: dict[str, Tensor] = {}  # the frozen copy, by the name of the model's parameter
         if self._source == "adapter":

@@ -177,8 +177,11 @@ class CorrectionSettings(Settings):
 
 
 class ReferenceSettings(Settings):
-    """The frozen policy that KL terms compare with, in this process."""
+    """[reference]: the frozen policy that KL terms compare with."""
 
+    placement: Literal["none", "shared", "dedicated"] = Field(
+        default="none", description="shared: in this process; dedicated: a scoring server of its own"
+    )
     source: Literal["auto", "base", "adapter", "copy"] = Field(
         default="auto",
         description=(
@@ -189,6 +192,12 @@ class ReferenceSettings(Settings):
     update_every_n_iters: int = Field(
         default=0, ge=0, description="iterations after which the reference becomes the present policy; 0: never"
     )
+    port: int = Field(
+        default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server, on the loopback interface"
+    )
+    tp: int = Field(default=1, gt=0, description="dedicated only: processes that share each of its layers, a GPU each")
+    health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
+    health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
 
 
 class OptimizerSettings(Settings):

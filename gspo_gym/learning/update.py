@@ -145,9 +145,9 @@ class Learner:
             entropy_has_gradient=loss.entropy_coef > 0,
         )
         self._scorer = make_scorer(model)
-        has_reference = reference_model is not None or reference_policy is not None
+        has_reference = any(given is not None for given in (reference, reference_model, reference_policy))
         compares = loss.kl_coef > 0 or self._shaper.uses_reference
-        if not compares and (has_reference or self._reference_settings != ReferenceSettings()):
+        if not compares and has_reference:
             raise ConfigError(_IDLE_REFERENCE)
         self._reference = reference_policy
         if compares and reference_policy is None:

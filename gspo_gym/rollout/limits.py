@@ -20,12 +20,7 @@ from pydantic import Field
 from gspo_gym.base.settings import Settings
 
 
-class EpisodeLimits(Settings):
-    """Limits of one episode. Tokens are counted by the model's own tokenizer."""
-
-    max_turns: int = Field(gt=0, description="actions per episode")
-    max_output_tokens: int = Field(gt=0, description="sampled tokens per turn, the stop token included")
-    max_model_len: int = Field(gt=1, description="prompt plus completion, in tokens")
+class _TimeLimits(Settings):
     step_timeout_seconds: float = Field(
         default=30.0, gt=0, description="to make the environment, and for each reset, step or close of it"
     )
@@ -41,13 +36,28 @@ class EpisodeLimits(Settings):
     )
 
 
-class PoolLimits(Settings):
-    """Limits of a rollout pool."""
-
-    max_concurrent_rollouts: int = Field(default=64, gt=0, description="episodes in flight at once")
+class _AttemptLimits(Settings):
     max_attempts: int = Field(
         default=3, gt=0, description="tries per sample, each in a fresh environment with a fresh seed"
     )
     min_group_fraction: float = Field(
         default=0.75, gt=0, le=1, description="a group that kept fewer of its episodes is dropped whole"
     )
+
+
+class LimitSettings(_AttemptLimits, _TimeLimits):
+    """[limits]: when an episode or a group is given up; see `rollout/limits.py` for the order."""
+
+
+class EpisodeLimits(_TimeLimits):
+    """Limits of one episode. Tokens are counted by the model's own tokenizer."""
+
+    max_turns: int = Field(gt=0, description="actions per episode")
+    max_output_tokens: int = Field(gt=0, description="sampled tokens per turn, the stop token included")
+    max_model_len: int = Field(gt=1, description="prompt plus completion, in tokens")
+
+
+class PoolLimits(_AttemptLimits):
+    """Limits of a rollout pool."""
+
+    max_concurrent_rollouts: int = Field(default=64, gt=0, description="episodes in flight at once")

@@ -11,14 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from gspo_gym.base.keys import is_loopback
+from gspo_gym.base.keys import is_loopback, read_key
 from gspo_gym.config.apps import GatewaySection, TaskSource
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
-from gspo_gym.base.keys import read_key
 from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
 from gspo_gym.remote.apps.probe import Selection, SelectionAlarm
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
@@ -27,10 +26,10 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
+    from gspo_gym.remote.apps.client import TaskAppClient
     from gspo_gym.remote.apps.episodes import AppEpisodes
     from gspo_gym.remote.apps.probe import ProbeReport
     from gspo_gym.remote.apps.rewards import AppRollout
-    from gspo_gym.remote.apps.client import TaskAppClient
     from gspo_gym.remote.gateway.gateway import Gateway
     from gspo_gym.remote.gateway.loop_server import LoopServer
 
@@ -95,6 +94,26 @@ def _environment_id(source: TaskSource) -> str:
         if source.task_url is None:
             raise
         return source.env_name
+
+
+def app_step_rewards(config: RunConfig) -> dict[str, Any]:
+    """Return what a task app is told of step rewards in its env_config while training (Any: JSON).
+
+    {} unless decisions are rewarded: other modes need nothing of the app. A strategy that is not given is not told.
+    """
+    settings = config.step_reward_settings
+    if settings.mode != "decision_stepwise":
+        return {}
+    told: dict[str, Any] = {
+        "enabled": True,
+        "mode": settings.mode,
+        "strategy": settings.strategy,
+        "indicator_lambda": settings.indicator_lambda,
+        "step_beta": settings.beta,
+    }
+    if settings.strategy == "per_achievement":
+        told |= {"weights": dict(settings.weights), "k_limits": dict(settings.k_limits)}
+    return {"step_rewards": {name: value for name, value in told.items() if value is not None}}
 
 
 class AppPlayers:
@@ -254,8 +273,8 @@ class AppPlayers:
 
     async def _open_gateway(self) -> None:
         _check_gateway()
-        from gspo_gym.remote.gateway.gateway import Gateway
         from gspo_gym.remote.gateway.app import create_gateway_app
+        from gspo_gym.remote.gateway.gateway import Gateway
         from gspo_gym.remote.gateway.loop_server import LoopServer
 
         section, asked = self._section, self._config.rollout.policy_config
@@ -304,7 +323,7 @@ class AppPlayers:
             model=_MODEL,
             gateway_url=self._section.public_url or self._server.url,
             max_turns=limits.max_turns,
-            env_config={**self._step_rewards_of(mode), **source.env_config},
+            env_config={**(app_step_rewards(self._config) if mode == "rl" else {}), **source.env_config},
             policy_name=rollout.policy_name,
             policy_config={} if asked is None else asked.model_dump(exclude=set(_OUR_KEYS), exclude_none=True),
             ops=rollout.ops[:2],
@@ -313,11 +332,6 @@ class AppPlayers:
         )
         client = self._clients[source.task_url, source.api_key_env]
         return AppEpisodes(client, self._gateway, settings, retry_seed=self._config.run.seed, on_answer=on_answer)
-
-    def _step_rewards_of(self, mode: Literal["rl", "eval"]) -> dict[str, Any]:
-        """What an app is told of step rewards while training, unless the source's env_config says something else."""
-        told = self._config.app_step_rewards if mode == "rl" else {}
-        return {"step_rewards": told} if told else {}
 
     async def _check(self, source: TaskSource) -> str:
         """One line about an app that can be used."""
@@ -339,8 +353,7 @@ class AppPlayers:
         return f"task app {url}: plays {source.env_name!r} as {info.task_id or 'a task without a name'}"
 
     def _new_client(self, source: TaskSource) -> TaskAppClient:
-        from gspo_gym.remote.apps.client import AppKeys
-        from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
+        from gspo_gym.remote.apps.client import AppKeys, TaskAppClient, TaskAppSettings
 
         limits = self._config.limits
         key = _own_key(source)

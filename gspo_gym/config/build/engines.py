@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from gspo_gym.config.services import place
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.services import VllmSection
+from gspo_gym.config.services import VllmSection, place
 from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate, require_sleeping
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local.engine import LocalEngine

@@ -15,23 +15,23 @@ from typing import Any
 
 import numpy as np
 
+from gspo_gym.base.loops import run_to_end
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
-from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
+from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, RolloutError
-from gspo_gym.base.loops import run_to_end
 from gspo_gym.policy.load import load_policy, load_tokenizer
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool, require_episodes
-from gspo_gym.types import DroppedEpisode, Message, Task, Trajectory, TrajectoryGroup, Sampling
 from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
+from gspo_gym.types import DroppedEpisode, Message, Sampling, Task, Trajectory, TrajectoryGroup
 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"
 _NOTED = "The collection is ended. What is over is kept: go on with --resume, which runs {env} in worker processes."

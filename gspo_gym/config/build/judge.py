@@ -12,26 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.base.retries import RetrySettings
 from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection, JudgeSection
 from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.audit.labels import labelled_episodes, read_labels
 from gspo_gym.judge.base import Judge, JudgeError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, env_rewards
 from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
-from gspo_gym.judge.gold import DriftAlarm
-from gspo_gym.judge.audit.labels import labelled_episodes, read_labels
+from gspo_gym.judge.gold import AgainstGoldJudge, AgainstLabels, Compare, DriftAlarm, GoldWatch
 from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
 from gspo_gym.judge.scorer import RubricsOf
-from gspo_gym.judge.gold import AgainstGoldJudge, AgainstLabels, Compare, GoldWatch
-from gspo_gym.run.judging import Judging, OnEventOfStep
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.learning.step_rewards import step_rewards
 from gspo_gym.rollout.episode_files import read_episodes
-from gspo_gym.base.retries import RetrySettings
+from gspo_gym.run.judging import Judging, OnEventOfStep
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Task
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import check_apps, environment_ids
 from gspo_gym.config.build.engines import check_context, check_engine
+from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import (
@@ -27,19 +29,17 @@ from gspo_gym.config.build.rollouts import (
     local_play,
     looking_at_source,
 )
-from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory
-from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.policy.load import check_base, known_context
 from gspo_gym.policy.options import check_options
 from gspo_gym.policy.quantization import check_quantization
-from gspo_gym.run.sinks import check_sinks
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
+from gspo_gym.run.sinks import check_sinks
 from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
 from gspo_gym.types import Message, Task, Trajectory
 

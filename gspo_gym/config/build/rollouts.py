@@ -8,35 +8,35 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gspo_gym.config.build.apps import AppPlayers, environment_ids
-from gspo_gym.config.build.engines import build_endpoint, build_engine
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.config.apps import TaskSource
+from gspo_gym.config.build.apps import AppPlayers, environment_ids
+from gspo_gym.config.build.engines import build_endpoint, build_engine
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.core import PolicyFactory
-from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
-from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
+from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
+from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.errors import ConfigError, GymError, UnknownNameError
 from gspo_gym.learning.settings import UpdateSettings
-from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
-from gspo_gym.run.judging import Judging
 from gspo_gym.policy.load import Policy
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import PlayEpisode, episode_player
+from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
 from gspo_gym.rollout.ledger import Disposition, Ledger
-from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.rollout.summary import play_by_environment
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.rollout.scoring import Scoring
-from gspo_gym.seeding import child_seed
-from gspo_gym.run.trainer import Evaluate
-from gspo_gym.types import Trajectory
-from gspo_gym.run.collect import WarmupPlan
+from gspo_gym.rollout.summary import play_by_environment
 from gspo_gym.rollout.watchdog import MARKER, read_frozen
+from gspo_gym.run.collect import WarmupPlan
+from gspo_gym.run.judging import Judging
+from gspo_gym.run.trainer import Evaluate
+from gspo_gym.seeding import child_seed
+from gspo_gym.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def build_pool(
     """
     return RolloutPool(
         play=play,
-        pool_limits=config.pool_limits,
+        pool_limits=PoolLimits.of(config.rollout, config.limits),
         run_seed=child_seed(config.run.seed, seed_name),
         ledger=ledger,
         on_episode=on_episode,
@@ -384,5 +384,5 @@ async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, 
         return None
     env_id, make_policy = played_by
     pool = build_pool(config, local_play(config, player.renderers, ScriptedActor(make_policy)), seed_name="warmup")
-    update = config.training.part(UpdateSettings)
+    update = UpdateSettings.of(config.training)
     return pool, WarmupPlan(env_id, config.run.seed, config.warmup, config.optimizer, update)

@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
+from gspo_gym.base.loops import run_to_end
 from gspo_gym.chat.drift import check_context, check_drift
-from gspo_gym.chat.renderer import Renderer
-from gspo_gym.chat.renderer import RendererCache
+from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import spoken_by, tool_calling_policy
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.errors import TemplateError
-from gspo_gym.base.loops import run_to_end
 from gspo_gym.policy.load import load_policy, load_tokenizer
 from gspo_gym.policy.tiny import TINY_PREFIX
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor, ScriptedActor

@@ -31,36 +31,34 @@ from gspo_gym.config.build.rollouts import build_warmup as build_warmup
 from gspo_gym.config.build.rollouts import environment_notes as environment_notes
 from gspo_gym.config.build.rollouts import local_play as local_play
 from gspo_gym.config.build.weights import build_alarm
-from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.config.services import place, require_gpus
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
-from gspo_gym.config.services import refuse_to_train
+from gspo_gym.config.services import place, refuse_to_train, require_gpus
 from gspo_gym.errors import ConfigError
-from gspo_gym.run.judging import Judging
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.scoring import Truncation
 from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.learning.update import Learner
+from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.options import check_options, prepare_for_training
 from gspo_gym.policy.quantization import is_quantized
-from gspo_gym.run.recording import RunRecorder, read_run_id
-from gspo_gym.run.recording import LEDGER_FILE
-from gspo_gym.run.sinks import Sink, open_sinks
-from gspo_gym.run.report.progress import Progress
+from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.statistics import AttemptWatch
-from gspo_gym.seeding import child_seed
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
+from gspo_gym.run.judging import Judging
 from gspo_gym.run.plan import TrainPlan
+from gspo_gym.run.recording import LEDGER_FILE, RunRecorder, read_run_id
+from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import LoopSettings
+from gspo_gym.run.sinks import Sink, open_sinks
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.trainer import Trainer
+from gspo_gym.seeding import child_seed
 from gspo_gym.types import TrajectoryGroup
-from gspo_gym.policy.weight_sync import WeightSync
 
 
 def model_name(config: RunConfig) -> str:
@@ -179,13 +177,13 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
         policy.model,
         optimizer=config.optimizer,
         loss=config.loss,
-        update=config.training.part(UpdateSettings),
+        update=UpdateSettings.of(config.training),
         minibatch_size=config.size.minibatch_size,
         advantages=config.advantages,
         rewards=config.rewards,
         correction=config.correction,
         rescores=config.rollout.rescore,
-        reference=config.reference_settings,
+        reference=config.reference if config.has_reference else None,
         temperature=rollout.temperature,
         truncation=Truncation.of(rollout.sampling),
         total_steps=config.size.num_optimizer_steps,
@@ -201,7 +199,7 @@ def build_plan(config: RunConfig) -> TrainPlan:
         env_id=main,
         size=config.size,
         run=config.run,
-        loop=config.training.part(LoopSettings),
+        loop=LoopSettings.of(config.training),
         evaluation=config.evaluation,
         advantages=config.advantages,
         rewards=config.rewards,

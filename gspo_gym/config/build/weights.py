@@ -11,20 +11,20 @@ from functools import partial
 import torch
 from torch import nn
 
-from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
-from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.apps import WeightSyncSection
+from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine, UpdateKind
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.scoring import Scorer
+from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.lora import is_adapter
-from gspo_gym.run.recording import RunRecorder
 from gspo_gym.policy.staging import Handover, Staging, num_weight_bytes, staging_root
-from gspo_gym.types import Float32Array
 from gspo_gym.policy.weight_sync import Target, WeightSync, choose_kind
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.types import Float32Array
 
 
 def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:

@@ -12,13 +12,13 @@ from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.config.apps import PolicyConfigSection
-from gspo_gym.config.problems import KL_TERMS, POLICY_CONFIG
+from gspo_gym.config.nested import POLICY_CONFIG
+from gspo_gym.config.problems import KL_TERMS
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, no_effect
-from gspo_gym.config.sections import ReferenceSection
 from gspo_gym.config.words import show
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.settings import ReferenceSettings, StepRewardSettings
 
 _POLICY_CONFIG = f"rollout.policy_config{OTHER_KEYS}"
 _VISION = ("use_vision", "image_only_mode")
@@ -61,7 +61,7 @@ def _reference_is_asked(placement: str, *weights: float) -> str | None:
 def _of_dedicated(name: str) -> Rule:
     return no_effect(
         f"reference.{name}",
-        ReferenceSection.model_fields[name].default,
+        ReferenceSettings.model_fields[name].default,
         "reference.placement",
         lambda placement: placement == "dedicated",
         'set that to "dedicated"',

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.problems import POLICY_CONFIG
+from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.rules.judge import APP_RULES, JUDGE_RULES
 from gspo_gym.config.rules.notices import NOTICE_RULES
 from gspo_gym.config.rules.objective import OBJECTIVE_RULES, Rule, find_problem, no_effect

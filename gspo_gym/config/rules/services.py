@@ -9,9 +9,9 @@ from typing import Any
 
 from gspo_gym.config.apps import WeightSyncSection
 from gspo_gym.config.rules.objective import Rule, no_effect
-from gspo_gym.config.sections import ReferenceSection
 from gspo_gym.config.services import VllmSection
 from gspo_gym.config.words import show
+from gspo_gym.learning.settings import ReferenceSettings
 
 
 def _gpus_add_up(
@@ -156,7 +156,7 @@ def _served_reference_stays(update_every_n_iters: int, url: str | None) -> str |
 def _of_own_reference(name: str) -> Rule:
     return no_effect(
         f"reference.{name}",
-        ReferenceSection.model_fields[name].default,
+        ReferenceSettings.model_fields[name].default,
         "services.reference_url",
         lambda url: url is None,
         "such a server was told by who started it",

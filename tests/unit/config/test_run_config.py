@@ -327,18 +327,18 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callab
         "episode_timeout_seconds": 2.5,
         "action_limit_return": -0.5,
     }
-    assert built.pool_limits.model_dump() == {
+    assert PoolLimits.of(built.rollout, built.limits).model_dump() == {
         "max_concurrent_rollouts": 7,
         "max_attempts": 9,
         "min_group_fraction": 0.5,
     }
     memory = {"max_tokens_per_microbatch": 11, "scoring_chunk_tokens": 12, "max_nonfinite_steps": 13}
     once = {"update_epochs": 2, "learning_rate": 1e-3, "score_truncated": False}
-    assert built.training.part(UpdateSettings).model_dump() == {**once, **memory}
+    assert UpdateSettings.of(built.training).model_dump() == {**once, **memory}
     assert built.size.minibatch_size == 16
     adamw = {"kind": "adamw", "betas": (0.1, 0.2), "eps": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.4}
     assert built.optimizer.at_constant_rate() == OptimizerSettings(**adamw)
-    assert built.reference_settings == ReferenceSettings(source="adapter", update_every_n_iters=4)
+    assert (built.reference.source, built.reference.update_every_n_iters) == ("adapter", 4)
 
 
 def test_no_knob_of_the_parts_is_out_of_reach() -> None:
