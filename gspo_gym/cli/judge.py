@@ -1,19 +1,406 @@
-"""`gspo-gym judge ...`: rubrics and judges from the command line. No command loads torch."""
+"""`gspo-gym judge ...`: rubrics and judges from the command line. No command loads torch.
+
+`check` describes a rubric, `score` rejudges stored episodes, `audit` measures how far a judge can be believed. `serve`
+puts a judging model, or a function, behind the hosted trainer's judge contract. `fake` serves an OpenAI-compatible
+endpoint whose verdicts follow a rule (`judge/service/fake_server.py`), to rehearse a configuration without cost.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gspo_gym.cli import judge_audit as judge_audit_command
-from gspo_gym.cli import judge_check as judge_check_command
-from gspo_gym.cli import judge_score as judge_score_command
-from gspo_gym.cli import serve_judge as judge_serve_command
+from gspo_gym.base.files import require_writable, write_output
+from gspo_gym.base.keys import read_key
+from gspo_gym.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from gspo_gym.config.run_config import RunConfig
+    from gspo_gym.judge.audit.audit import AuditSettings
+    from gspo_gym.judge.audit.labels import Label
+    from gspo_gym.judge.audit.report import AuditReport
+    from gspo_gym.judge.base import Judge, Rubrics
+    from gspo_gym.judge.blend import RewardBlend
+    from gspo_gym.judge.records import JudgedEpisode
+    from gspo_gym.judge.rescoring import Rescored
+    from gspo_gym.judge.rubric import Rubric
+    from gspo_gym.remote.guard import App
+    from gspo_gym.types import Trajectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `judge`."""
     commands = parser.add_subparsers(dest="judge_command", required=True, metavar="COMMAND")
-    judge_check_command.add_command(commands)
-    judge_serve_command.add_command(commands)
-    judge_score_command.add_command(commands)
-    judge_audit_command.add_command(commands)
+    _add_check(commands)
+    _add_servers(commands)
+    _add_score(commands)
+    _add_audit(commands)
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser("check", help="say everything that is wrong with a rubric, or what it will do")
+    check.add_argument("rubric", help="a YAML, TOML or JSON file, or an id such as support_desk/bundle@v1")
+    check.add_argument(
+        "--folder", action="append", default=[], type=Path, metavar="DIR", help="where ids are looked for, too"
+    )
+    check.add_argument("--task-app", action="store_true", help="a task app's rubric: one, without event and outcome")
+    check.add_argument(
+        "--strict", action="store_true", help="also ask for what hosted judges ask for; exit status 1 without it"
+    )
+    check.set_defaults(run=check_rubric)
+
+
+def check_rubric(arguments: argparse.Namespace) -> int:
+    """Print VALID, the criteria and notes; an invalid rubric is one error that lists all its problems."""
+    from gspo_gym.judge.rubric import strict_problems
+    from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_task_app_rubric
+
+    path = find_rubrics(arguments.rubric, arguments.folder)
+    parts = {"rubric": read_task_app_rubric(path)} if arguments.task_app else load_rubrics(str(path)).parts
+    print(f"VALID: {path}")
+    for name, rubric in parts.items():
+        print("\n".join(describe_rubric(name, rubric)))
+    for name, rubric in parts.items():
+        for note in rubric_notes(rubric, is_event=name == "event"):
+            print(f"note: {name}: {note}")
+    if not arguments.task_app and len(parts) == 1:
+        (name,) = parts
+        other = "outcome" if name == "event" else "event"
+        print(f"note: there is no {other} part, so judge.reward_blend.{other} must be 0")
+    if not arguments.strict:
+        return 0
+    problems = [f"{name}: {problem}" for name, rubric in parts.items() for problem in strict_problems(rubric)]
+    print("STRICT: yes" if not problems else "\n  ".join([f"STRICT: no, {len(problems)} problems:", *problems]))
+    return 1 if problems else 0
+
+
+def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
+    """Yield lines about a part of the rubric: its goal, and its criteria with their shares of the total."""
+    yield f"{name}: version {rubric.version}, {rubric.aggregation}, total {_range_of(rubric)}"
+    if rubric.goal_text:
+        yield f"  goal: {' '.join(rubric.goal_text.split())}"
+    width = max(len("criterion"), *(len(id_) for id_ in rubric.ids))
+    yield f"  {'criterion':<{width}}  {'scale':<16}  {'weight':>6}  {'share':>6}  required"
+    weights = sum(criterion.weight for criterion in rubric.criteria)
+    for c in rubric.criteria:
+        scale = f"custom {c.minimum:g} to {c.maximum:g}" if c.scale == "custom" else c.scale
+        share = f"{c.weight / weights:6.1%}" if rubric.aggregation in ("weighted_sum", "inherit") else "     -"
+        required = f"at least {c.threshold:g}" if c.required else ""
+        yield f"  {c.id:<{width}}  {scale:<16}  {c.weight:>6g}  {share}  {required}".rstrip()
+
+
+def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
+    """Yield a sentence about each thing that is allowed but perhaps not intended."""
+    graded = [c.id for c in rubric.criteria if c.scale in ("bounded", "custom")]
+    if graded:
+        yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded)}"
+    counts = [c.id for c in rubric.criteria if c.scale == "count"]
+    if counts and rubric.aggregation != "custom":
+        yield f"a count has no upper end, so neither has the total: {', '.join(counts)}"
+    if rubric.aggregation == "sum" and len({c.weight for c in rubric.criteria}) > 1:
+        yield "under sum weights count for nothing"
+    if rubric.aggregation == "custom":
+        yield "custom: there is no total until the operator names a function"
+    if is_event and len(rubric.criteria) > 1 and not any(c.required for c in rubric.criteria):
+        yield (
+            "totals of turns are added up, and no criterion is required, so a turn that does nothing may earn and "
+            "longer episodes earn more; make the criterion of progress required"
+        )
+
+
+def _range_of(rubric: Rubric) -> str:
+    """Format the lowest and the highest total, as far as they are known."""
+    if rubric.aggregation == "custom":
+        return "from a function"
+    low = rubric.total(rubric.lowest_scores)
+    highest = {c.id: c.highest for c in rubric.criteria if c.highest is not None}
+    return f"{low:g} to {rubric.total(highest):g}" if len(highest) == len(rubric.criteria) else f"{low:g} and up"
+
+
+def _add_score(commands: Any) -> None:
+    score = commands.add_parser("score", help="judge a run's stored episodes again, with another rubric or judge")
+    score.add_argument("source", type=Path, metavar="RUN", help="a run's folder; or a .jsonl file of episodes")
+    _add_judge_arguments(score)
+    score.add_argument("--episodes", default="", metavar="PREFIX", help="only files of it that begin so: eval_000010")
+    score.add_argument("--label", default="rescored", help="the answers go into judgements-LABEL.jsonl (rescored)")
+    score.add_argument("--rows", type=int, default=30, help="episodes to show, those that changed most (default 30)")
+    score.set_defaults(run=score_run)
+
+
+def _add_judge_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `_load_judge_config` and `_load_judge_rubrics` read."""
+    parser.add_argument("--rubric", metavar="FILE_OR_ID", help="instead of the configuration's; judges all its parts")
+    parser.add_argument("--folder", action="append", default=[], type=Path, metavar="DIR", help="where ids are found")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="whose [judge] is asked; absent: RUN/config.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
+
+
+def score_run(arguments: argparse.Namespace) -> int:
+    """Rejudge, write, and print both side by side; return 1 if an episode got no score."""
+    from gspo_gym.base.loops import run_to_end
+    from gspo_gym.judge.records import JudgementRecorder
+    from gspo_gym.judge.rescoring import new_file, side_by_side, stored_episodes
+
+    source: Path = arguments.source
+    episodes = stored_episodes(source, arguments.episodes)
+    path = new_file(source, arguments.label)
+    config = _load_judge_config(source, arguments)
+    rubrics = _load_judge_rubrics(config, arguments, episodes)
+    weights = _parts_only(config, rubrics)
+    rescored = run_to_end(_rejudge(config, rubrics, weights, episodes, source, JudgementRecorder(path)))
+    print("\n".join(side_by_side(rescored, max_rows=arguments.rows)))
+    print(f"written to {path}")
+    return 0 if all(each.after is not None for each in rescored) else 1
+
+
+def _load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig:
+    """Load the configuration with its judge enabled, which checks all settings of the judge.
+
+    Raises:
+        ConfigError: there is none, or it is wrong.
+    """
+    from gspo_gym.config.run_config import load_config
+    from gspo_gym.errors import ConfigError
+
+    path: Path | None = arguments.config
+    if path is None:
+        path = source / "config.toml"
+        if not path.is_file():
+            raise ConfigError(f"{source}: there is no config.toml that would say who judges; name one by --config")
+    return load_config(path, [*arguments.overrides, "judge.enabled=true"])
+
+
+def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episodes: Sequence[Trajectory]) -> Rubrics:
+    """Load the rubric that the command line names, or the configuration's.
+
+    Raises:
+        ConfigError, UnknownNameError: it is not valid.
+    """
+    from gspo_gym.base.loops import run_to_end
+    from gspo_gym.config.build.judge import build_rubrics
+    from gspo_gym.errors import ConfigError
+    from gspo_gym.judge.rubric_files import load_rubrics
+
+    if arguments.rubric is not None:
+        rubrics = load_rubrics(arguments.rubric, folders=arguments.folder)
+        rubrics.require_totals()
+        return rubrics
+    rubrics_of = build_rubrics(config)
+
+    async def of_first() -> Rubrics:  # without a task app all tasks have the same
+        return await rubrics_of(episodes[0].task)
+
+    rubrics = run_to_end(of_first())
+    if not rubrics.parts:
+        raise ConfigError("the rubric is known only to the judge at services.judge_url; name one by --rubric")
+    return rubrics
+
+
+def _parts_only(config: RunConfig, rubrics: Rubrics) -> RewardBlend:
+    """Return the configuration's blend without the parts that the rubric does not have."""
+    assert config.judge is not None  # it was enabled
+    weights = config.judge.blend
+    return weights.model_copy(update={part: 0.0 for part in ("event", "outcome") if part not in rubrics.parts})
+
+
+async def _rejudge(
+    config: RunConfig,
+    rubrics: Rubrics,
+    weights: RewardBlend,
+    episodes: Sequence[Trajectory],
+    source: Path,
+    write: Callable[[JudgedEpisode], None],
+) -> list[Rescored]:
+    from gspo_gym.config.build.judge import build_judge_variants
+    from gspo_gym.judge.rescoring import rescore, stored_judgements
+
+    judges = build_judge_variants(config)
+    try:
+        before = stored_judgements(source)
+        return await rescore(judges.judge, rubrics, episodes, weights, before=before, on_judged=write)
+    finally:
+        await judges.close()
+
+
+def _add_audit(commands: Any) -> None:
+    audit = commands.add_parser("audit", help="compare a judge with gold labels; look for biases; attack it")
+    audit.add_argument("episodes", type=Path, metavar="EPISODES", help="a run's folder; or a .jsonl file of episodes")
+    audit.add_argument(
+        "--gold", type=Path, required=True, metavar="LABELS", help="a label a line, see judge/audit/labels.py"
+    )
+    _add_judge_arguments(audit)
+    audit.add_argument("--repeats", type=int, default=2, help="further judgements of every episode (default 2)")
+    audit.add_argument(
+        "--position-episodes", type=int, default=8, help="episodes to look for position bias in (default 8)"
+    )
+    audit.add_argument(
+        "--attacked-episodes", type=int, default=2, help="episodes that the battery is tried on (default 2)"
+    )
+    audit.add_argument("--seed", type=int, default=0, help="of the orders of criteria (default 0)")
+    audit.add_argument("--json", type=Path, metavar="FILE", help="write the report there for machines")
+    audit.set_defaults(run=audit_episodes)
+
+
+def audit_episodes(arguments: argparse.Namespace) -> int:
+    """Print the report; return 1 if an episode got no score."""
+    from gspo_gym.base.loops import run_to_end
+    from gspo_gym.judge.audit.audit import AuditSettings
+    from gspo_gym.judge.audit.labels import labelled_episodes, read_labels
+    from gspo_gym.judge.rescoring import stored_episodes
+
+    if arguments.json is not None:
+        require_writable(arguments.json)
+    labels = read_labels(arguments.gold)
+    labelled = labelled_episodes(stored_episodes(arguments.episodes), labels)
+    config = _load_judge_config(arguments.episodes, arguments)
+    rubrics = _load_judge_rubrics(config, arguments, [trajectory for trajectory, _ in labelled])
+    settings = AuditSettings(
+        num_repeats=arguments.repeats,
+        num_position_episodes=arguments.position_episodes,
+        num_attacked_episodes=arguments.attacked_episodes,
+        seed=arguments.seed,
+    )
+    report = run_to_end(_audit(config, rubrics, settings, labelled))
+    print(report)
+    if arguments.json is not None:
+        write_output(arguments.json, json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n")
+    return 0 if report.num_unscored == 0 else 1
+
+
+async def _audit(
+    config: RunConfig, rubrics: Rubrics, settings: AuditSettings, labelled: Sequence[tuple[Trajectory, Label]]
+) -> AuditReport:
+    from gspo_gym.config.build.judge import build_judge_variants
+    from gspo_gym.judge.audit.attacks import attacks
+    from gspo_gym.judge.audit.audit import JudgeAudit
+
+    judges = build_judge_variants(config, num_repeats=settings.num_repeats)
+    audit = JudgeAudit(
+        judges.judge,
+        rubrics,
+        settings=settings,
+        repeats=judges.repeats,
+        in_given_order=judges.in_given_order,
+        attacks=attacks(rubrics),
+    )
+    try:
+        return await audit.run(labelled)
+    finally:
+        await judges.close()
+
+
+_MAX_BODY_BYTES = 16_000_000  # a long episode, as JSON
+
+
+def _add_servers(commands: Any) -> None:
+    _add_serve(commands.add_parser("serve", help="a judge over HTTP, for other trainers"))
+    _add_fake(commands.add_parser("fake", help="an OpenAI-compatible model that judges by a rule, for rehearsals"))
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="the judging model's name at its endpoint")
+    parser.add_argument("--provider", choices=["openai", "groq", "gemini", "local"], default="local")
+    parser.add_argument("--base-url", help="of a local endpoint, such as http://127.0.0.1:8000/v1")
+    parser.add_argument(
+        "--model-key-env", metavar="NAME", help="variable with the endpoint's key, if not the usual one"
+    )
+    parser.add_argument("--python", metavar="MODULE:FUNCTION", help="a function judges, and no model")
+    parser.add_argument("--rubric", metavar="FILE_OR_ID", help="for requests that bring none")
+    parser.add_argument("--rubric-folder", action="append", default=[], type=Path, help="where rubrics are found by id")
+    parser.add_argument("--mode", choices=["auto", "episode", "turn"], default="auto", help="calls for an episode")
+    parser.add_argument("--max-concurrency", type=int, default=8, help="requests to the model at once (default 8)")
+    parser.add_argument("--timeout-seconds", type=float, default=60.0, help="for each of them (default 60)")
+    parser.add_argument("--max-calls", type=int, help="requests to the model in all, and then none")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="where answers are kept")
+    _add_address(parser, port=9100)
+    parser.set_defaults(run=serve)
+
+
+def _add_fake(parser: argparse.ArgumentParser) -> None:
+    _add_address(parser, port=9101)
+    parser.set_defaults(run=serve_fake)
+
+
+def _add_address(parser: argparse.ArgumentParser, *, port: int) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="another than loopback needs --api-key-env")
+    parser.add_argument("--port", type=int, default=port, help=f"0 takes any that is free (default {port})")
+    parser.add_argument("--api-key-env", metavar="NAME", help="variable with the key that clients must send")
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve the judge until told to stop; print the URL once clients may connect.
+
+    Raises:
+        ConfigError, UnknownNameError: the judge, the rubric, the address or a key.
+        MissingExtraError: FastAPI, uvicorn or openai is not installed.
+    """
+    try:
+        from gspo_gym.judge.rubric_files import find_rubrics, read_rubrics
+        from gspo_gym.judge.service.server import create_judge_app
+    except ImportError as error:
+        raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve,openai]'") from error
+    folders = tuple(arguments.rubric_folder)
+    default = read_rubrics(find_rubrics(arguments.rubric, folders)) if arguments.rubric else None
+    judge = _judge(arguments)
+
+    def known(name: str) -> Any:
+        if Path(name).suffix:  # a path: only the operator names files
+            raise ConfigError(f"options.rubric_id: expected an id, got {name!r}")
+        return read_rubrics(find_rubrics(name, folders))
+
+    app = create_judge_app(judge, default=default, find_rubrics=known)
+    return _serve(app, arguments, what=f"the judge {judge.name}", path="/judge/v1/score")
+
+
+def serve_fake(arguments: argparse.Namespace) -> int:
+    """Serve the fake model until told to stop; print the URL once clients may connect.
+
+    Raises:
+        ConfigError: the address or the key. MissingExtraError: FastAPI or uvicorn is not installed.
+    """
+    try:
+        from gspo_gym.judge.service.fake_server import create_fake_judge_app
+    except ImportError as error:
+        raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve]'") from error
+    return _serve(create_fake_judge_app(), arguments, what="a fake judging model that follows a rule", path="/v1")
+
+
+def _judge(arguments: argparse.Namespace) -> Judge:
+    if (arguments.model is None) == (arguments.python is None):
+        raise ConfigError("judge serve: expected --model or --python, one of them")
+    if arguments.python is not None:
+        from gspo_gym.judge.panel import PythonJudge
+
+        return PythonJudge(
+            arguments.python, max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds
+        )
+    from gspo_gym.judge.asking import AskingSettings
+    from gspo_gym.judge.budget import BudgetLimits, JudgeBudget
+    from gspo_gym.judge.cache import JudgementCache
+    from gspo_gym.judge.model.judge import ModelJudge
+    from gspo_gym.judge.model.settings import ModelJudgeSettings
+
+    settings = ModelJudgeSettings(
+        arguments.model,
+        provider=arguments.provider,
+        base_url=arguments.base_url,
+        api_key_env=arguments.model_key_env,
+        mode=arguments.mode,
+        asking=AskingSettings(max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds),
+    )
+    budget = JudgeBudget(BudgetLimits(max_calls=arguments.max_calls))
+    return ModelJudge(settings, cache=JudgementCache(arguments.cache), budget=budget)
+
+
+def _serve(app: App, arguments: argparse.Namespace, *, what: str, path: str) -> int:
+    from gspo_gym.remote.serving import Guard, bind, server_for, url_of
+
+    key = read_key(arguments.api_key_env, "--api-key-env")
+    bound = bind(arguments.host, arguments.port, has_key=key is not None)
+    bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
+    print(f"serving {what} at {url_of(bound)}{path}", flush=True)
+    server_for(Guard(app, api_key=key, max_body_bytes=_MAX_BODY_BYTES)).run(sockets=[bound])
+    return 0

@@ -12,7 +12,7 @@ import gymnasium
 import pytest
 
 from gspo_gym.cli.command_line import parse_and_run
-from gspo_gym.cli.env_check import add_command
+from gspo_gym.cli.env import add_arguments
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 
@@ -49,7 +49,7 @@ def _registered() -> Iterator[None]:
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    add_command(parser.add_subparsers(required=True))
+    add_arguments(parser)
     return parse_and_run(parser, ["check", *words, "--leak-episodes", "0"])
 
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
+from gspo_gym.cli.env import add_arguments, served_of
 from gspo_gym.cli.main import main
-from gspo_gym.cli.serve_env import add_arguments, served_of
 from gspo_gym.remote.serve.served_env import ServedEnv, rubrics_of, served_app
 from gspo_gym.remote.serving import BackgroundServer
 
@@ -25,7 +25,7 @@ from gspo_gym.remote.serving import BackgroundServer
 def asked(*arguments: str) -> ServedEnv:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return served_of(parser.parse_args(["GuessNumber", *arguments]))
+    return served_of(parser.parse_args(["serve", "GuessNumber", *arguments]))
 
 
 def test_every_option_reaches_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
