@@ -23,7 +23,7 @@ from gspo_gym.chat.probing import mark, probe
 from gspo_gym.chat.seams import Seams
 from gspo_gym.chat.template import ChatTemplate
 from gspo_gym.errors import TemplateError
-from gspo_gym.types import Message, ParseStatus, ToolCall
+from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 
 _ANY_TOOL, _ARGUMENT = mark(9_000_010), mark(9_000_011)
 _CALL_NAME = re.compile(rf'\s*"{_ANY_TOOL}"')
@@ -193,7 +193,7 @@ class Renderer:
         self._seams.require_shown(messages)
         return self._codec.encode(text, escapes)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: TokenIds) -> str:
         """Return the text of sampled ids without a final stop token; other special tokens are kept.
 
         A character whose bytes the end of the turn cut apart becomes U+FFFD.

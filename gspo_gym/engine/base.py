@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
+import numpy as np
+
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
-from gspo_gym.types import Completion, Sampling
+from gspo_gym.types import Completion, Sampling, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +189,7 @@ class Engine(Protocol):
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -288,6 +290,11 @@ def require_sleeping(engine: Engine) -> SleepingEngine:
     if not engine.capabilities.can_sleep:
         raise ConfigError("expected an engine that can sleep (vLLM in this process), got one that cannot")
     return cast(SleepingEngine, engine)
+
+
+def token_list(token_ids: TokenIds) -> list[int]:
+    """Return token ids as Python's integers, as JSON and vLLM want them."""
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token) for token in token_ids]
 
 
 def refuse_schema(sampling: SamplingParams, engine: str) -> None:

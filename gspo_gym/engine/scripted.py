@@ -20,11 +20,12 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
+    token_list,
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.seeding import generator
-from gspo_gym.types import Completion, FinishReason
+from gspo_gym.types import Completion, FinishReason, TokenIds
 
 Answer = Callable[[tuple[int, ...], int], Sequence[int]]
 """(prompt token ids, turn) -> reply token ids; the turn counts the session's earlier calls."""
@@ -134,7 +135,7 @@ class ScriptedEngine(GatedEngine):
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -148,7 +149,7 @@ class ScriptedEngine(GatedEngine):
             ContextOverflowError: the prompt leaves no room for a single token.
         """
         refuse_schema(sampling, "ScriptedEngine")
-        prompt = tuple(map(int, prompt_token_ids))
+        prompt = tuple(token_list(prompt_token_ids))
         max_new = num_tokens_to_sample(len(prompt), sampling, self._max_model_len)
         async with self._gate.admit(session_id, deadline_seconds):
             index = len(self.calls)

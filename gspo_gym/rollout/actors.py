@@ -78,8 +78,7 @@ class EngineActor:
             stop_token_ids=request.renderer.stop_token_ids,
             seed=child_seed(request.sampling_seed, "turn", request.turn_index),
         )
-        prompt = request.prompt_token_ids.tolist()
-        return await self._engine.generate(prompt, params, session_id=request.session_id)
+        return await self._engine.generate(request.prompt_token_ids, params, session_id=request.session_id)
 
     async def end_session(self, session_id: str) -> None:
         await self._engine.end_session(session_id)

@@ -1,8 +1,7 @@
-"""TokenObservationWrapper: a text environment seen as a model sees it, token ids in and token ids out.
+"""A text environment as a model sees it: token ids in, token ids out.
 
-This is the only place where an episode's tokens are put together; `episode.run_episode` drives it, and so can a person
-or a training loop of their own. What was sampled is stored as it came and never encoded again. It samples nothing and
-scores nothing.
+Episodes that we drive put their tokens together here and nowhere else. What was sampled is stored as it came and never
+encoded again. Nothing is sampled or scored here.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from gspo_gym.env.blame import Action, answer_to, floor_of
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ConfigError, ContextOverflowError, UsageError
-from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode, SampledTokens
-from gspo_gym.types import FinishReason, Int32Array, Message, Outcome, ParseStatus, StepResult
+from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode, completion_of, require_possible
+from gspo_gym.types import Completion, FinishReason, Int32Array, Message, Outcome, ParseStatus, StepResult, TokenIds
 
 _Answer = TypeVar("_Answer")
 ResetTuple = tuple[Int32Array, dict[str, Any]]
@@ -30,16 +29,14 @@ StepTuple = tuple[Int32Array, float | None, bool, bool, dict[str, Any]]
 
 
 class TokenObservationWrapper:
-    """One environment whose observations are prompts in token ids and whose actions are sampled token ids.
+    """Environment whose observations are prompts in token ids and whose actions are sampled token ids.
 
-    `reset` gives the prompt of the first turn; `step` takes exactly the ids that were sampled for it and gives the next
-    prompt. Each prompt extends the one before it, except where the chat template rewrites earlier turns: there a new
-    segment starts. When the episode is over, the ids are those of the last segment as they stand: the final observation
-    is never read by the model, so it is kept as messages only.
+    `reset` gives the prompt of the first turn; `step` takes the ids that were sampled for it and gives the next prompt.
+    Each prompt extends the one before it, except where the chat template rewrites earlier turns: there a new segment
+    starts. When the episode is over, the ids are those of the last segment as they stand: the model never reads the
+    final observation, so it is kept as messages only.
 
-    `reset` and `step` are for synchronous callers and also drive environments with `async` methods; inside an event
-    loop use `reset_async`, `step_async` and `close_async`, which are the same code. Use it as a context manager or call
-    `close`, which closes the environment.
+    Inside an event loop use `reset_async`, `step_async` and `close_async`. Use it as a context manager or close it.
 
     Args:
         env: anything with Gymnasium's `reset` and `step` (plain or async), or an `EnvSession` around it.
@@ -106,8 +103,6 @@ class TokenObservationWrapper:
         self._actions: list[Action] = []
         self._is_turn_open = False
 
-    # -- for people and synchronous loops ---------------------------------------------------------------------------
-
     def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetTuple:
         """Start an episode; see `reset_async`.
 
@@ -118,16 +113,29 @@ class TokenObservationWrapper:
 
     def step(
         self,
-        token_ids: Sequence[int] | Int32Array,
+        token_ids: TokenIds,
         logprobs: Sequence[float] | np.ndarray[Any, Any] | None = None,
         weight_version: int | Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> StepTuple:
         """Play one turn; see `step_async`.
 
+        Args:
+            token_ids: exactly what was sampled, the stop token included: 1 to `max_tokens` ids.
+            logprobs: nats, one a token, of the distribution sampled from; None (not sampled from a model) stores 0.
+            weight_version: of the weights that sampled, one number or one a token; None (no model) stores -1.
+
         Raises:
-            UsageError: called inside a running event loop.
+            UsageError: called inside a running event loop, or as by `step_async`.
+            RecordError: `token_ids`, `logprobs` or `weight_version` cannot have been sampled here; the turn stays open.
         """
-        return self._drive("step", lambda: self.step_async(token_ids, logprobs, weight_version))
+
+        async def play() -> StepTuple:
+            self._require_open_turn()
+            return await self.step_async(
+                completion_of(token_ids, logprobs, weight_version, require_possible=self._require_possible)
+            )
+
+        return self._drive("step", play)
 
     def close(self) -> None:
         """Close the environment. Closing twice is fine."""
@@ -153,12 +161,10 @@ class TokenObservationWrapper:
             f"use `await wrapper.{method}_async(...)` there"
         )
 
-    # -- for the loop -----------------------------------------------------------------------------------------------
-
     async def reset_async(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetTuple:
-        """Start an episode: (ids int32 [L], info), ids being the whole prompt of the first turn.
+        """Start an episode: (ids int32 [L], info) with the whole prompt of the first turn.
 
-        `seed` None draws one as `splits.next_seed` says; `info["seed"]` says which it was.
+        `seed` None draws one as `splits.next_seed` says; `info["seed"]` is the seed.
 
         Raises:
             EnvError, EnvTimeoutError, ContractError: the environment failed.
@@ -187,40 +193,21 @@ class TokenObservationWrapper:
         self._is_turn_open = True
         return self.prompt, {**result.info, "seed": seed, "new_messages": messages}
 
-    async def step_async(
-        self,
-        token_ids: Sequence[int] | Int32Array,
-        logprobs: Sequence[float] | np.ndarray[Any, Any] | None = None,
-        weight_version: int | Sequence[int] | np.ndarray[Any, Any] | None = None,
-    ) -> StepTuple:
-        """Play one turn: (ids int32 [L], reward, terminated, truncated, info).
+    async def step_async(self, sampled: Completion) -> StepTuple:
+        """Play one turn with what was sampled for it: (ids int32 [L], reward, terminated, truncated, info).
 
         Text that cannot be parsed as an action is not given to the environment's `step`; its `invalid_action` answers.
         `truncated` is also True at the limit on turns and where the next prompt does not fit; `outcome` says which.
-
-        Args:
-            token_ids: exactly what was sampled, the stop token included: 1 to `max_tokens` ids.
-            logprobs: nats, one a token, of the distribution sampled from; None (not sampled from a model) stores 0.
-            weight_version: of the weights that sampled, one number or one a token; None (no model) stores -1.
-
-        Returns:
-            The next prompt (or, when done, the last segment as it stands), the turn's reward (None: not scored), and
-            Gymnasium's flags and info. info is the environment's own plus "new_messages", "parse" and "outcome".
+        The reward is None where the turn was not scored; info has "new_messages", "parse" and "outcome", too.
 
         Raises:
             UsageError: no turn is open (before `reset`, or after the episode ended or failed).
-            RecordError: `token_ids`, `logprobs` or `weight_version` cannot have been sampled here; the turn stays open.
+            RecordError: `sampled` cannot have been sampled here; the turn stays open.
             EnvError, EnvTimeoutError, ContractError: the environment failed; the turn stays in the record, unscored.
                 Where it is the action's doing (`blame.py`), `end_at_limit` scores it.
         """
-        if not self._is_turn_open:
-            raise UsageError(
-                f"{self.session.env_id}: step() without an open turn (outcome: {self.outcome}); call reset() first"
-            )
-        sampled = SampledTokens.checked(token_ids, logprobs, weight_version)
-        sampled.require_possible(
-            max_tokens=self.max_tokens, vocab_size=self._vocab_size, stop_token_ids=self.renderer.stop_token_ids
-        )
+        self._require_open_turn()
+        self._require_possible(sampled.token_ids)
         self._is_turn_open = False
         action = self._record_action(sampled)
         self._actions.append(action.error if isinstance(action, ParseFailure) else action)
@@ -234,7 +221,7 @@ class TokenObservationWrapper:
         return self.prompt, turn.reward, result.terminated, truncated, info
 
     def end_at_limit(self, stated_return: float | None = None) -> None:
-        """End the episode, whose last action is unanswered, at the lowest return; see `blame.floor_of`."""
+        """End the episode at its unanswered last action, with the lowest return; see `blame.floor_of`."""
         assert self._actions, "no action was taken"
         self._open.end_at_limit(floor_of(self.session.env, self._open.earned, stated_return))
 
@@ -243,16 +230,14 @@ class TokenObservationWrapper:
         self._is_turn_open = False
         await self.session.close()
 
-    # -- reading ----------------------------------------------------------------------------------------------------
-
     @property
     def prompt(self) -> Int32Array:
-        """[L] int32: the current segment, which is the prompt of the open turn."""
-        return np.array(self._open.segments[-1].token_ids if self._open.segments else [], dtype=np.int32)
+        """[L] int32, read-only: the current segment, which is the prompt of the open turn."""
+        return self._open.segments[-1].token_ids if self._open.segments else np.empty(0, dtype=np.int32)
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens may be sampled in the open turn."""
+        """Most tokens that may be sampled in the open turn."""
         return min(self._max_output_tokens, self._max_model_len - self._open.length)
 
     @property
@@ -262,7 +247,7 @@ class TokenObservationWrapper:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What the environment was given so far, in order."""
+        """The actions that the environment was given so far."""
         return tuple(self._actions)
 
     @property
@@ -272,7 +257,7 @@ class TokenObservationWrapper:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the episode ended; None while it goes on."""
+        """The way the episode ended; None while it goes on."""
         return self._open.outcome
 
     @property
@@ -284,10 +269,22 @@ class TokenObservationWrapper:
         """The record of the episode up to now."""
         return self._open.freeze(pad_id=self._pad_id)
 
-    # -- bookkeeping ------------------------------------------------------------------------------------------------
+    def _require_open_turn(self) -> None:
+        if not self._is_turn_open:
+            raise UsageError(
+                f"{self.session.env_id}: step() without an open turn (outcome: {self.outcome}); call reset() first"
+            )
 
-    def _record_action(self, sampled: SampledTokens) -> Message | ParseFailure:
-        """Store the sampled tokens before anything can go wrong with them; returns what they say."""
+    def _require_possible(self, token_ids: Int32Array) -> None:
+        require_possible(
+            token_ids,
+            max_tokens=self.max_tokens,
+            vocab_size=self._vocab_size,
+            stop_token_ids=self.renderer.stop_token_ids,
+        )
+
+    def _record_action(self, sampled: Completion) -> Message | ParseFailure:
+        """Store the sampled tokens before anything can go wrong with them; return what they say."""
         is_stopped = sampled.token_ids[-1] in self.renderer.stop_token_ids
         self._open.append_action(sampled, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         text = self.renderer.decode(sampled.token_ids)
@@ -299,9 +296,9 @@ class TokenObservationWrapper:
         return parsed
 
     def _advance(self, history: Sequence[Message], result: StepResult) -> None:
-        """Open the next turn, or end the episode: the limits in the order that `limits.py` states.
+        """Open the next turn, or end the episode at the first of the limits, in the order that `limits.py` states.
 
-        `history` is the conversation up to the action that `result` answers.
+        `history` ends with the action that `result` answers.
         """
         episode = self._open
         if result.done:

@@ -203,7 +203,7 @@ class _Episode:
         self._culprit = Outcome.ENGINE_ERROR
         completion = await self._ask(wrapper)
         self._culprit = Outcome.ENV_ERROR
-        await wrapper.step_async(completion.token_ids, completion.logprobs, completion.weight_version)
+        await wrapper.step_async(completion)
 
     async def _is_the_actions_doing(
         self, error: Exception, played: TokenObservationWrapper, make_env: MakeEnv, *, is_late: bool

@@ -1,17 +1,15 @@
-"""An episode as it grows, and the finished record of it. Only `adapter.TokenObservationWrapper` writes here.
-
-The tokens of a conversation as they grow, turn after turn, into a `Segment`.
+"""An episode as it grows, token by token, and the finished record of it.
 
 Where a token came from is written down when it is appended, so the mask never has to be guessed afterwards (from
-padding, special tokens or a second rendering). Written by rollouts, which step environments, and by the gateway, which
-is asked from elsewhere: so what both write down is the same.
+padding, special tokens or a second rendering). Episodes that we drive and those captured by the gateway are written by
+the same code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +20,7 @@ from gspo_gym.env.blame import LIMIT_TERM
 from gspo_gym.errors import RecordError
 from gspo_gym.types import (
     BoolArray,
+    Completion,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -30,100 +29,105 @@ from gspo_gym.types import (
     ParseStatus,
     Segment,
     StepResult,
+    TokenIds,
     Turn,
 )
 
-_LOGPROB_ROUNDING = 1e-3  # a logprob of a certain token may round above 0; as in `types.Completion`
+_FIRST_CAPACITY = 1024  # tokens
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """The tokens of one action, as plain numbers: one logprob (nats) and one weight version a token."""
+# Any: these come from outside, and the point is to find out what they are.
+def completion_of(
+    token_ids: Any,
+    logprobs: Any = None,
+    weight_version: Any = None,
+    *,
+    require_possible: Callable[[Int32Array], None],
+) -> Completion:
+    """Return the tokens of one action as a completion whose finish reason is not known (LENGTH).
 
-    token_ids: list[int]
-    logprobs: list[float]
-    weight_version: list[int]
+    `logprobs` and `weight_version` are one a token, or one for all of them; None stands for logprobs of 0 and a version
+    of -1: no model sampled this. `require_possible` raises a RecordError if the ids cannot have been sampled.
 
-    # Any: these come from whoever sampled, and the point is to find out what they are.
-    @classmethod
-    def checked(cls, token_ids: Any, logprobs: Any = None, weight_version: Any = None) -> SampledTokens:
-        """Read the three columns; None stands for logprobs of 0 and a version of -1, i.e. no model sampled this.
-
-        Raises:
-            RecordError: wrong types or lengths, or a logprob that is no logprob.
-        """
-        ids = _column("token_ids", token_ids, len(np.atleast_1d(token_ids)), int)
-        logprob_list = _column("logprobs", 0.0 if logprobs is None else logprobs, len(ids), float)
-        versions = _column("weight_version", -1 if weight_version is None else weight_version, len(ids), int)
-        for logprob in logprob_list:
-            if not -math.inf < logprob <= _LOGPROB_ROUNDING:
-                raise RecordError(f"logprobs: expected finite values <= 0, got {logprob}")
-        return cls(ids, [float(logprob) for logprob in logprob_list], versions)
-
-    def require_possible(self, *, max_tokens: int, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
-        """Check that a sampler with these limits can have come to these ids.
-
-        Raises:
-            RecordError: it cannot.
-        """
-        ids = self.token_ids
-        if not 1 <= len(ids) <= max_tokens:
-            raise RecordError(f"token_ids: expected 1 to {max_tokens} sampled ids in this turn, got {len(ids)}")
-        stray = next((i for i in ids if not 0 <= i < vocab_size), None)
-        if stray is not None:
-            raise RecordError(f"token_ids: expected ids in [0, {vocab_size}), got {stray}")
-        early = next((k for k, i in enumerate(ids[:-1]) if i in stop_token_ids), None)
-        if early is not None:
-            raise RecordError(
-                f"token_ids: token {early} is the stop token {ids[early]}, but {len(ids) - early - 1} more follow; "
-                "sampling ends at a stop token"
-            )
+    Raises:
+        RecordError: wrong types or lengths, impossible ids, or a logprob that is no logprob.
+    """
+    ids = _column("token_ids", token_ids, len(np.atleast_1d(token_ids)), int)
+    require_possible(ids)
+    logprob_column = _column("logprobs", 0.0 if logprobs is None else logprobs, len(ids), float)
+    versions = _column("weight_version", -1 if weight_version is None else weight_version, len(ids), int)
+    return Completion(ids, logprob_column, FinishReason.LENGTH, versions)
 
 
-@dataclass(slots=True)
-class OpenSegment:
-    """A segment that still grows, by appending only. Mutable; `close` gives the frozen one."""
+def require_possible(token_ids: Int32Array, *, max_tokens: int, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+    """Check that a sampler with these limits can have come to these ids.
 
-    token_ids: list[int] = field(default_factory=list)
-    action_mask: list[bool] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
-    turn_index: list[int] = field(default_factory=list)
-    weight_version: list[int] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def append_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample: environment, template, appended end of turn."""
-        count = len(token_ids)
-        self.token_ids.extend(token_ids)
-        self.action_mask.extend([False] * count)
-        self.rollout_logprobs.extend([0.0] * count)
-        self.turn_index.extend([-1] * count)
-        self.weight_version.extend([-1] * count)
-
-    def append_action(self, sampled: SampledTokens, *, turn: int) -> None:
-        """Append what the policy sampled in `turn`."""
-        count = len(sampled.token_ids)
-        self.token_ids.extend(sampled.token_ids)
-        self.action_mask.extend([True] * count)
-        self.rollout_logprobs.extend(sampled.logprobs)
-        self.turn_index.extend([turn] * count)
-        self.weight_version.extend(sampled.weight_version)
-
-    def close(self) -> Segment:
-        """The segment so far, frozen."""
-        return Segment(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            action_mask=np.array(self.action_mask, dtype=np.bool_),
-            rollout_logprobs=np.array(self.rollout_logprobs, dtype=np.float32),
-            turn_index=np.array(self.turn_index, dtype=np.int32),
-            weight_version=np.array(self.weight_version, dtype=np.int32),
+    Raises:
+        RecordError: it cannot.
+    """
+    if not 1 <= len(token_ids) <= max_tokens:
+        raise RecordError(f"token_ids: expected 1 to {max_tokens} sampled ids in this turn, got {len(token_ids)}")
+    stray = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if len(stray):
+        raise RecordError(f"token_ids: expected ids in [0, {vocab_size}), got {token_ids[stray[0]]}")
+    early = np.flatnonzero(np.isin(token_ids[:-1], stop_token_ids))
+    if len(early):
+        raise RecordError(
+            f"token_ids: token {early[0]} is the stop token {token_ids[early[0]]}, but "
+            f"{len(token_ids) - early[0] - 1} more follow; sampling ends at a stop token"
         )
 
 
-def _column(name: str, value: Any, length: int, kind: type[int] | type[float]) -> list[Any]:
-    """`value` as a list of `length` plain numbers; a single number is repeated. Any: it is what a caller passed."""
+class OpenSegment:
+    """A segment that still grows, by appending only. Mutable; `close` gives the frozen one."""
+
+    def __init__(self) -> None:
+        self._buffer: Int32Array = np.empty(_FIRST_CAPACITY, dtype=np.int32)
+        self._length = 0
+        self._actions: list[tuple[int, int, Completion]] = []  # where each begins, its turn, what was sampled
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """[L] int32: the tokens so far, read-only. Not copied; what is appended later does not change it."""
+        ids = self._buffer[: self._length]
+        ids.setflags(write=False)
+        return ids
+
+    def append_context(self, token_ids: TokenIds) -> None:
+        """Append tokens that the policy did not sample: environment, template, appended end of turn."""
+        ids = np.asarray(token_ids, dtype=np.int32)
+        stop = self._length + len(ids)
+        if stop > len(self._buffer):
+            # Doubled, so that a prompt which grows turn by turn is copied a few times in all and not every time.
+            buffer: Int32Array = np.empty(max(stop, 2 * len(self._buffer)), dtype=np.int32)
+            buffer[: self._length] = self.token_ids
+            self._buffer = buffer
+        self._buffer[self._length : stop] = ids
+        self._length = stop
+
+    def append_action(self, sampled: Completion, *, turn: int) -> None:
+        """Append what the policy sampled in `turn`."""
+        self._actions.append((self._length, turn, sampled))
+        self.append_context(sampled.token_ids)
+
+    def close(self) -> Segment:
+        """Return the segment so far, frozen."""
+        mask: BoolArray = np.zeros(self._length, dtype=np.bool_)
+        logprobs: Float32Array = np.zeros(self._length, dtype=np.float32)
+        turn_index: Int32Array = np.full(self._length, -1, dtype=np.int32)
+        versions: Int32Array = np.full(self._length, -1, dtype=np.int32)
+        for start, turn, sampled in self._actions:
+            span = slice(start, start + len(sampled.token_ids))
+            mask[span], turn_index[span] = True, turn
+            logprobs[span], versions[span] = sampled.logprobs, sampled.weight_version
+        return Segment(self.token_ids, mask, logprobs, turn_index, versions)
+
+
+def _column(name: str, value: Any, length: int, kind: type[int] | type[float]) -> Any:
+    """Return `value` as an array of `length` numbers; a single number is repeated (Any: what a caller passed)."""
     column = np.asarray(value)
     if column.ndim == 0 and name != "token_ids":
         column = np.full(length, column)
@@ -132,8 +136,7 @@ def _column(name: str, value: Any, length: int, kind: type[int] | type[float]) -
         raise RecordError(f"{name}: expected {kind.__name__}s, got an array of {column.dtype}")
     if column.shape != (length,):
         raise RecordError(f"{name}: expected one a sampled token, shape ({length},), got {column.shape}")
-    listed: list[Any] = column.tolist()
-    return listed
+    return column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,14 +213,14 @@ class OpenEpisode:
         """Tokens of the last segment, which is the present prompt."""
         return len(self.segments[-1]) if self.segments else 0
 
-    def open_turn(self, new_ids: Sequence[int], *, is_new_segment: bool) -> None:
+    def open_turn(self, new_ids: TokenIds, *, is_new_segment: bool) -> None:
         """Append what the model reads next."""
         if is_new_segment:
             self.segments.append(OpenSegment())
         self.observation_start = self.length
         self.segments[-1].append_context(new_ids)
 
-    def append_action(self, sampled: SampledTokens, finish_reason: FinishReason) -> None:
+    def append_action(self, sampled: Completion, finish_reason: FinishReason) -> None:
         """Append an action and its turn, unscored so far."""
         start = self.length
         self.segments[-1].append_action(sampled, turn=len(self.turns))

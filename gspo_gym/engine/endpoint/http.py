@@ -32,12 +32,13 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
+    token_list,
 )
 from gspo_gym.engine.endpoint.routes import CompletionsRoute, Route, SampleChecks, SglangRoute, TextRoute, Tokenizer
 from gspo_gym.engine.endpoint.wire import AnswerError, OpenAIClient, RefusedError
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.errors import ConfigError, EngineError
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, TokenIds
 
 # (prompt, sampling) -> a completion; retried as the engine's own requests are.
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
@@ -314,7 +315,7 @@ class HttpEngine(GatedEngine):
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -330,7 +331,7 @@ class HttpEngine(GatedEngine):
             EngineError: refused, or the last attempt failed.
         """
         refuse_schema(sampling, "HttpEngine")
-        prompt = [int(token) for token in prompt_token_ids]
+        prompt = token_list(prompt_token_ids)
         top = self._settings.vocab_size
         if wrong := [token for token in prompt if token < 0 or (top is not None and token >= top)]:
             raise EngineError(f"generate: expected prompt tokens in [0, {top or 'vocab_size'}), got {wrong[0]}")

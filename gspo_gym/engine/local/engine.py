@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from gspo_gym.engine.local.packed_model import PackedModel
 from gspo_gym.engine.local.plain_model import PlainModel
 from gspo_gym.engine.local.shared_model import check_length, inner_model
 from gspo_gym.errors import ConfigError, EngineError
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, TokenIds
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class LocalEngine(GatedEngine):
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,

@@ -8,7 +8,7 @@ gets: `gspo_gym.policy.weight_sync` does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from gspo_gym.base.loops import retrieve_exception, wait_or_cancel, wait_until_ended
 from gspo_gym.engine.base import (
@@ -22,7 +22,7 @@ from gspo_gym.engine.base import (
 )
 from gspo_gym.engine.gate import Deadline
 from gspo_gym.errors import EngineError, EnginePoisonedError
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, TokenIds
 
 # Makes an engine, with whatever weights it starts with; they never sample.
 MakeEngine = Callable[[], Awaitable[Engine]]
@@ -94,7 +94,7 @@ class RebuildableEngine:
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,

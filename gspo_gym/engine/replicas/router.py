@@ -24,7 +24,7 @@ from gspo_gym.engine.base import (
 from gspo_gym.engine.gate import Deadline, GatedEngine
 from gspo_gym.engine.replicas.replica_set import EngineAction, Replica, ReplicaSet, RouterSettings, common_capabilities
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, TokenIds
 
 
 class RoutedEngine(GatedEngine):
@@ -86,7 +86,7 @@ class RoutedEngine(GatedEngine):
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -280,7 +280,7 @@ class RoutedEngine(GatedEngine):
 class _Call:
     """One logical call."""
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: TokenIds
     sampling: SamplingParams
     session_id: str | None
     deadline: Deadline

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gspo_gym.engine.base import (
@@ -26,6 +26,7 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
+    token_list,
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import Adapters, weights_folder
@@ -36,7 +37,7 @@ from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.engine.vllm.transfer import WeightTransfer
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, TokenIds
 
 # sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
 _EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -120,7 +121,7 @@ class VllmEngine(GatedEngine):
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -136,7 +137,7 @@ class VllmEngine(GatedEngine):
             EngineError: a prompt token is not in the vocabulary, vLLM answered what cannot be true, gave the request
                 up, or is closed or dead.
         """
-        prompt = [int(token) for token in prompt_token_ids]
+        prompt = token_list(prompt_token_ids)
         max_new = num_tokens_to_sample(len(prompt), sampling, self._settings.max_model_len)
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             raise EngineError(

@@ -27,6 +27,7 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
+    token_list,
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import weights_folder
@@ -37,7 +38,7 @@ from gspo_gym.engine.vllm.requests import sampling_fields
 from gspo_gym.engine.vllm.routes import Route
 from gspo_gym.engine.vllm.versions import Served, ServedVersions
 from gspo_gym.errors import ConfigError, EngineError
-from gspo_gym.types import Completion
+from gspo_gym.types import Completion, TokenIds
 
 # How long a server may take to say that it is well, or to forget an adapter.
 _HEALTH_SECONDS = 5.0
@@ -182,7 +183,7 @@ class VllmHttpEngine(GatedEngine):
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -196,7 +197,7 @@ class VllmHttpEngine(GatedEngine):
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: a prompt token is not in the vocabulary, the server refused, or the last attempt failed.
         """
-        prompt = [int(token) for token in prompt_token_ids]
+        prompt = token_list(prompt_token_ids)
         max_new = num_tokens_to_sample(len(prompt), sampling, self.handshake.max_model_len)
         if not 0 <= min(prompt) <= max(prompt) < self._settings.vocab_size:
             raise EngineError(

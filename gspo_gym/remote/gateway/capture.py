@@ -24,7 +24,7 @@ from gspo_gym.errors import (
     TemplateError,
     UsageError,
 )
-from gspo_gym.rollout.record import SampledTokens
+from gspo_gym.rollout import record
 from gspo_gym.types import Completion, FinishReason, Int32Array, Message, ParseStatus
 
 ToolChoice = str | None
@@ -221,8 +221,12 @@ def require_possible(completion: Completion, *, max_tokens: int, vocab_size: int
         EngineError: it is not.
     """
     try:
-        sampled = SampledTokens.checked(completion.token_ids, completion.logprobs, completion.weight_version)
-        sampled.require_possible(max_tokens=max_tokens, vocab_size=vocab_size, stop_token_ids=renderer.stop_token_ids)
+        record.require_possible(
+            completion.token_ids,
+            max_tokens=max_tokens,
+            vocab_size=vocab_size,
+            stop_token_ids=renderer.stop_token_ids,
+        )
     except RecordError as error:
         raise EngineError(f"the engine's answer cannot be right: {error}") from error
 

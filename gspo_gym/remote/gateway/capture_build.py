@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gspo_gym.remote.gateway.capture import Capture, CapturedCall, Untrained
-from gspo_gym.rollout.record import OpenSegment, SampledTokens
+from gspo_gym.rollout.record import OpenSegment
 from gspo_gym.types import Message, Segment, Turn
 
 CallKind = Literal["root", "extends", "rewrites", "failed"]
@@ -185,19 +185,16 @@ def _segment_of(
     turns: list[Turn] = []
     observed = 0  # up to where the tokens belong to an earlier turn
     for call in (calls[index] for index in path.calls):
-        segment.append_context(call.context_ids.tolist())
+        segment.append_context(call.context_ids)
         completion = call.completion
         if call.index not in path.owned:
-            segment.append_context(completion.token_ids.tolist())
+            segment.append_context(completion.token_ids)
             continue
         start, turn = len(segment), turn_numbers[call.index]
         if call.index in masked:
-            segment.append_context(completion.token_ids.tolist())
+            segment.append_context(completion.token_ids)
         else:
-            sampled = SampledTokens(
-                completion.token_ids.tolist(), completion.logprobs.tolist(), completion.weight_version.tolist()
-            )
-            segment.append_action(sampled, turn=turn)
+            segment.append_action(completion, turn=turn)
         turns.append(
             Turn(
                 index=turn,

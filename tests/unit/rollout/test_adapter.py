@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,22 @@ def test_unparsable_text_goes_to_invalid_action() -> None:
     assert info["parse"] is ParseStatus.TRUNCATED
     assert record.messages[1].content == "<think>hm"  # the text as it was sampled
     assert record.messages[2].content.startswith("not understood: ")
+
+
+def test_a_prompt_is_extended_in_place_and_one_given_out_before_stays_as_it_was() -> None:
+    answer = ("x" * 300, 0.0, False, False, {})
+    with wrap(Talk(*[answer] * 8), max_model_len=4096) as wrapper:  # beyond the first array's room, too
+        prompts = [wrapper.reset(seed=0)[0]]
+        copies = [prompts[0].copy()]
+        for _ in range(7):
+            prompts.append(wrapper.step([*say("yo"), END])[0])
+            copies.append(prompts[-1].copy())
+        assert np.shares_memory(prompts[-1], wrapper.prompt)
+        assert np.shares_memory(prompts[0], prompts[1])
+        assert not any(prompt.flags.writeable for prompt in prompts)
+        for shorter, longer in itertools.pairwise(copies):
+            assert longer[: len(shorter) + 3].tolist() == [*shorter, *say("yo"), END]
+        assert [prompt.tolist() for prompt in prompts] == [copy.tolist() for copy in copies]
 
 
 @pytest.mark.parametrize(
