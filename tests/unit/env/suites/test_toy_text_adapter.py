@@ -12,8 +12,7 @@ import pytest
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.toy_text import GAMES, ToyTextEnv
-from gspo_gym.env.suites.toy_text_players import Table, best_moves, value_of_hit, value_of_stick
+from gspo_gym.env.suites.toy_text import GAMES, Table, ToyTextEnv, best_moves, value_of_hit, value_of_stick
 from gspo_gym.errors import ConfigError, UnknownNameError
 
 
