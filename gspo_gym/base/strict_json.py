@@ -1,4 +1,4 @@
-"""JSON from clients, read by one rule in every server: what is not JSON, or cannot be written again, is refused.
+"""JSON from clients, read by one rule in every server: anything but JSON that can be written again is refused.
 
 Python's reader accepts more than JSON allows: NaN and infinities (also as 1e999), lone surrogates, which no encoder
 writes and no tokenizer reads, and whole numbers of any length. Each would fail later, where it is not expected.

@@ -1,7 +1,7 @@
 """Compare the tokens that an episode accumulated with a fresh rendering of its messages.
 
 The tokens are right by construction, because the model read them. A difference means that a chat server, which renders
-every prompt from messages, would show the model something else. Usually the model spelt something in its own way (white
+every prompt from messages, would show the model something else. Usually the model spelt something differently (white
 space in JSON, blank edges that a template trims, a word in other pieces); anything else is a fault of the renderer or
 of the environment's messages. `check_drift` finds any difference and is a measurement; `check_context` finds only
 faults and may be a gate, as in `gspo-gym env check --model`.

@@ -337,7 +337,7 @@ def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
 
 
 def _agree(a: object, b: object) -> bool:
-    """Return whether two equal JSON values also agree on what is a boolean."""
+    """Return whether two equal JSON values also agree on which values are booleans."""
     if isinstance(a, list) and isinstance(b, list):
         return all(map(_agree, a, b))
     if isinstance(a, dict) and isinstance(b, Mapping):

@@ -195,7 +195,7 @@ def _parts(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _suspects(tasks: Sequence[_Task]) -> list[str]:
-    """Return the places that every task has, whose text varies, and whose text the reference says.
+    """Return the places that every task has, with texts that vary and that the reference says.
 
     Values of info are suspected even if the reference does not say them. Places with the same texts count once.
     """

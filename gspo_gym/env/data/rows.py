@@ -379,7 +379,7 @@ def _renamed(row: Row, renamed: Iterable[tuple[str, str]]) -> Row:
 
 
 def _problem(row: Row, columns: Iterable[str]) -> str | None:
-    """Return what is wrong with a row, or None."""
+    """Return the fault of a row, or None."""
     for column in sorted(columns):
         if column not in row.values:
             return f"there is no column {column!r}; {nearest_name(column, row.values)}"

@@ -1,6 +1,6 @@
 """`TextArenaEnv`: games of the package `textarena`, in which the model plays one seat, or all of them.
 
-The game decides what is legal, who has won and what it is worth. The other seats are played inside `reset` and `step`:
+The game decides on legal moves, the end and the rewards. The other seats are played inside `reset` and `step`:
 at random, by a hand-written player, by a model behind an endpoint, or by a function.
 """
 

@@ -82,11 +82,11 @@ class Match:
 
     @property
     def seat_to_move(self) -> int:
-        """Return the seat whose turn it is."""
+        """Return the seat to move."""
         return int(self._game.state.current_player_id)
 
     def say(self, text: str) -> None:
-        """Say `text` as the player whose turn it is.
+        """Say `text` as the player to move.
 
         Raises:
             EnvError: the game raised.
@@ -216,7 +216,7 @@ def _registry(textarena: Any) -> Mapping[str, Any]:
 
 @contextmanager
 def _without_downloads() -> Iterator[None]:
-    """Turn `nltk.download` off during the block: games call it when imported or made, whatever is there."""
+    """Turn `nltk.download` off during the block: games call it when imported or made, even for data that is there."""
     try:
         nltk: Any = importlib.import_module("nltk")
     except ImportError:

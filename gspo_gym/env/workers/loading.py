@@ -1,7 +1,7 @@
 """Time for loading what environments need, which counts against no single environment.
 
 Importing a package or reading a data set may take a minute, and sixteen worker processes that do it together share the
-cores; all would miss a limit for making one environment. The first load of each kind therefore has a limit of its own
+cores; all would miss a limit for making one environment. The first load of each kind therefore has a separate limit
 while the others wait with stopped clocks. A later load in another process gets time by how long the first one took and
 how many load beside it.
 """

@@ -1,1 +1,1 @@
-"""What is wrong with a run, in sentences, and which key to change. Begin reading at `command.py`."""
+"""Checks that say in sentences where a run fails, and which key to change."""

@@ -1,8 +1,8 @@
-"""What is at the root of a run that does not learn: one broken thing in the chain from sampling to the step.
+"""Root causes of a run that does not learn: one broken link in the chain from sampling to the step.
 
-`CAUSES` is in the order of that chain, and `diagnose` leaves out what follows from an earlier link: a policy that is
-sampled greedily has constant groups, takes no step and does not improve, and only the first is worth a person's time.
-A cause speaks where numbers of the run show it, and names the setting that made it.
+`CAUSES` is in the order of that chain. `diagnose` leaves out what follows from an earlier link: a policy that is
+sampled greedily has constant groups, takes no step and does not improve, and only the first needs attention. A cause is
+reported if the run's numbers show it, with the setting that made it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from typing import Any
 
 from gspo_gym.run.doctor.view import Check, Finding, RunView
 
-# Of the groups, when sampling itself leaves no choice: a policy that still explores has some that differ.
+# Fraction of the groups at which sampling itself leaves no choice: a policy that still explores has some that
+# differ.
 _GREEDY_GROUPS = 0.9
 # Below these, one token has nearly all the probability at every place.
 _GREEDY_TEMPERATURE, _GREEDY_TOP_P = 0.2, 0.2
-# Above it the distribution is flatter than the model's own by more than any recipe that we know of asks for.
+# Above it, the distribution is flatter than in any recipe that we know of.
 _FLAT_TEMPERATURE = 2.0
-# Nats a token: exp(3) = 20 tokens are as good as each other. Models that speak have 0.2 to 1.5.
+# Nats per token: exp(3) = 20 tokens are equally good. Models that speak have 0.2 to 1.5.
 _UNIFORM_ENTROPY = 3.0
-# Nats a token between the policy before and after one batch. The clip stands at 1e-3; at 0.5 the episodes are another
-# policy's, and what they say about this one is noise.
+# Nats per token between the policy before and after one batch. The clip stands at 1e-3; at 0.5 the episodes are another
+# policy's, and noise for this one.
 _EXPLODED_LOG_STD = 0.5
 _EXPLODED_KL = 0.5
 # Passes over one batch: no recipe that we know of takes more than 4.
 _MANY_EPOCHS = 8
-# Nats a token to the reference: a policy that may not move further than this is the reference.
+# Nats per token to the reference: a policy that may not move further is the reference.
 _HELD_KL = 1e-3
-# Of log(weight): the weights lose more than a fifth to weight decay alone over the run.
+# Of log(weight): over the run, weight decay alone takes a fifth of the weights.
 _MAX_DECAY = 0.2
 # Of the spread of the ratios: a range this small is a switch for the sign of the advantage.
 _SHUT_CLIP = 0.02
-# Global L2 norm after clipping: AdamW adds 1e-8 to each element's root mean square, so that less moves nothing.
+# Global L2 norm after clipping: AdamW adds 1e-8 to each element's root mean square, so less moves nothing.
 _LOST_GRADIENT = 1e-6
 
 
 def sampling_is_greedy(run: RunView) -> Finding | None:
-    """The episodes of a group are the same, because sampling has no choice."""
+    """Find sampling without choice, which makes the episodes of a group equal."""
     groups = run.recent("batch/constant_group_fraction")
     if groups is None or groups.mean < _GREEDY_GROUPS or run.is_succeeding:
         return None
@@ -64,7 +65,7 @@ def sampling_is_greedy(run: RunView) -> Finding | None:
 
 
 def sampling_is_uniform(run: RunView) -> Finding | None:
-    """The episodes are noise, because sampling flattens the policy."""
+    """Find sampling that flattens the policy to noise."""
     temperature, entropy = run.setting("rollout.temperature", 1.0), run.early("policy/entropy")
     if temperature <= _FLAT_TEMPERATURE or entropy is None or entropy.mean < _UNIFORM_ENTROPY:
         return None
@@ -80,7 +81,7 @@ def sampling_is_uniform(run: RunView) -> Finding | None:
 
 
 def returns_are_clipped(run: RunView) -> Finding | None:
-    """The returns of a group are the same, because the clip makes them so."""
+    """Find a clip that makes the returns of a group equal."""
     clip, groups = run.setting("rewards.clip"), run.recent("batch/constant_group_fraction")
     earned = run.recent("rollout/reward_std")
     if clip is None or groups is None or groups.mean < _GREEDY_GROUPS or earned is None or earned.mean <= clip:
@@ -97,7 +98,7 @@ def returns_are_clipped(run: RunView) -> Finding | None:
 
 
 def no_step_taken(run: RunView) -> Finding | None:
-    """Nothing of any batch reached the optimizer."""
+    """Find a run in which no batch reached the optimizer."""
     taken, skipped = run.all("optim/num_steps"), run.all("optim/num_nonfinite_steps")
     if taken is None or any((*taken.values, *(() if skipped is None else skipped.values))):
         return None
@@ -130,7 +131,7 @@ def no_step_taken(run: RunView) -> Finding | None:
 
 
 def weights_decay(run: RunView) -> Finding | None:
-    """Weight decay shrinks the weights faster than they learn."""
+    """Find weight decay that shrinks the weights faster than they learn."""
     decay, rate = run.setting("optimizer.weight_decay", 0.0), run.setting("training.learning_rate", 0.0)
     taken = run.all("optim/num_steps")
     if taken is None or decay * rate * sum(taken.values) <= _MAX_DECAY:
@@ -148,7 +149,7 @@ def weights_decay(run: RunView) -> Finding | None:
 
 
 def entropy_bonus_dominates(run: RunView) -> Finding | None:
-    """The bonus for entropy outweighs the advantages."""
+    """Find a bonus for entropy that outweighs the advantages."""
     coefficient, entropy = run.setting("loss.entropy_coef", 0.0), run.recent("policy/entropy")
     advantage = run.all("advantage/std")
     if not coefficient or entropy is None or advantage is None:
@@ -168,13 +169,11 @@ def entropy_bonus_dominates(run: RunView) -> Finding | None:
 
 
 def kl_term_dominates(run: RunView) -> Finding | None:
-    """The term for the reference outweighs the advantages before the policy has moved.
-
-    The gradient of a token's term is kl_coef * |log ratio|, and k3 is half the square of that: compared at _HELD_KL.
-    """
+    """Find a KL term that outweighs the advantages before the policy has moved."""
     advantage = run.all("advantage/std")
     for key in ("loss.kl_coef", "rewards.kl_coef"):
         coefficient = run.setting(key, 0.0)
+        # The gradient of a token's term is kl_coef * |log ratio|, and k3 is half the square of the log ratio.
         if advantage is None or coefficient * math.sqrt(2 * _HELD_KL) <= advantage.mean:
             continue
         kl = run.recent("kl/ref_k3") or run.recent("shaping/kl")
@@ -192,7 +191,7 @@ def kl_term_dominates(run: RunView) -> Finding | None:
 
 
 def steps_too_large(run: RunView) -> Finding | None:
-    """The policy left the one that played the batch, in a step that can be named."""
+    """Find the first step that moved the policy far from the batch."""
     exploded = [line for line in run.metrics if _has_exploded(line)]
     if not exploded:
         return None
@@ -200,14 +199,15 @@ def steps_too_large(run: RunView) -> Finding | None:
         line.get("batch/constant_group_fraction", 0.0) for line in run.metrics if line["step"] <= exploded[0]["step"]
     ]
     if statistics.fmean(until) >= _GREEDY_GROUPS:
-        return None  # hardly anything was learned from before: one episode alone moved the policy
+        return None  # hardly anything was learned before: one episode alone moved the policy
     rate, epochs = run.setting("training.learning_rate", 0.0), run.setting("training.update_epochs", 1)
     line = exploded[0]
     if epochs >= _MANY_EPOCHS:
         key, advice = "training.update_epochs", "set it to 1, or to 4 and less"
     else:
         wanted = 10 * max(run.setting("loss.clip_low", 0.0), 1e-4)
-        factor = min(0.1, wanted / line.get("ratio/log_std", 1.0))  # how far a step of Adam goes is linear in its rate
+        # the length of a step of Adam is linear in its rate
+        factor = min(0.1, wanted / line.get("ratio/log_std", 1.0))
         key = "training.learning_rate"
         advice = f"lower it to {rate * factor:.1g}, and further until ratio/log_std is near the clip range"
     return Finding(
@@ -227,7 +227,7 @@ def _has_exploded(line: Mapping[str, Any]) -> bool:
 
 
 def clip_is_shut(run: RunView) -> Finding | None:
-    """The clip range is nothing beside what the ratios do, so that one step of a batch is all that counts."""
+    """Find a clip range far below the spread of the ratios, which leaves one step per batch to count."""
     spread = run.all("ratio/log_std")
     low, high = run.setting("loss.clip_low", 0.0), run.setting("loss.clip_high", 0.0)
     if spread is None or run.setting("loss.unit", "trajectory") == "token":
@@ -246,7 +246,7 @@ def clip_is_shut(run: RunView) -> Finding | None:
 
 
 def steps_too_small(run: RunView) -> Finding | None:
-    """Steps are taken, and nothing moves."""
+    """Find steps that move nothing."""
     constant, taken = run.all("ratio/is_constant"), run.all("optim/num_steps")
     if constant is None or taken is None or min(constant.values) < 1 or statistics.fmean(taken.values) <= 1:
         return None
@@ -281,7 +281,7 @@ def steps_too_small(run: RunView) -> Finding | None:
 
 
 def training_is_not_evaluation(run: RunView) -> Finding | None:
-    """What is played in training gets better, and what is evaluated does not, under another temperature."""
+    """Find training that improves while evaluation, at another temperature, does not."""
     here, there = run.setting("rollout.temperature", 1.0), run.setting("evaluation.temperature", 1.0)
     trained = run.recent("rollout/reward_mean")
     scores = [event["data"] for event in run.events_of("evaluation")]
@@ -314,7 +314,7 @@ CAUSES: tuple[Check, ...] = (
     steps_too_small,
     training_is_not_evaluation,
 )
-# What a broken link shows further down. Failures of the infrastructure and of the judge have causes of their own.
+# What a broken link shows further down. Failures of the infrastructure and of the judge have other causes.
 CONSEQUENCES = frozenset(
     {
         "answers_do_not_parse",
@@ -335,7 +335,7 @@ CONSEQUENCES = frozenset(
         "steps_not_finite",
     }
 )
-# Of these, each one that is serious hides what the later ones and the trends say.
+# A serious one of these hides the later ones and the trends.
 _CHAIN = (
     "actions_exceed_limits",
     "answers_do_not_parse",
@@ -347,7 +347,7 @@ _TRENDS = frozenset({"evaluation_does_not_improve", "evaluation_fell", "reward_d
 
 
 def consequences(findings: Sequence[Finding]) -> frozenset[str]:
-    """Return the checks whose findings follow from other ones of `findings`."""
+    """Return the checks with findings that follow from others of `findings`."""
     names = {check.__name__ for check in CAUSES}
     if any(finding.check in names for finding in findings):
         return CONSEQUENCES

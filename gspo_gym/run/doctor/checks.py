@@ -1,7 +1,7 @@
-"""What can be wrong with the objective and the optimizer; `gspo-gym doctor` runs these over a finished or running run.
+"""Checks of the objective and the optimizer, which `gspo-gym doctor` runs over a finished or running run.
 
-A check is a function from a run to a finding, several, or None. Each threshold stands here once, with its reason; a
-check speaks only of metrics that the run has.
+A check maps a run to a finding, several, or None. Each threshold stands here once with its reason. A check reads only
+metrics that the run has.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MAX_TOKEN_CLIP_FRACTION = 0.2
 MAX_SHARE_OF_ATTAINABLE = 0.9
 # Fewer than one token in a thousand under a shared ratio: the clip is there in name only.
 MIN_SHARED_CLIP_FRACTION = 1e-3
-# Of the units, that scoring noise alone would carry out of the clip range: at 10% it is a regular part of the clipping.
+# Of the units that scoring noise alone carries out of the clip range: at 10% it is a regular part of the clipping.
 MAX_NOISE_CLIP_FRACTION = 0.1
 # Of the clip range: scoring twice may differ by this much before the clip acts on the difference.
 MAX_NOISE_SHARE_OF_CLIP = 0.5
-# Of the entropy at the beginning: with less left, a batch of a few hundred episodes hardly tries anything new.
+# Of the entropy at the beginning: with less, a batch of a few hundred episodes hardly tries anything new.
 MIN_ENTROPY_SHARE = 0.1
 # Of the steps: if the gradient is nearly always clipped, its length carries no information any more.
 MAX_CLIPPED_GRADIENT_FRACTION = 0.9
@@ -33,7 +33,7 @@ MAX_REFERENCE_KL = 0.5
 # bfloat16 kernels 1e-4 to 1e-3; at 1e-2 single tokens differ by a seventh (exp(sqrt(2 * 0.01)) = 1.15).
 MAX_ROLLOUT_KL = 1e-3
 SERIOUS_ROLLOUT_KL = 1e-2
-# The mismatch grows with the weights in the runs that it ends: this many times what it was, and no longer tiny.
+# In the runs that it ends, the mismatch grows with the weights: this many times the early one, and no longer tiny.
 MAX_ROLLOUT_KL_GROWTH = 3.0
 MIN_GROWN_ROLLOUT_KL = 1e-4
 # Kish's share: below a half, more than half of the episodes' worth is lost to unequal weights.
@@ -43,7 +43,7 @@ MAX_CORRECTED_AWAY = 0.2
 
 
 def ratio_is_constant(run: RunView) -> Finding | None:
-    """Every ratio is 1, so that GSPO, GSPO-token and GRPO are the same and no clip can act."""
+    """Find ratios that are all 1, for which GSPO, GSPO-token and GRPO are the same and no clip acts."""
     constant = run.recent("ratio/is_constant")
     if constant is None or min(constant.values) < 1:
         return None
@@ -64,7 +64,7 @@ def ratio_is_constant(run: RunView) -> Finding | None:
 
 
 def noise_reaches_the_clip(run: RunView) -> Finding | None:
-    """What two scorings of the same tokens differ by is not small against the clip range."""
+    """Find noise between two scorings of the same tokens that is not small against the clip range."""
     clip = min(run.setting("loss.clip_low", 0.0), run.setting("loss.clip_high", 0.0))
     is_rescored = run.setting("correction.old_logprobs", "recompute") == "recompute"
     floor = run.recent("ratio/noise_floor")
@@ -107,7 +107,7 @@ def noise_reaches_the_clip(run: RunView) -> Finding | None:
 
 
 def clips_too_much(run: RunView) -> Finding | None:
-    """Most tokens have no gradient, because the clip binds."""
+    """Find a clip that takes the gradient of most tokens."""
     fraction = _clip_fraction(run)
     unit = run.setting("loss.unit", "trajectory")
     limit = MAX_TOKEN_CLIP_FRACTION if unit == "token" else MAX_SHARED_CLIP_FRACTION
@@ -131,7 +131,7 @@ def clips_too_much(run: RunView) -> Finding | None:
 
 
 def clips_nothing(run: RunView) -> Finding | None:
-    """The ratio moves, but never as far as the clip."""
+    """Find a moving ratio that never reaches the clip."""
     fraction, constant = _clip_fraction(run), run.recent("ratio/is_constant")
     q05, q95 = run.recent("ratio/q05"), run.recent("ratio/q95")
     if fraction is None or q05 is None or q95 is None or run.setting("loss.unit", "trajectory") == "token":
@@ -150,7 +150,7 @@ def clips_nothing(run: RunView) -> Finding | None:
 
 
 def entropy_collapsed(run: RunView) -> Finding | None:
-    """The policy does not explore any more, and is not good either."""
+    """Find a policy that stopped exploring before it was good."""
     early, recent = run.early("policy/entropy"), run.recent("policy/entropy")
     if early is None or recent is None or run.is_succeeding or recent.mean >= MIN_ENTROPY_SHARE * early.mean:
         return None
@@ -167,7 +167,7 @@ def entropy_collapsed(run: RunView) -> Finding | None:
 
 
 def gradient_always_clipped(run: RunView) -> Finding | None:
-    """The length of the gradient is the limit's in nearly every step."""
+    """Find gradients that are clipped in nearly every step."""
     limit, norms = run.setting("optimizer.max_grad_norm"), run.recent("optim/grad_norm")
     if limit is None or norms is None:
         return None
@@ -185,7 +185,7 @@ def gradient_always_clipped(run: RunView) -> Finding | None:
 
 
 def steps_not_finite(run: RunView) -> Finding | None:
-    """Optimizer steps were skipped for a NaN or infinity."""
+    """Find optimizer steps that were skipped for a NaN or infinity."""
     skipped, taken = run.all("optim/num_nonfinite_steps"), run.all("optim/num_steps")
     if skipped is None or taken is None or not sum(skipped.values):
         return None
@@ -203,7 +203,7 @@ def steps_not_finite(run: RunView) -> Finding | None:
 
 
 def far_from_the_reference(run: RunView) -> Finding | None:
-    """The policy has left the reference that it is held to."""
+    """Find a policy that has left its reference in spite of a KL term."""
     kl, early = run.recent("kl/ref_k3"), run.early("kl/ref_k3")
     if kl is None or early is None or kl.mean <= MAX_REFERENCE_KL:
         return None
@@ -222,7 +222,7 @@ def far_from_the_reference(run: RunView) -> Finding | None:
 
 
 def engine_differs_from_learner(run: RunView) -> Finding | None:
-    """What was sampled is not what the learner thinks it samples."""
+    """Find an engine that samples from another distribution than the learner computes."""
     kl, early = run.recent("kl/rollout_k3"), run.early("kl/rollout_k3")
     if kl is None or early is None:
         return None
@@ -246,7 +246,7 @@ def engine_differs_from_learner(run: RunView) -> Finding | None:
 
 
 def few_effective_samples(run: RunView) -> Finding | None:
-    """Unequal weights, or a correction that leaves tokens out, waste a good part of the batch."""
+    """Find unequal weights, or a correction that leaves tokens out, which waste a good part of the batch."""
     samples = run.recent("correction/effective_sample_fraction")
     if samples is not None and samples.mean < MIN_EFFECTIVE_SAMPLES:
         return Finding(
@@ -275,7 +275,7 @@ def few_effective_samples(run: RunView) -> Finding | None:
 
 
 def _clip_fraction(run: RunView) -> Window | None:
-    """Share of trained tokens whose lower or upper clip binds, step by step."""
+    """Return the share of trained tokens that a clip binds, step by step."""
     low, high = run.recent("clip/low_fraction"), run.recent("clip/high_fraction")
     if low is None or high is None or len(low.values) != len(high.values):
         return None

@@ -1,7 +1,4 @@
-"""What can be wrong with attempts that never became episodes: failures, and what retries keep of them.
-
-The same rules as in `checks.py`: a check is a function from a run to a finding, several, or None.
-"""
+"""Checks of attempts that never became episodes: failures, and the selection by retries. Rules as in `checks.py`."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from gspo_gym.run.doctor.view import Check, Finding, RunView
 # Of the attempts: retries hide one failure in twenty; one in four is a broken environment or machine.
 MAX_FAILURES = 0.05
 SERIOUS_FAILURES = 0.25
-# Of the episodes that an action ended by exceeding a limit: a beginner does so now and then; one in ten is a habit, or
-# a limit that good actions exceed, and with half of them the lowest return is most of what there is to learn from.
+# Of the episodes that an action ended by exceeding a limit: a beginner does so now and then; one in ten is a habit,
+# or a limit that good actions exceed; with half of them, the lowest return is most of what the policy learns from.
 MAX_ACTION_LIMITS = 0.1
 SERIOUS_ACTION_LIMITS = 0.5
 
-# Outcomes that say nothing about the policy -> the key that governs them, and what to do.
+# Outcomes that say nothing about the policy, with the key that governs them and what to do.
 _FAILURES: Mapping[str, tuple[str, str]] = {
     "env_error": ("rollout.env_name", "mend the environment: `gspo-gym env check` finds most of what can be wrong"),
     "env_timeout": ("limits.step_timeout_seconds", "raise it, or make the environment's steps faster"),
     "engine_error": ("rollout.max_concurrent_rollouts", "lower it, if memory ran out; else see the reason"),
     "episode_timeout": ("limits.episode_timeout_seconds", "raise it, or lower rollout.max_turns"),
 }
-# The same where a task app plays: what is wrong is there, or between there and here.
+# The same for a task app: the fault is in the app, or between it and this machine.
 _FAILURES_OF_APPS: Mapping[str, tuple[str, str]] = {
     "env_error": ("services.task_url", "look into the app's own log: it turned rollouts away, or failed in them"),
     "engine_error": (
@@ -35,7 +32,7 @@ _FAILURES_OF_APPS: Mapping[str, tuple[str, str]] = {
 
 
 def actions_exceed_limits(run: RunView) -> Finding | None:
-    """Many episodes end at the lowest return, because an action exceeded a limit of the environment."""
+    """Find many episodes that an action ended by exceeding a limit of the environment."""
     fraction, earlier = run.recent("rollout/action_limit_fraction"), run.early("rollout/action_limit_fraction")
     if fraction is None or earlier is None or fraction.mean <= MAX_ACTION_LIMITS:
         return None
@@ -63,7 +60,7 @@ def actions_exceed_limits(run: RunView) -> Finding | None:
 
 
 def infrastructure_fails(run: RunView) -> list[Finding]:
-    """Many attempts ended in a way that says nothing about the policy, told apart by which."""
+    """Find frequent outcomes that say nothing about the policy, one finding for each."""
     total = sum(run.outcomes.values())
     findings = []
     failures = {**_FAILURES, **(_FAILURES_OF_APPS if run.setting("services.task_url") else {})}
@@ -86,7 +83,7 @@ def infrastructure_fails(run: RunView) -> list[Finding]:
 
 
 def failures_follow_actions(run: RunView) -> Finding | None:
-    """The environment's failures depend on what the policy does, so that retries keep the episodes without it."""
+    """Find failures of the environment that depend on the policy's actions, so retries select episodes without them."""
     alarms = run.events_of("selection")
     if not alarms:
         return None
@@ -103,7 +100,7 @@ def failures_follow_actions(run: RunView) -> Finding | None:
 
 
 def apps_lose_attempts(run: RunView) -> Finding | None:
-    """Task apps fail after answers of the policy, so often that what is kept may be a selection."""
+    """Find task apps that lose so many attempts after an answer that the kept ones may be a selection."""
     alarms = run.events_of("attempts_lost")
     if not alarms:
         return None

@@ -1,10 +1,10 @@
-"""What can be wrong with a judge; `gspo-gym doctor` runs these after the other checks, in the same form."""
+"""Checks of a judge, in the form of `checks.py`."""
 
 from __future__ import annotations
 
 from gspo_gym.run.doctor.view import Check, Finding, RunView
 
-# Of the run's time in which nothing could be scored: one tenth is a nuisance, one half is no run any more.
+# Of the run's time without scores: one tenth is a nuisance, with one half there is no run any more.
 MAX_PAUSED = 0.1
 SERIOUS_PAUSED = 0.5
 # Of the episodes: each one that gets no score was played, and perhaps judged, for nothing.
@@ -14,7 +14,7 @@ MAX_FLAGGED = 0.1
 
 
 def judge_drifted(run: RunView) -> Finding | None:
-    """The judge that is trained against and gold have drifted apart."""
+    """Find a drift between the judge that is trained against and gold."""
     alarms = run.events_of("judge_drift")
     if not alarms:
         return None
@@ -31,7 +31,7 @@ def judge_drifted(run: RunView) -> Finding | None:
 
 
 def gold_fails(run: RunView) -> Finding | None:
-    """The judge that is trained against is not compared with gold, although it is to be."""
+    """Find failed comparisons of the judge with gold."""
     failed, done = run.events_of("judge_gold_failed"), run.events_of("judge_gold")
     if not failed or len(failed) <= len(done):
         return None
@@ -47,7 +47,7 @@ def gold_fails(run: RunView) -> Finding | None:
 
 
 def judge_was_down(run: RunView) -> Finding | None:
-    """A good part of the run's time was spent waiting for the judge."""
+    """Find a good part of the run's time spent waiting for the judge."""
     paused, steps = run.all("judge/pause_seconds"), run.all("time/step_seconds")
     if paused is None or steps is None:
         return None
@@ -67,7 +67,7 @@ def judge_was_down(run: RunView) -> Finding | None:
 
 
 def judge_leaves_unscored(run: RunView) -> Finding | None:
-    """Many episodes get no score."""
+    """Find many episodes without a score."""
     unscored, judged = run.recent("judge/unscored"), run.recent("judge/num_judged")
     if unscored is None or judged is None:
         return None
@@ -85,7 +85,7 @@ def judge_leaves_unscored(run: RunView) -> Finding | None:
 
 
 def judge_is_played(run: RunView) -> Finding | None:
-    """The policy writes what looks like an attack on the judge."""
+    """Find text of episodes that looks like an attack on the judge."""
     flags, judged = run.recent("judge/flags"), run.recent("judge/num_judged")
     if flags is None or judged is None:
         return None

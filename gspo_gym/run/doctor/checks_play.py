@@ -1,8 +1,4 @@
-"""What can be wrong with episodes, rewards and evaluations; `gspo-gym doctor` runs these after `checks.py`.
-
-The same rules: a check is a function from a run to a finding, several, or None, and every threshold stands here with
-its reason.
-"""
+"""Checks of episodes, rewards and evaluations, in the form of `checks.py`."""
 
 from __future__ import annotations
 
@@ -13,14 +9,15 @@ from gspo_gym.rollout.summary import TOOL_PREFIX
 from gspo_gym.run.doctor import checks_attempts
 from gspo_gym.run.doctor.view import Check, Finding, RunView
 
-# Of the groups: beyond a half, most of what is sampled teaches nothing (DAPO refills from the first one on).
+# Of the groups: beyond a half, most of what is sampled teaches nothing (DAPO refills from the first constant one
+# on).
 MAX_CONSTANT_GROUPS = 0.5
 # Training steps, and standard errors: with fewer steps, or a smaller gain, no trend can be told from noise.
 MIN_STEPS_FOR_A_TREND = 30
 MIN_GAIN_IN_STANDARD_ERRORS = 2.0
-# Of the episodes that a limit of ours cut off. Some are normal for a beginner; one in five shapes what is learned.
+# Of the episodes that our limits cut off. Some are normal for a beginner; one in five shapes what is learned.
 MAX_CUT_OFF = 0.2
-# Of the episodes: with so few that end by themselves, there is nothing to learn the end from.
+# Of the episodes: if so few end by themselves, the policy cannot learn the end.
 NEARLY_ALL = 0.9
 # Of the episodes whose context overflowed, and of the turns that could not be parsed: both should be rare accidents.
 MAX_OVERFLOWS = 0.05
@@ -32,7 +29,7 @@ MAX_PADDING = 0.5
 
 
 def run_failed(run: RunView) -> Finding | None:
-    """The run ended with an error, or without saying how."""
+    """Find a run that ended with an error, or without a summary."""
     if run.status == "completed":
         return None
     if run.status is None:
@@ -55,7 +52,7 @@ def run_failed(run: RunView) -> Finding | None:
 
 
 def groups_are_constant(run: RunView) -> Finding | None:
-    """In most groups all episodes earn the same, so that there is nothing to compare."""
+    """Find groups in which all episodes earn the same, which leaves nothing to compare."""
     fraction, success = run.recent("batch/constant_group_fraction"), run.recent("rollout/success_rate")
     if fraction is None or fraction.mean <= MAX_CONSTANT_GROUPS:
         return None
@@ -97,7 +94,7 @@ def groups_are_constant(run: RunView) -> Finding | None:
 
 
 def reward_does_not_rise(run: RunView) -> Finding | None:
-    """The return of training episodes is what it was, or lower; an endpoint's does not rise."""
+    """Find training returns that do not rise; those of an endpoint need not."""
     reward = run.all("rollout/reward_mean")
     if reward is None or len(reward.values) < MIN_STEPS_FOR_A_TREND or run.is_succeeding or run.is_rescored:
         return None
@@ -120,7 +117,7 @@ def reward_does_not_rise(run: RunView) -> Finding | None:
 
 
 def _other_rate(run: RunView, has_fallen: bool) -> str:
-    """Advice on the learning rate: larger steps only where the ratios are known to stay within the clip range."""
+    """Return advice on the learning rate; larger steps only if the ratios are known to stay within the clip range."""
     rate, low = run.setting("training.learning_rate", 0.0), run.setting("loss.clip_low", 0.0)
     if has_fallen:
         return (
@@ -133,7 +130,7 @@ def _other_rate(run: RunView, has_fallen: bool) -> str:
 
 
 def episodes_are_an_endpoints(run: RunView) -> Finding | None:
-    """What is learned from was sampled by other weights, which never change."""
+    """Find training episodes that were sampled by other weights, which never change."""
     if not run.is_rescored:
         return None
     success = run.recent("rollout/success_rate")
@@ -150,7 +147,7 @@ def episodes_are_an_endpoints(run: RunView) -> Finding | None:
 
 
 def evaluation_fell(run: RunView) -> Finding | None:
-    """The last evaluation is clearly worse than the best one."""
+    """Find a last evaluation clearly below the best one."""
     scores = _scores(run)
     if len(scores) < 2:
         return None
@@ -170,7 +167,7 @@ def evaluation_fell(run: RunView) -> Finding | None:
 
 
 def evaluation_does_not_improve(run: RunView) -> Finding | None:
-    """No evaluation is clearly better than the one before training."""
+    """Find a lack of evaluations clearly better than the first."""
     scores = _scores(run)
     if len(scores) < 3 or run.num_steps < MIN_STEPS_FOR_A_TREND:
         return None
@@ -191,7 +188,7 @@ def evaluation_does_not_improve(run: RunView) -> Finding | None:
 
 
 def episodes_are_cut_off(run: RunView) -> list[Finding]:
-    """Our own limits end many episodes or turns."""
+    """Find our limits that end many episodes or turns."""
     cases = (
         ("rollout/max_turns_fraction", MAX_CUT_OFF, "episodes end at the limit on turns", "rollout.max_turns"),
         ("rollout/context_overflow_fraction", MAX_OVERFLOWS, "episodes outgrow the context", "rollout.max_model_len"),
@@ -222,7 +219,7 @@ def episodes_are_cut_off(run: RunView) -> list[Finding]:
 
 
 def answers_do_not_parse(run: RunView) -> Finding | None:
-    """Many turns are no action that the environment could read."""
+    """Find many turns without an action that the environment could read."""
     fraction, cut = run.recent("rollout/parse_failure_fraction"), run.recent("rollout/max_output_tokens_fraction")
     if fraction is None or fraction.mean <= MAX_PARSE_FAILURES:
         return None
@@ -241,7 +238,7 @@ def answers_do_not_parse(run: RunView) -> Finding | None:
 
 
 def tools_fail(run: RunView) -> list[Finding]:
-    """A tool answers nearly every call with an error."""
+    """Find tools that answer nearly every call with an error."""
     findings = []
     for name in sorted({name for line in run.metrics for name in line if name.startswith(TOOL_PREFIX)}):
         fraction = run.recent(name)
@@ -263,7 +260,7 @@ def tools_fail(run: RunView) -> list[Finding]:
 
 
 def padding_is_high(run: RunView) -> Finding | None:
-    """Most of a forward pass is padding."""
+    """Find padding that is most of a forward pass."""
     fraction = run.recent("batch/padding_fraction")
     if fraction is None or fraction.mean <= MAX_PADDING:
         return None
@@ -279,7 +276,7 @@ def padding_is_high(run: RunView) -> Finding | None:
 
 
 def sink_failed(run: RunView) -> Finding | None:
-    """W&B or TensorBoard stopped getting numbers."""
+    """Find a sink (W&B, TensorBoard) that stopped receiving numbers."""
     events = run.events_of("sink_failed")
     if not events:
         return None
@@ -309,7 +306,7 @@ class _Score:
 
 
 def _scores(run: RunView) -> list[_Score]:
-    """Return the scores of all evaluations, in the run's unit, without those of too few episodes for an interval."""
+    """Return the scores of all evaluations in the run's unit, without those of too few episodes for an interval."""
     name = run.score_name
     interval = "success_interval" if name == "success_rate" else "mean_return_interval"
     return [

@@ -1,7 +1,4 @@
-"""What `gspo-gym doctor` sees of a run, and the form of what it says about it.
-
-Nothing here judges.
-"""
+"""The doctor's view of a run, and the form of its findings. Nothing here judges."""
 
 from __future__ import annotations
 
@@ -12,23 +9,23 @@ from typing import Any, Literal
 
 Severity = Literal["serious", "warning", "note"]
 
-# A window is a quarter of the run, so that it says how the run is now and not how it was on average; of less than 10
-# steps a mean says little, since one batch is a sample of a few dozen episodes.
+# A quarter of the run shows how the run is now, not how it was on average; a mean of less than 10 steps says little,
+# because one batch is a sample of a few dozen episodes.
 _WINDOW_FRACTION = 0.25
 _MIN_WINDOW = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of a run.
 
     Attributes:
-        severity: "serious": the run does not do what it is for; "warning": it could do better; "note": good to know.
+        severity: "serious": the run fails its purpose; "warning": it could do better; "note": good to know.
         check: the check's name.
-        problem: what is wrong, a sentence.
+        problem: a sentence.
         evidence: the numbers and steps that show it.
         key: the configuration key to change first.
-        suggestion: what to set it to, and what else could be done.
+        suggestion: its new value, and what else could be done.
     """
 
     severity: Severity
@@ -44,7 +41,7 @@ Check = Callable[["RunView"], Finding | list[Finding] | None]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The finite values of a metric over some steps; at least one.
+    """The finite values of a metric over some steps, at least one.
 
     Attributes:
         first_step, last_step: of the first and the last value.
@@ -61,7 +58,7 @@ class Window:
 
     @property
     def steps(self) -> str:
-        """ "steps 3 to 12", or "step 3"."""
+        """Return "steps 3 to 12", or "step 3"."""
         if self.first_step == self.last_step:
             return f"step {self.first_step}"
         return f"steps {self.first_step} to {self.last_step}"
@@ -69,14 +66,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run, as its folder tells it. Any: JSON and TOML values.
+    """A run as its folder shows it.
 
     Attributes:
         config: the sections of config.toml.
         metrics, events: the lines of metrics.jsonl and events.jsonl, oldest first.
-        status: of summary.json; None: there is none, so the run goes on or was killed.
-        outcomes: how many attempts at an episode, training and evaluation, ended how; by the name of the outcome.
-        reasons: of outcomes that are failures, and of actions that exceeded a limit, the most frequent reason.
+        status: of summary.json; None without one, if the run goes on or was killed.
+        outcomes: number of attempts at an episode, training and evaluation, by outcome.
+        reasons: most frequent reason, for outcomes that are failures and for actions that exceeded a limit.
     """
 
     config: Mapping[str, Any]
@@ -88,11 +85,11 @@ class RunView:
 
     @property
     def num_steps(self) -> int:
-        """The last step with a line of metrics; 0 without one."""
+        """Return the last step with a line of metrics; 0 without one."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of "section.key"; `default` where the file has none (config.toml leaves out what is None)."""
+        """Return the value of "section.key", or `default` (config.toml leaves out None)."""
         *above, name = key.split(".")
         table: Any = self.config
         for part in above:
@@ -100,42 +97,42 @@ class RunView:
         return table.get(name, default)
 
     def all(self, name: str) -> Window | None:
-        """A metric over the whole run; None: no line has it."""
+        """Return a metric over the whole run; None if no line has it."""
         return _window(self.metrics, name)
 
     def recent(self, name: str) -> Window | None:
-        """A metric over the last quarter of the run, at least 10 lines; None: none of them has it."""
+        """Return a metric over the last quarter of the run, at least 10 lines; None if none of them has it."""
         return _window(self.metrics[-self._window_size :], name)
 
     def early(self, name: str) -> Window | None:
-        """A metric over the first quarter of the run, at least 10 lines; None: none of them has it."""
+        """Return a metric over the first quarter of the run, at least 10 lines; None if none of them has it."""
         return _window(self.metrics[: self._window_size], name)
 
     def events_of(self, kind: str) -> list[Mapping[str, Any]]:
-        """The events of a kind."""
+        """Return the events of a kind."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
     def error(self) -> str | None:
-        """Why the run failed, as its last event says; None: it did not, or does not say."""
+        """Return the reason of a failed run as of its last event, or None."""
         ended = self.events_of("finished")
         return ended[-1]["data"].get("error") if ended else None
 
     @property
     def score_name(self) -> str:
-        """What the run's scores are measured in, as its last evaluation says; the first ones may not know it yet."""
+        """Return the unit of the run's scores as of its last evaluation, because the first ones may not know it yet."""
         last: Mapping[str, Any] = next((event["data"] for event in reversed(self.events_of("evaluation"))), {})
         return str(last.get("score", "mean_return" if last.get("success_rate") is None else "success_rate"))
 
     @property
     def is_succeeding(self) -> bool:
-        """The last quarter's episodes succeed nine times of ten, so that little is left to learn; not if rescored."""
+        """Return whether nine of ten recent episodes succeed, which leaves little to learn; False if rescored."""
         success = self.recent("rollout/success_rate")
         return success is not None and success.mean >= 0.9 and not self.is_rescored
 
     @property
     def is_rescored(self) -> bool:
-        """An endpoint played the training episodes, so that what they earned says nothing about the policy."""
+        """Return whether an endpoint plays the training episodes; their returns then say nothing about the policy."""
         return bool(self.setting("rollout.rescore", False))
 
     @property

@@ -1,1 +1,1 @@
-"""What a run looks like to a person."""
+"""The progress and the final report of a run, for people."""

@@ -1,6 +1,6 @@
-"""Live progress of a run: a table that updates in a terminal, plain lines nowhere else.
+"""Live progress of a run: a table that updates in a terminal, plain lines elsewhere.
 
-The trainer calls a `Progress`; it never prints. Metric names are those of `recording.METRICS`.
+The trainer calls a `Progress` and never prints. Metric names are those of `METRICS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-# What a column shows: the sum of these metrics, under this title and format.
+# Columns: the metrics whose sum is shown, the title and the format.
 _COLUMNS = (
     (("rollout/reward_mean",), "reward", "{:.3f}"),
     (("rollout/success_rate",), "success", "{:.0%}"),
@@ -29,34 +29,34 @@ _COLUMNS = (
 
 
 class Progress(Protocol):
-    """Who is told how a run goes."""
+    """Receiver of a run's progress."""
 
     def started(self, num_steps: int) -> None:
-        """The run has this many steps in all."""
+        """Begin a run of this many steps."""
         ...
 
     def note(self, text: str) -> None:
-        """A sentence worth reading, such as an evaluation's result."""
+        """Show a sentence, such as an evaluation's result."""
         ...
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done, counted from 1."""
+        """Show the metrics of a finished step, counted from 1."""
         ...
 
     def finished(self) -> None:
-        """Nothing more will come."""
+        """End the run."""
         ...
 
 
 class QuietProgress:
-    """Writes the notes, and a line at least every 30 seconds in which there is none: for logs and pipes.
+    """Writes notes, and a line after at most 30 seconds without one: for logs and pipes.
 
     Args:
         write: takes a line.
-        seconds: most between two lines, while `alive`.
+        seconds: longest time between two lines, while `alive`.
         wait: waits so many seconds for the end of the run, and returns whether it has come.
-        clock: seconds, monotonic.
-        doing: what is said until something else is known.
+        clock: monotonic seconds.
+        doing: text of the lines until the first step.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class QuietProgress:
         self._end = threading.Event()
         self._wait = wait or self._end.wait
         self._clock = clock
-        self._lock = threading.Lock()  # the thread writes, too
+        self._lock = threading.Lock()  # the thread of `alive` writes too
         self._began = self._last = clock()
         self._doing = doing
         self._pace = _Pace(clock)
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Write lines from a thread of its own meanwhile: a long update or evaluation holds up everything else."""
+        """Write lines during the block from another thread, because a long update or evaluation blocks this one."""
         thread = threading.Thread(target=self._beat, daemon=True, name="gspo-gym-progress")
         thread.start()
         try:
@@ -98,13 +98,13 @@ class QuietProgress:
         self._say(text)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep what is to be said of this step; it is written if nothing else was for so long."""
+        """Keep the text of this step, and write it if a line is due."""
         numbers = ", ".join(f"{title} {text}" for title, text in _cells(metrics) if text != "-")
         left = self._pace.left_after(step)
         self.doing(f"step {step}/{self._pace.num_steps}: {numbers}, left {left}")
 
     def doing(self, text: str, *, seconds: float | None = None) -> None:
-        """Keep what is to be said next; write it now if nothing was for `seconds`; None: as long as for any line."""
+        """Keep the text of the next line; write it now if none was written for `seconds`, None for the usual time."""
         self._doing = text
         if self._is_due(self._seconds if seconds is None else seconds):
             self._say(text)
@@ -127,7 +127,7 @@ class QuietProgress:
 
 
 class _Pace:
-    """The time that is left, from the pace so far."""
+    """The remaining time, from the pace so far."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -135,21 +135,19 @@ class _Pace:
         self._first: tuple[int, float] | None = None
 
     def left_after(self, step: int) -> str:
-        """Return minutes and seconds, or "-" after the first step.
-
-        The first step also pays for start-up, so the pace is measured from it, not with it.
-        """
+        """Return the remaining minutes and seconds, or "-" after the first step."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
             return "-"
+        # The first step also pays for start-up, so the pace is measured from its end.
         first_step, first_time = self._first
         seconds = (now - first_time) / max(step - first_step, 1) * (self.num_steps - step)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class LiveProgress:
-    """One line of the latest step, redrawn in place; `clock` is in seconds and monotonic."""
+    """One line for the latest step, redrawn in place; `clock` is in monotonic seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -170,7 +168,7 @@ class LiveProgress:
         self._live.stop()
 
     def table(self, step: int, metrics: Mapping[str, float]) -> Table:
-        """What is shown for this step."""
+        """Return the table of this step."""
         table = Table(box=None, pad_edge=False)
         row = [f"{step}/{self._pace.num_steps}"]
         table.add_column("step")
@@ -183,7 +181,7 @@ class LiveProgress:
 
 
 def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of each column; "-" where a metric is missing."""
+    """Yield the title and the text of each column; "-" if a metric is missing."""
     for names, title, style in _COLUMNS:
         is_known = all(name in metrics for name in names)
         yield title, style.format(sum(metrics[name] for name in names)) if is_known else "-"
@@ -191,7 +189,7 @@ def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def telling(console: Console | None) -> Iterator[Progress]:
-    """Tell a console how a run goes: live in a terminal, in lines elsewhere; None: nobody is told."""
+    """Yield a progress on a console: live in a terminal, in lines elsewhere, silent for None."""
     if console is None:
         yield QuietProgress(lambda _: None)
     elif console.is_terminal:
@@ -212,10 +210,10 @@ def counting(
     wait: Callable[[float], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[], None]]:
-    """Tell a console how many of `total` episodes are over; call what is yielded at the end of each.
+    """Show on a console how many of `total` episodes are over; yield a function to call at the end of each.
 
     A terminal has a bar; elsewhere there is a line at the end of an episode, at least `seconds` after the last one, and
-    one every 30 seconds in which none ends. `done` are over already; `wait` and `clock` as in `QuietProgress`.
+    one after 30 seconds without. `done` are over already; `wait` and `clock` as in `QuietProgress`.
     """
     if console.is_terminal:
         columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

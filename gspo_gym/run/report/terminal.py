@@ -1,11 +1,4 @@
-"""What a run prints at its end: the learning curve, before and after, two episodes, what to do next.
-
-Everything comes from records; nothing is measured here.
-
-A learning curve in plain text, for the end of a run in a terminal.
-
-Not for: pictures or pages.
-"""
+"""The report at the end of a run, from its records: learning curve, before and after, two episodes, what to do next."""
 
 from __future__ import annotations
 
@@ -32,7 +25,7 @@ _SPEAKER_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "
 
 
 def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
-    """All of it, for a run whose episodes lie in `folder`."""
+    """Print the whole report of the run in `folder`."""
     before, after = summary["initial_eval"], summary["final_eval"]
     print_curve(console, summary["curve"], label=f"{summary['score'].replace('_', ' ')} on held-out seeds")
     print_before_after(console, before, after)
@@ -57,7 +50,7 @@ def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any])
 
 
 def print_next_steps(console: Console, folder: Path) -> None:
-    """Print what one would do now, as commands that work from the present folder."""
+    """Print the next steps as commands that work from the current folder."""
     console.print("\n[bold]next[/bold]")
     for command, purpose in next_steps(folder):
         line = Text(f"  {shlex.join(command)}   ").append(f"# {purpose}", style="dim")
@@ -65,13 +58,13 @@ def print_next_steps(console: Console, folder: Path) -> None:
 
 
 def next_steps(folder: Path) -> list[tuple[list[str], str]]:
-    """Return what one would do after the run in `folder`: arguments of a command, and what it is for."""
+    """Return useful next steps after the run in `folder`: arguments of a command, and its purpose."""
     path = folder / "config.toml"
     config = tomllib.loads(path.read_text(encoding="utf-8"))
     python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
     cli = [python, "-m", "gspo_gym.cli"]
     steps: list[tuple[list[str], str]] = [([*cli, "doctor", str(folder)], "what could be better")]
-    if config.get("services", {}).get("task_url") is None:  # else an app plays it, elsewhere
+    if config.get("services", {}).get("task_url") is None:  # with one, the environment is in an app elsewhere
         options = [f"--option={key}={json.dumps(value)}" for key, value in rollout.get("env_config", {}).items()]
         play = [*cli, "env", "play", rollout["env_name"], "--mask", *options]
         steps.append((play, "play yourself, and see what is trained on"))
@@ -90,7 +83,7 @@ def next_steps(folder: Path) -> list[tuple[list[str], str]]:
 
 
 def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Say why a run ended before its last step; None: it did not."""
+    """Return why the run ended before its last step; None if it did not."""
     training = config["training"]
     planned, goal = training["num_epochs"] * training["iterations_per_epoch"], training.get("stop_at_success_rate")
     if summary["steps"] >= planned or goal is None:
@@ -102,7 +95,7 @@ def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> st
 
 
 def _what_was_not_kept(folder: Path) -> str | None:
-    """Say how many attempts at training episodes were not kept; None: all were."""
+    """Return how many attempts at training episodes were not kept; None if all were."""
     path = folder / "ledger.jsonl"
     ends = [entry for entry in read_ledger(path) if isinstance(entry, Terminal)] if path.exists() else []
     lost = Counter(end.outcome.value for end in ends if end.disposition is not Disposition.KEPT)
@@ -113,7 +106,7 @@ def _what_was_not_kept(folder: Path) -> str | None:
 
 
 def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: str) -> None:
-    """The score of each evaluation over the steps; scores outside [0, 1] widen the axis."""
+    """Print the score of each evaluation over the steps; scores outside [0, 1] widen the axis."""
     scores = [score for _, score in curve]
     low, high = min(0.0, *scores), max(1.0, *scores)
     console.print(f"\n[bold]{label}[/bold], one column an evaluation, steps {curve[0][0]} to {curve[-1][0]}")
@@ -122,7 +115,7 @@ def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: 
 
 
 def print_before_after(console: Console, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """The first and the last evaluation beside each other; both are summaries as in summary.json."""
+    """Print the first and the last evaluation, summaries as in summary.json, beside each other."""
     table = Table(title="held-out evaluation")
     for name in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
         table.add_column(name, justify="left" if not name else "right")
@@ -133,7 +126,7 @@ def print_before_after(console: Console, before: Mapping[str, Any], after: Mappi
 
 
 def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
-    """One episode as a conversation, with the reward of each turn."""
+    """Print an episode as a conversation, with the reward of each turn."""
     text = Text()
     rewards = iter(trajectory.turns)
     for message in trajectory.messages:
@@ -148,7 +141,8 @@ def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
 
 
 def _relative(path: Path) -> Path:
-    """The path from here, if it lies below: `.venv/bin/python` for who has not activated the environment."""
+    """Return the path from the current folder if it lies below."""
+    # A short `.venv/bin/python` also works without the environment being activated.
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -158,7 +152,7 @@ def _evaluation_file(folder: Path, step: int) -> Path:
 
 
 def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:
-    """The seed whose return rose most, the longest last episode among equals: it shows the most."""
+    """Return the seed with the largest gain; among equals, that of the longest last episode, which shows most."""
     before = {trajectory.task.seed: trajectory.reward for trajectory in first}
     both = [trajectory for trajectory in last if trajectory.task.seed in before]
     best = max(both, key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)))
@@ -185,11 +179,11 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def text_curve(
     values: Sequence[float], *, low: float = 0.0, high: float = 1.0, width: int = 60, height: int = 8
 ) -> list[str]:
-    """Lines of a filled chart of `values`, oldest first, with an axis from `low` to `high` on the left.
+    r"""Return the lines of a filled chart of `values`, oldest first, with an axis from `low` to `high` on the left.
 
     More values than columns are averaged in equal shares; values outside the axis are drawn at its edge.
 
-    >>> print("\\n".join(text_curve([0.0, 0.5, 1.0, 0.75], width=4, height=2)))
+    >>> print("\n".join(text_curve([0.0, 0.5, 1.0, 0.75], width=4, height=2)))
      1.00 |  █▄
      0.00 | ███
     """
