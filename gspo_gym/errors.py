@@ -140,3 +140,22 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return "known: " + (", ".join(names) if names else "(none)")
+
+
+def shortened(text: str, max_length: int = 80) -> str:
+    """Return a text for an error, cut off at `max_length` characters.
+
+    >>> shortened("abcdefghij", 8)
+    'abcde...'
+    """
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
+
+
+def described(value: object) -> str:
+    """Return a wrong value for an error: its type, the length of a tuple or list, and the beginning of its repr.
+
+    >>> described(["a", "b"])
+    "list of length 2 ['a', 'b']"
+    """
+    length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{length} {shortened(repr(value))}"

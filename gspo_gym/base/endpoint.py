@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.retries import AttemptError
-from gspo_gym.errors import GymError, MissingExtraError, ServiceError
+from gspo_gym.errors import GymError, MissingExtraError, ServiceError, shortened
 
 if TYPE_CHECKING:
     import openai
@@ -137,7 +137,7 @@ class OpenAIClient:
     def _readable(self, text: str) -> str:
         if self._api_key:
             text = text.replace(self._api_key, "***")
-        return text if len(text) <= 300 else text[:297] + "..."
+        return shortened(text, 300)
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:

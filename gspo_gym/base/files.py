@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import tomli_w
 import yaml
 
-from gspo_gym.errors import ConfigError, RecordError, StorageError, nearest_name
+from gspo_gym.errors import ConfigError, RecordError, StorageError, nearest_name, shortened
 
 Item = TypeVar("Item")
 
@@ -281,9 +281,6 @@ def _differences(expected: Any, got: Any, key: str = "") -> Iterator[str]:
         yield f"{key}: expected {json.dumps(expected)}, got {json.dumps(got)}"
 
 
-_MAX_SHOWN = 60  # characters of a wrong value in an error
-
-
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
     """Safe YAML with the scalars of version 1.2 and unique keys."""
 
@@ -369,13 +366,9 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # unreadable, not of that format, or nested too deeply
         raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected a table of sections, got {_show(document)}")
+        shown = shortened(json.dumps(document, default=str, ensure_ascii=False), 60)
+        raise ConfigError(f"{path}: expected a table of sections, got {shown}")
     return document
-
-
-def _show(document: Any) -> str:
-    text = json.dumps(document, default=str, ensure_ascii=False)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def as_toml_holds_it(table: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.errors import RecordError
+from gspo_gym.errors import RecordError, described
 from gspo_gym.types import Message, ToolCall
 
 Json = Any  # dict with text keys, list, str, int, float, bool or None
@@ -18,7 +18,6 @@ Json = Any  # dict with text keys, list, str, int, float, bool or None
 _ROLES = {"developer": "system", "function": "tool"}  # other names of the same roles
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image", "image")
-_MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
 def message_from_wire(value: Json, *, where: str) -> Message:
@@ -34,10 +33,10 @@ def message_from_wire(value: Json, *, where: str) -> Message:
     ''
     """
     if not isinstance(value, Mapping):
-        raise RecordError(f"{where}: expected a message with role and content, got {_described(value)}")
+        raise RecordError(f"{where}: expected a message with role and content, got {described(value)}")
     role, content, calls = value.get("role"), value.get("content"), value.get("tool_calls") or ()
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise RecordError(f"{where}: expected tool_calls as a list, got {_described(calls)}")
+        raise RecordError(f"{where}: expected tool_calls as a list, got {described(calls)}")
     text = "" if content is None else text_from_wire(content, where=where)
     parsed = tuple(tool_call_from_wire(call, where=f"{where}: tool call {index}") for index, call in enumerate(calls))
     rest = {key: _text_or_none(value, key, where) for key in ("tool_call_id", "name", "reasoning_content")}
@@ -54,7 +53,7 @@ def messages_from_wire(value: Json, *, where: str) -> tuple[Message, ...]:
         RecordError: it is no list, or something in it is no message. Starts with `where`.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RecordError(f"{where}: expected a list of messages, got {_described(value)}")
+        raise RecordError(f"{where}: expected a list of messages, got {described(value)}")
     return tuple(message_from_wire(item, where=f"{where}[{index}]") for index, item in enumerate(value))
 
 
@@ -70,7 +69,7 @@ def text_from_wire(content: Json, *, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple) or not content:
-        raise RecordError(f"{where}: expected content as text or a list of text parts, got {_described(content)}")
+        raise RecordError(f"{where}: expected content as text or a list of text parts, got {described(content)}")
     return "\n".join(text_of_part(part, where=f"{where}: part {index}") for index, part in enumerate(content))
 
 
@@ -88,7 +87,7 @@ def text_of_part(part: Json, *, where: str) -> str:
         )
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise RecordError(f'{where}: expected {{"type": "text", "text": ...}}, got {_described(part)}')
+        raise RecordError(f'{where}: expected {{"type": "text", "text": ...}}, got {described(part)}')
     return text
 
 
@@ -110,7 +109,7 @@ def tool_call_from_wire(value: Json, *, where: str) -> ToolCall:
             return ToolCall(str(value.get("id") or ""), name, dict(arguments))
     raise RecordError(
         f'{where}: expected a tool call {{"id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}, '
-        f"got {_described(value)}"
+        f"got {described(value)}"
     )
 
 
@@ -143,12 +142,5 @@ def require_encodable(text: str, *, where: str) -> None:
 def _text_or_none(value: Mapping[str, Json], key: str, where: str) -> str | None:
     text = value.get(key)
     if text is not None and not isinstance(text, str):
-        raise RecordError(f"{where}: expected {key} as text, got {_described(text)}")
+        raise RecordError(f"{where}: expected {key} as text, got {described(text)}")
     return text
-
-
-def _described(value: object) -> str:
-    text = repr(value)
-    text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
-    length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"{type(value).__name__}{length} {text}"

@@ -17,13 +17,12 @@ import numpy as np
 
 from gspo_gym.base.messages import message_from_wire, require_encodable, text_of_part
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ContractError, RecordError, nearest_name
+from gspo_gym.errors import ContractError, RecordError, described, nearest_name
 from gspo_gym.types import Message, StepResult
 
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen")
-_MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
 def as_reset_result(answer: object, *, where: str) -> StepResult:
@@ -92,14 +91,6 @@ def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
     if not isinstance(observation, Sequence) or isinstance(observation, bytes | bytearray):
         raise ContractError(f"{where}: expected text or a sequence of messages, got {described(observation)}")
     return tuple(_as_message(item, f"{where}: message {index}") for index, item in enumerate(observation))
-
-
-def described(value: object) -> str:
-    """Return a value for an error text: its type, the length of a tuple or list, and the beginning of its repr."""
-    text = repr(value)
-    text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
-    length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"{type(value).__name__}{length} {text}"
 
 
 def _as_message(item: object, where: str) -> Message:

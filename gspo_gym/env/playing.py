@@ -11,6 +11,7 @@ import numpy as np
 
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.errors import shortened
 from gspo_gym.types import Message, StepResult, ToolCall
 
 _COMPARED = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events")
@@ -182,5 +183,4 @@ def replaying(actions: Sequence[Message]) -> PolicyFactory:
 
 
 def _said(messages: Sequence[Message]) -> str:
-    text = repr([message.content for message in messages])
-    return text if len(text) <= 200 else text[:197] + "..."
+    return shortened(repr([message.content for message in messages]), 200)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from gspo_gym.base.loops import retrieve_exception
-from gspo_gym.env.answers import as_reset_result, as_step_result, described, place_of
+from gspo_gym.env.answers import as_reset_result, as_step_result, place_of
 from gspo_gym.env.workers.announcements import announced, announcing
 from gspo_gym.env.workers.loading import Making
 from gspo_gym.env.workers.threads import OwnThread, Returned
@@ -29,6 +29,7 @@ from gspo_gym.errors import (
     EnvTimeoutError,
     GymError,
     UsageError,
+    described,
 )
 from gspo_gym.types import Message, StepResult
 

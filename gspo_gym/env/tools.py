@@ -20,14 +20,13 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from gspo_gym.errors import ContractError, nearest_name
+from gspo_gym.errors import ContractError, nearest_name, shortened
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MARK = "__gspo_tool__"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what the OpenAI API accepts
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
 _SUPPORTED = "str, int, float, bool, list, dict with str keys, Literal, Enum, pydantic models, None and unions of these"
-_MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
 class ToolError(Exception):
@@ -117,7 +116,7 @@ class Tool:
             ToolError: an argument is unknown, missing or of the wrong type; lists everything wrong.
         """
         if not isinstance(arguments, Mapping):
-            raise ToolError(f"{self.name}: expected arguments by name, got {_shown(arguments)}")
+            raise ToolError(f"{self.name}: expected arguments by name, got {shortened(repr(arguments))}")
         unknown = [name for name in arguments if name not in self.adapters]
         problems = [f"unknown argument {name!r}, {nearest_name(str(name), self.adapters)}" for name in unknown]
         problems += [f"missing argument {name!r}" for name in self.adapters if name in self.required - set(arguments)]
@@ -323,16 +322,16 @@ def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise ToolError(f"expected a JSON value, got {_shown(value)}") from None
+        raise ToolError(f"expected a JSON value, got {shortened(repr(value))}") from None
     try:
         checked = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         fields = _fields(adapter.json_schema())
         wrong = [_explained(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
-        raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {_shown(value)}") from None
+        raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {shortened(repr(value))}") from None
     said = adapter.dump_python(checked, mode="json", exclude_unset=True, by_alias=True)
     if not _agree(said, value):  # pydantic accepts true for Literal[1]
-        raise ToolError(f"expected no boolean for a number and no number for a boolean, got {_shown(value)}")
+        raise ToolError(f"expected no boolean for a number and no number for a boolean, got {shortened(repr(value))}")
     return checked
 
 
@@ -360,11 +359,6 @@ def _explained(detail: Any, fields: Collection[str]) -> str:
     # A location also names the alternatives of a union, which would tell the model nothing.
     path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int) or part in fields)
     return f"at {path}: {message}" if path else message
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 _ARGS = re.compile(r"(Args|Arguments|Parameters):\s*$")

@@ -14,12 +14,19 @@ from typing import Any
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.answers import described
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.suites.reasoning_gym import OwnGenerators
-from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
+from gspo_gym.errors import (
+    ConfigError,
+    ContractError,
+    EnvError,
+    MissingExtraError,
+    UnknownNameError,
+    described,
+    nearest_name,
+)
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message
 

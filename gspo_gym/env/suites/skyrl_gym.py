@@ -16,12 +16,19 @@ from typing import Any
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.answers import described
 from gspo_gym.env.core import Info, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import ConversationTemplate, Questions, Reading, RowSource, load_questions, named_object
 from gspo_gym.env.data.splits import checked_fraction, next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
+from gspo_gym.errors import (
+    ConfigError,
+    ContractError,
+    EnvError,
+    MissingExtraError,
+    UnknownNameError,
+    described,
+    nearest_name,
+)
 from gspo_gym.types import Message
 
 StepTuple = tuple[Any, Reward, bool, bool, Info]

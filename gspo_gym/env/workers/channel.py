@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.env.answers import described
-from gspo_gym.errors import ContractError, GymError, RecordError
+from gspo_gym.errors import ContractError, GymError, RecordError, described
 from gspo_gym.types import Message, StepResult, ToolCall
 
 MAX_REQUEST_BYTES = 64 * 2**20  # a player that runs in the worker is sent the whole conversation
