@@ -69,6 +69,19 @@ def test_check_env_passes(env_id: str, foreign_table: Callable[..., None]) -> No
     assert report.passed, str(report)
 
 
+def test_data_are_built_while_the_environment_is_made_and_not_in_a_reset_with_a_deadline() -> None:
+    make("Verifiers", env_id="vf-lazy")
+    assert sys.modules["vf_lazy"].BUILT == ["eval", "train"]
+    assert played("vf-lazy", "11").episode_return == 1.0  # the row of 10
+    assert sys.modules["vf_lazy"].BUILT == ["eval", "train"]
+
+
+def test_data_that_cannot_be_built_fail_the_resets_that_need_them() -> None:
+    assert played("vf-lazy", "11", eval_fails=True).episode_return == 1.0
+    with pytest.raises(EnvError, match="the hub is down"):
+        played("vf-lazy", "1", seed=0, eval_fails=True)
+
+
 def test_one_turn_is_scored_by_every_function_with_its_weight() -> None:
     run = played("vf-sums", " 7 ", seed=FIRST + 3)  # 3 + 4
     assert run.opening == (Message("system", "Answer with the number."), Message("user", "3+4="))

@@ -14,7 +14,7 @@ import inspect
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -211,7 +211,7 @@ class Loaded:
             ConfigError: there is no row on that side.
         """
         is_training = seed >= FIRST_TRAINING_SEED
-        with _loading:  # the first call builds the data
+        with _loading:  # data that could not be built are tried again
             held_out = None if is_training else self.environment.build_eval_dataset()
             try:
                 rows = self.environment.get_dataset() if held_out is None else held_out
@@ -283,6 +283,11 @@ def _load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
         rubric.funcs = [_telling(function) for function in rubric.funcs]
         weights |= {_name(f): float(w) for f, w in zip(rubric.funcs, rubric.weights, strict=True) if w}
     schemas = tuple(schema_of(tool) for tool in environment.tool_defs or ())
+    with _loading:
+        for build in (environment.build_eval_dataset, environment.get_dataset):
+            # Data of a large set take longer than a reset may. What fails here fails again in `row`, where it is told.
+            with suppress(Exception):
+                build()
     return Loaded(package, environment, env_id, schemas, weights, bool(environment.score_rollouts))
 
 
