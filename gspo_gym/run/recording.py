@@ -37,7 +37,7 @@ from gspo_gym.learning.health import METRICS as LEARNING_METRICS
 from gspo_gym.remote.apps.metrics import METRICS as APP_METRICS
 from gspo_gym.rollout.episode_files import SCHEMA_VERSION, write_episodes
 from gspo_gym.rollout.ledger import close_lost, entry_to_json, read_ledger
-from gspo_gym.rollout.statistics import METRICS as SELECTION_METRICS
+from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
 from gspo_gym.run.sinks import Sink, evaluation_numbers

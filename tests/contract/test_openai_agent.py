@@ -23,6 +23,7 @@ from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.gateway.app import rollout_url
 from gspo_gym.remote.gateway.capture import Capture
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
+from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.types import Outcome, Task, ToolCall, Trajectory
 
 Played = tuple[dict[str, Any], Capture]
@@ -162,7 +163,7 @@ def test_as_a_task_app_it_gives_the_trainer_an_episode_with_its_return() -> None
             )
             episodes = AppEpisodes(app, served.gateway, settings)
             task = Task("guessing", SEED)
-            trajectories.append(await episodes.play(trajectory_id="t", attempt=0, task=task, sampling_seed=1))
+            trajectories.append(await episodes.play(EpisodeRequest("t", task, sampling_seed=1)))
             assert episodes.counters.calls == {"trained": 8, "auxiliary": 1}
 
     try:

@@ -27,13 +27,11 @@ from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.remote.apps.client import TaskAppClient
 from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.apps.metrics import take_returns
-from gspo_gym.remote.apps.probe import SelectionAlarm
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.statistics import AttemptWatch
-from gspo_gym.types import Task, Trajectory, TrajectoryGroup
+from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
+from gspo_gym.types import Task, TrajectoryGroup
 
 Json = dict[str, Any]
 NUM_GROUPS, GROUP_SIZE = 6, 4
@@ -332,16 +330,8 @@ async def playing(app: PlayingApp) -> AsyncIterator[AppEpisodes]:
 
 
 async def collected(episodes: AppEpisodes, watch: AttemptWatch | None = None) -> tuple[TrajectoryGroup, ...]:
-    async def play(request: EpisodeRequest) -> Trajectory:
-        return await episodes.play(
-            trajectory_id=request.trajectory_id,
-            attempt=request.attempt,
-            task=request.task,
-            sampling_seed=request.sampling_seed,
-        )
-
     limits = PoolLimits(max_concurrent_rollouts=8, max_attempts=3)
-    pool = RolloutPool(play=play, pool_limits=limits, run_seed=5, on_episode=watch)
+    pool = RolloutPool(play=episodes.play, pool_limits=limits, run_seed=5, on_episode=watch)
     requests = [GroupRequest(f"g{number}", Task("quiz", number), GROUP_SIZE) for number in range(NUM_GROUPS)]
     return await pool.collect(requests)
 

@@ -20,7 +20,6 @@ from served_gateway import SETTINGS, served
 from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
 from gspo_gym.remote.apps.episodes import AppCounters, AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.gateway.loop_server import LoopServer
-from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
@@ -98,16 +97,8 @@ async def play(num_rollouts: int, plan: Plan) -> Run:
                 sleep=no_sleep,
             )
 
-            async def play_one(request: EpisodeRequest) -> Trajectory:
-                return await episodes.play(
-                    trajectory_id=request.trajectory_id,
-                    attempt=request.attempt,
-                    task=request.task,
-                    sampling_seed=request.sampling_seed,
-                )
-
             limits = PoolLimits(max_concurrent_rollouts=plan.max_concurrent, max_attempts=100)
-            pool = RolloutPool(play=play_one, pool_limits=limits, run_seed=1, ledger=Ledger(keeps_entries=True))
+            pool = RolloutPool(play=episodes.play, pool_limits=limits, run_seed=1, ledger=Ledger(keeps_entries=True))
             requests = [
                 GroupRequest(f"step-0/{number}", Task("quiz", seed=number), size=GROUP_SIZE)
                 for number in range(num_rollouts // GROUP_SIZE)

@@ -19,7 +19,7 @@ from gspo_gym.engine.base import Engine
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, UsageError
 from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
-from gspo_gym.remote.apps.probe import Selection, SelectionAlarm
+from gspo_gym.rollout.selection import Selection, SelectionAlarm
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.seeding import child_seed
@@ -198,12 +198,9 @@ class AppPlayers:
             mode="rl",
             on_answer=answers.append,
         )
-        trajectory = await episodes.play(
-            trajectory_id=f"probe/{number}",
-            attempt=0,
-            task=Task(source.env_name, config.evaluation_seeds[0]),
-            sampling_seed=child_seed(config.run.seed, "app probe", number),
-        )
+        task = Task(source.env_name, config.evaluation_seeds[0])
+        sampling_seed = child_seed(config.run.seed, "app probe", number)
+        trajectory = await episodes.play(EpisodeRequest(f"probe/{number}", task, sampling_seed))
         asked = "the policy, as in training"
         return report_of(f"probe {number}", asked, trajectory, episodes.counters, answers[-1] if answers else None)
 
@@ -230,12 +227,7 @@ class AppPlayers:
             if episodes is None:
                 episodes = self._episodes_of(source, temperature=temperature, limits=limits, mode=mode)
                 self._trained += [episodes] if mode == "rl" else []
-            return await episodes.play(
-                trajectory_id=request.trajectory_id,
-                attempt=request.attempt,
-                task=request.task,
-                sampling_seed=request.sampling_seed,
-            )
+            return await episodes.play(request)
 
         return play
 

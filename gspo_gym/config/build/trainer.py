@@ -46,7 +46,7 @@ from gspo_gym.policy.options import check_options, prepare_for_training
 from gspo_gym.policy.quantization import is_quantized
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.ledger import Ledger
-from gspo_gym.rollout.statistics import AttemptWatch
+from gspo_gym.rollout.selection import AttemptWatch
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging

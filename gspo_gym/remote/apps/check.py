@@ -28,6 +28,7 @@ from gspo_gym.remote.gateway.app import create_gateway_app
 from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.types import Task
 
 MAX_MODEL_LEN = 400_000  # a token is a byte here, and a prompt may be long
@@ -201,12 +202,9 @@ class _Checker:
         self._script.begin(probe.mode)
         answers: list[AppRollout] = []
         episodes = AppEpisodes(self._app, self._gateway, self._episodes, on_answer=answers.append)
-        trajectory = await episodes.play(
-            trajectory_id=f"app-check/{probe.mode.replace(' ', '-')}",
-            attempt=0,
-            task=Task(self._settings.env_name, self._settings.seed),
-            sampling_seed=0,
-        )
+        task = Task(self._settings.env_name, self._settings.seed)
+        name = f"app-check/{probe.mode.replace(' ', '-')}"
+        trajectory = await episodes.play(EpisodeRequest(name, task, sampling_seed=0))
         report = report_of(probe.name, probe.asked, trajectory, episodes.counters, answers[-1] if answers else None)
         if is_result(report):
             return probe.judge(report)

@@ -39,6 +39,7 @@ from gspo_gym.remote.gateway.capture import Capture, FailedCall
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
 from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.types import Message, Outcome, Task, Timing, Trajectory, Turn
 
 _log = logging.getLogger(__name__)
@@ -193,8 +194,8 @@ class AppEpisodes:
         )
         self._retries = Retries(retries, gives_up_with=AppError, seed=retry_seed, sleep=sleep)
 
-    async def play(self, *, trajectory_id: str, attempt: int, task: Task, sampling_seed: int) -> Trajectory:
-        """One attempt at one episode. Its failure is a record and no exception, and keeps what was captured until then.
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        """Play one attempt. Its failure is a record and no exception, and keeps what was captured until then.
 
         Raises:
             asyncio.CancelledError: cancelled from outside; the session is closed.
@@ -204,12 +205,12 @@ class AppEpisodes:
         capture, parts, success, reports_events = None, None, None, True
         final_messages: tuple[Message, ...] = ()
         try:
-            played = await self._play(f"{trajectory_id}/{attempt}", task, sampling_seed)
+            played = await self._play(request)
             capture, said = played.capture, played.rollout
             if said is not None and self._on_answer is not None:
                 self._on_answer(said)
             if said is not None and said.episode_return is not None and not said.aborted:
-                self.counters.note_return(trajectory_id, attempt, said.episode_return)
+                self.counters.note_return(request.trajectory_id, request.attempt, said.episode_return)
             parts = build_trajectory_parts(capture)
             ending = _ending_of(played, parts)
             if said is not None and ending.error is None:
@@ -218,15 +219,15 @@ class AppEpisodes:
         except EnginePoisonedError:
             raise
         except Exception as error:  # a bad rollout is a record, whatever was bad about it
-            _log.debug("episode %s/%d failed", trajectory_id, attempt, exc_info=True)
+            _log.debug("episode %s failed", request.session_id, exc_info=True)
             ending = _Ending(Outcome.ENGINE_ERROR, _one_line(f"{type(error).__name__}: {error}"))
         total_seconds = self._clock() - started
         engine_seconds = capture.engine_seconds if capture is not None else 0.0
         return Trajectory(
-            trajectory_id=trajectory_id,
-            attempt=attempt,
-            task=task,
-            sampling_seed=sampling_seed,
+            trajectory_id=request.trajectory_id,
+            attempt=request.attempt,
+            task=request.task,
+            sampling_seed=request.sampling_seed,
             segments=parts.segments if parts is not None else (),
             turns=parts.turns if parts is not None else (),
             messages=(*parts.messages, *final_messages) if parts is not None else (),
@@ -237,17 +238,16 @@ class AppEpisodes:
             reports_events=reports_events,
         )
 
-    async def _play(self, name: str, task: Task, sampling_seed: int) -> _Played:
+    async def _play(self, request: EpisodeRequest) -> _Played:
         """The first request that the app did not turn away, or the last one; all within the episode's time."""
         ended: list[_Played] = []
         deadline = self._clock() + self.settings.episode_timeout_seconds
 
         async def ask(number: int) -> None:
-            session = replace(
-                self.settings.session, name=f"{name}/{number}" if number else name, sampling_seed=sampling_seed
-            )
+            name = f"{request.session_id}/{number}" if number else request.session_id
+            session = replace(self.settings.session, name=name, sampling_seed=request.sampling_seed)
             left = max(0.0, deadline - self._clock())
-            played = await self._play_once(session, task, timeout_seconds=left * (1 + _ANSWER_FRACTION))
+            played = await self._play_once(session, request.task, timeout_seconds=left * (1 + _ANSWER_FRACTION))
             ended.append(played)
             # Once the model was called, the same answers would lead to the same failure: another attempt has others.
             if isinstance(played.error, AppAttemptError) and not (played.capture.calls or played.capture.failed):

@@ -24,6 +24,7 @@ from gspo_gym.remote.apps.client import TaskAppClient
 from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Outcome, Task, Trajectory
 
@@ -57,7 +58,7 @@ class Stage:
     waits: list[float]
 
     async def play(self, attempt: int = 0, task: Task = TASK) -> Trajectory:
-        return await self.episodes.play(trajectory_id="step-3/0", attempt=attempt, task=task, sampling_seed=11)
+        return await self.episodes.play(EpisodeRequest("step-3/0", task, 11, attempt))
 
 
 @contextlib.asynccontextmanager
@@ -163,7 +164,7 @@ def test_members_of_a_group_are_calls_of_their_own_with_one_seed() -> None:
         async with staged(app) as stage:
             await asyncio.gather(
                 *(
-                    stage.episodes.play(trajectory_id=f"step-0/{member}", attempt=0, task=TASK, sampling_seed=member)
+                    stage.episodes.play(EpisodeRequest(f"step-0/{member}", TASK, sampling_seed=member))
                     for member in range(8)
                 )
             )
@@ -227,7 +228,7 @@ def test_an_episode_whose_time_its_actions_used_up_is_scored_though_the_model_wa
                     episode_timeout_seconds=2.4,
                 )
                 episodes = AppEpisodes(client, gateway.gateway, settings)
-                played = await episodes.play(trajectory_id="t", attempt=0, task=Task("Ending", 3), sampling_seed=1)
+                played = await episodes.play(EpisodeRequest("t", Task("Ending", 3), sampling_seed=1))
         assert (played.outcome, played.error) == (Outcome.ACTION_LIMIT, None)
         assert [turn.reward for turn in played.turns] == [0.25, 0.25, 0.25, -3.75]  # -3 is the environment's lowest
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from gspo_gym.remote.apps.episodes import AppCounters
-from gspo_gym.remote.apps.metrics import AppMetrics
+from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
+from gspo_gym.rollout.selection import PlayedReturns
 from gspo_gym.run.recording import METRICS
+from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
 
 
 def test_a_step_has_what_was_counted_since_the_one_before() -> None:
@@ -54,3 +56,17 @@ def test_every_number_is_explained() -> None:
     counters = AppCounters()
     counters.num_sampled_tokens = 1
     assert set(AppMetrics().since_last([counters])) <= set(METRICS)
+
+
+def test_every_attempt_at_a_steps_episodes_counts_once_and_only_the_one_in_the_group_as_kept() -> None:
+    counters = AppCounters()
+    for trajectory_id, attempt, value in (("a", 0, 0.0), ("a", 1, 1.0), ("b", 0, 0.5), ("later", 0, 9.0)):
+        counters.note_return(trajectory_id, attempt, value)
+    task = Task("quiz", 1)
+    kept = Trajectory("a", 1, task, 0, (), (), (), Outcome.TERMINATED)
+    group = TrajectoryGroup(task, (kept,), 2, (DroppedEpisode("b", Outcome.TERMINATED, "its group was too small"),))
+    returns = take_returns([counters], [group])
+    assert (returns.kept, sorted(returns.lost)) == ((1.0,), [0.0, 0.5])
+    assert return_metrics(returns) == {"gateway/played_return_mean": 0.5, "gateway/kept_return_mean": 1.0}
+    assert counters.returns == {("later", 0): 9.0}
+    assert take_returns([counters], [group]) == PlayedReturns()
