@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gspo_gym.base.endpoint import OpenAIClient
+from gspo_gym.base.http import HttpClient, call_headers
 from gspo_gym.base.retries import AttemptError, CircuitBreaker, Retries, RetryCounters, RetrySettings, Sleep
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import Judge, JudgeCost, JudgeDeniedError, JudgeDownError, JudgeError, Judgement, JudgeRequest
@@ -65,7 +65,7 @@ class Asking:
     """Client of one judge endpoint. Use it within one event loop, and close it.
 
     Args:
-        client: sends; raises `openai_client`'s own errors.
+        client: sends; raises the errors of `base.http`.
         settings: concurrency, timeout and retries.
         budget: limits of the cost; None: no limit.
         clock: monotonic seconds. sleep: waits between retries.
@@ -73,7 +73,7 @@ class Asking:
 
     def __init__(
         self,
-        client: OpenAIClient,
+        client: HttpClient,
         settings: AskingSettings,
         *,
         budget: JudgeBudget | None = None,
@@ -167,7 +167,7 @@ class Asking:
     async def _post(self, url: str, body: Mapping[str, Any], key: str, number: int, reservation: Reservation) -> Any:
         self._num_in_flight += 1
         try:
-            answer = await self._client.post(url, body, call_id=key, attempt=number)
+            answer = await self._client.post_object(url, body, headers=call_headers(key, number))
         except AttemptError as error:
             self._note(error)
             if error.kind not in _ANSWERED_KINDS:

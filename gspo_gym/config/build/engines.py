@@ -46,7 +46,7 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
 
     Raises:
         ConfigError: the model, the servers or this machine cannot do what the config asks for.
-        MissingExtraError: vLLM or the openai package is not installed.
+        MissingExtraError: vLLM or httpx is not installed.
         EngineError: it did not start, or nobody answers at services.engine_urls.
     """
     check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
@@ -85,7 +85,7 @@ def check_engine(config: RunConfig) -> None:
     """Refuse an engine whose package is not installed here.
 
     Raises:
-        MissingExtraError: vLLM, httpx or the openai package is missing.
+        MissingExtraError: vLLM or httpx is missing.
     """
     engine, urls = config.rollout.engine, () if config.services is None else config.services.engine_urls
     if engine == "vllm" and not urls and importlib.util.find_spec("vllm") is None:
@@ -94,9 +94,9 @@ def check_engine(config: RunConfig) -> None:
         )
     if engine == "vllm" and urls and importlib.util.find_spec("httpx") is None:
         raise MissingExtraError("services.engine_urls: an engine behind a vLLM server needs: pip install httpx")
-    if engine == "http" and importlib.util.find_spec("openai") is None:
+    if engine == "http" and importlib.util.find_spec("httpx") is None:
         raise MissingExtraError(
-            "rollout.engine = \"http\": the openai package is not installed; pip install 'gspo-gym[openai]'"
+            "rollout.engine = \"http\": httpx is not installed; pip install 'gspo-gym[openai]'"
         )
 
 

@@ -34,8 +34,18 @@ from gspo_gym.engine.base import (
     refuse_schema,
     token_list,
 )
-from gspo_gym.engine.endpoint.routes import CompletionsRoute, Route, SampleChecks, SglangRoute, TextRoute, Tokenizer
-from gspo_gym.engine.endpoint.wire import AnswerError, OpenAIClient, RefusedError
+from gspo_gym.engine.endpoint.routes import (
+    UNKNOWN_VERSION,
+    CompletionsRoute,
+    Route,
+    SampleChecks,
+    SampleRequest,
+    Served,
+    SglangRoute,
+    TextRoute,
+    Tokenizer,
+)
+from gspo_gym.engine.endpoint.wire import AnswerError, EngineClient, RefusedError
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
@@ -43,6 +53,7 @@ from gspo_gym.types import Completion, TokenIds
 # (prompt, sampling) -> a completion; retried as the engine's own requests are.
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 
+_COMPLETIONS = "/completions"
 _PROMPT = tuple(range(11, 19))  # any vocabulary has these, and no sane text: the next token is anybody's guess
 _LENGTH = 8
 _PLAIN = SamplingParams(max_tokens=_LENGTH, stop_token_ids=(), seed=1)
@@ -65,14 +76,14 @@ class LogprobFacts:
     is_renormalised: bool
 
 
-async def model_length(client: OpenAIClient, model: str) -> int | None:
+async def model_length(client: EngineClient, model: str) -> int | None:
     """The longest prompt plus completion as `/v1/models` says (vLLM and SGLang do); None if it does not.
 
     Raises:
         EngineAttemptError: there is no answer.
     """
     try:
-        answer = await client.get("/models")
+        answer = await client.get_object("/models")
     except RefusedError:
         return None
     listed = answer.get("data")
@@ -81,14 +92,15 @@ async def model_length(client: OpenAIClient, model: str) -> int | None:
     return lengths[0] if len(lengths) == 1 and type(lengths[0]) is int and lengths[0] > 1 else None
 
 
-async def why_not(route: Route, call_id: str, attempt: int) -> str | None:
+async def why_not(route: Route, served: Served, call_id: str, attempt: int) -> str | None:
     """Why the endpoint cannot be used by this route; None if it can.
 
     Raises:
         EngineAttemptError: there is no answer to judge by.
     """
     try:
-        await route.sample(_PROMPT, _PLAIN, max_tokens=_LENGTH, call_id=call_id, attempt=attempt)
+        request = SampleRequest(prompt=_PROMPT, sampling=_PLAIN, max_tokens=_LENGTH, served=served, call_id=call_id)
+        await route.sample(request, attempt)
     except (RefusedError, AnswerError) as error:
         return f"{route.name}: {error}"
     return None
@@ -230,7 +242,7 @@ class HttpEngine(GatedEngine):
     def __init__(
         self,
         settings: HttpSettings,
-        client: OpenAIClient,
+        client: EngineClient,
         route: Route,
         *,
         max_model_len: int,
@@ -263,10 +275,10 @@ class HttpEngine(GatedEngine):
         Raises:
             ConfigError: the key's variable is not set, or the context's length is not known, or text without tokenizer.
             EngineError: nothing answers, or it can do less than `settings.tier` asks for.
-            MissingExtraError: the openai package is not installed.
+            MissingExtraError: httpx is not installed.
         """
         key = read_key(settings.api_key_env, "HttpSettings.api_key_env")
-        client = OpenAIClient(settings.base_url, api_key=key, timeout_seconds=settings.timeout_seconds)
+        client = EngineClient(settings.base_url, api_key=key, timeout_seconds=settings.timeout_seconds)
         try:
             return await cls._start(
                 settings,
@@ -280,7 +292,7 @@ class HttpEngine(GatedEngine):
 
     @classmethod
     async def _start(
-        cls, settings: HttpSettings, client: OpenAIClient, tokenizer: Tokenizer | None, retries: Retries
+        cls, settings: HttpSettings, client: EngineClient, tokenizer: Tokenizer | None, retries: Retries
     ) -> HttpEngine:
         length = settings.max_model_len or await retries.run(lambda _: model_length(client, settings.model))
         if length is None:
@@ -360,10 +372,15 @@ class HttpEngine(GatedEngine):
 
     async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Completion:
         self._num_calls += 1
-        call_id = f"{self._name}-{self._num_calls}"
-        return await self._retries.run(
-            lambda number: self.route.sample(prompt, sampling, max_tokens=max_tokens, call_id=call_id, attempt=number)
+        request = SampleRequest(
+            prompt=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            served=_served(self._settings),
+            call_id=f"{self._name}-{self._num_calls}",
         )
+        sampled = await self._retries.run(partial(self.route.sample, request))
+        return sampled.completion
 
     async def _probe(self) -> None:
         async def ask(prompt: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -386,7 +403,7 @@ class HttpEngine(GatedEngine):
 
 
 async def _find_route(
-    settings: HttpSettings, client: OpenAIClient, tokenizer: Tokenizer | None, retries: Retries
+    settings: HttpSettings, client: EngineClient, tokenizer: Tokenizer | None, retries: Retries
 ) -> Route:
     """The first way that works, best first.
 
@@ -395,22 +412,26 @@ async def _find_route(
     """
     if settings.tier == "text" and tokenizer is None:
         raise ConfigError('HttpEngine: tier "text" needs the tokenizer of the prompts, got none')
-    model, vocab_size = settings.model, settings.vocab_size
+    vocab_size = settings.vocab_size
     routes: list[Route] = []
     checks = SampleChecks(tokenizer, is_rescored=settings.rescore)
     if settings.tier != "text":
-        salt = settings.cache_salt
-        routes.append(CompletionsRoute(client, model=model, vocab_size=vocab_size, cache_salt=salt, checks=checks))
-        routes.append(SglangRoute(client, vocab_size=vocab_size, checks=checks))
+        routes.append(CompletionsRoute(client, _COMPLETIONS, vocab_size=vocab_size, checks=checks))
+        root = client.base_url.removesuffix("/v1")
+        routes.append(SglangRoute(client, f"{root}/generate", vocab_size=vocab_size, checks=checks))
     if settings.tier != "trainable" and tokenizer is not None:
-        routes.append(TextRoute(client, model=model, tokenizer=tokenizer))
+        routes.append(TextRoute(client, _COMPLETIONS, tokenizer=tokenizer))
     reasons = [] if tokenizer is not None else ["text: needs the tokenizer of the prompts, got none"]
     for route in routes:
-        reason = await retries.run(partial(why_not, route, uuid.uuid4().hex))
+        reason = await retries.run(partial(why_not, route, _served(settings), uuid.uuid4().hex))
         if reason is None:
             return route
         reasons.append(reason)
-    raise EngineError(f"{settings.base_url}: cannot sample from {model}:\n  " + "\n  ".join(reasons))
+    raise EngineError(f"{settings.base_url}: cannot sample from {settings.model}:\n  " + "\n  ".join(reasons))
+
+
+def _served(settings: HttpSettings) -> Served:
+    return Served(version=UNKNOWN_VERSION, model=settings.model, salt=settings.cache_salt)
 
 
 def _require_untruncated(sampling: SamplingParams) -> None:

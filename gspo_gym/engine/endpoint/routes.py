@@ -1,24 +1,29 @@
-"""The ways to get a completion out of an endpoint, each one attempt at one sample.
+"""The ways to get a completion out of an inference server, each one attempt at one sample.
 
 All but one take token ids and give token ids and logprobs. `TextRoute` is for endpoints that give text only: what it
-returns is good for evaluation, not for gradients. Chosen by `engine/endpoint/http.py`, used by `http.py`.
+returns is good for evaluation, not for gradients.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from gspo_gym.base.http import call_headers
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.endpoint.wire import (
     AnswerError,
     EchoedIds,
-    OpenAIClient,
+    EngineClient,
     WireAnswer,
     completions_request,
+    generate_request,
     read_completions_answer,
+    read_generate_answer,
     read_sglang_answer,
     require_sampled,
     sglang_request,
@@ -28,28 +33,76 @@ from gspo_gym.engine.endpoint.wire import (
 from gspo_gym.errors import ConfigError
 from gspo_gym.types import Completion, FinishReason
 
+UNKNOWN_VERSION = -1
 # OpenAI's own endpoint takes so many stop texts.
 _MAX_STOPS = 4
-_UNKNOWN_VERSION = -1
 # A token of the endpoint's model may be several of the policy's, as a word is several letters, but not any number.
 _MAX_TOKENS_A_TOKEN = 16
+# By which vLLM may keep a session's requests on one of several data-parallel copies.
+_SESSION_HEADER = "x-session-id"
 
 
 class Tokenizer(Protocol):
-    """What the routes need of a transformers tokenizer (Any: its signatures are wide)."""
+    """The part of a transformers tokenizer that the routes need (Any: its signatures are wide)."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Any: ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
 
 
-class Route(Protocol):
-    """One attempt at one sample.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The weights that a server samples a request with.
 
     Attributes:
-        name: for people.
-        has_logprobs: the completions' logprobs are the endpoint's own; otherwise they are zeros, and mean nothing.
+        version: the trainer's number; -1 if it is not known.
+        model: the name at the server: of an adapter, or of the model that it serves.
+        salt: of the prefix cache (vLLM); None: shared with others.
     """
+
+    version: int
+    model: str
+    salt: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One call for one sample.
+
+    Attributes:
+        served: the weights that are to sample.
+        call_id: the same for all attempts of one call, and of no other call.
+        session_id: of the episode, for servers with several copies of the model.
+    """
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    max_tokens: int
+    served: Served
+    call_id: str
+    session_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sample, with the names of the weights as in `WireAnswer.versions`."""
+
+    completion: Completion
+    versions: tuple[tuple[str, int, int], ...] = ()
+
+
+class Route(Protocol):
+    """A route of a server, by which one attempt at one sample is made.
+
+    Attributes:
+        path: below the client's base URL, or a complete URL.
+        name: for people.
+        has_logprobs: the completions' logprobs are the server's own; otherwise they are zeros, and mean nothing.
+        says_versions: answers tell which weights sampled each token.
+    """
+
+    @property
+    def path(self) -> str: ...
 
     @property
     def name(self) -> str: ...
@@ -57,10 +110,11 @@ class Route(Protocol):
     @property
     def has_logprobs(self) -> bool: ...
 
-    async def sample(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, call_id: str, attempt: int
-    ) -> Completion:
-        """The sample. `call_id` is the same for all attempts of one call, and no other call has it.
+    @property
+    def says_versions(self) -> bool: ...
+
+    async def sample(self, request: SampleRequest, attempt: int) -> Sampled:
+        """Return the sample.
 
         Raises:
             EngineAttemptError: another attempt may succeed. EngineError: it would not.
@@ -70,106 +124,139 @@ class Route(Protocol):
 
 
 class SampleChecks:
-    """What tells a sample for this call from something else that an endpoint may send.
+    """Checks that tell a sample for this call from something else that a server may send.
 
     Args:
         tokenizer: of the policy's tokens; None compares no text.
         is_rescored: the learner's logprobs take the place of the endpoint's, which may then be zeros.
+        is_ours: the server is a vLLM whose weights we change: an answer names the model and the very attempt, and its
+            logprobs were seen to be those of the sampler.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, is_rescored: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None, *, is_rescored: bool = False, is_ours: bool = False) -> None:
         self._tokenizer = tokenizer
         self._is_rescored = is_rescored
+        self._is_ours = is_ours
         self._ids = EchoedIds()
 
-    def require(self, answer: WireAnswer, found_id: Any, call_id: str, sampling: SamplingParams) -> None:
-        """Refuse an answer to another call, or one that was not sampled; see `wire.require_sampled`.
+    def require(self, raw: Any, found_id: Any, answer: WireAnswer, request: SampleRequest, attempt: int) -> None:
+        """Refuse an answer to another call, or one that was not sampled (Any: an answer as it came).
 
         Raises:
             AnswerError: it is one.
         """
-        self._ids.require(found_id, call_id)
-        if not self._is_rescored:
+        if self._is_ours and raw.get("model") != request.served.model:
+            found = raw.get("model")
+            raise AnswerError(f"answer: expected a sample of {request.served.model!r}, got one of {found!r}")
+        # A gateway that knows the call answers a later attempt with the sample of an earlier one.
+        self._ids.require(found_id, f"{request.call_id}-{attempt}" if self._is_ours else request.call_id)
+        if not (self._is_ours or self._is_rescored):
             written = None
             if self._tokenizer is not None and answer.text is not None:
                 written = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)
-            require_sampled(answer, sampling, written)
+            require_sampled(answer, request.sampling, written)
 
 
-class CompletionsRoute:
+class _TokenRoute(ABC):
+    """A route that takes token ids and gives token ids and logprobs.
+
+    Args:
+        vocab_size: token ids are below it; None: not known.
+    """
+
+    has_logprobs = True
+    says_versions = False
+
+    def __init__(self, client: EngineClient, path: str, *, vocab_size: int | None, checks: SampleChecks) -> None:
+        self.path = path
+        self._client = client
+        self._vocab_size = vocab_size
+        self._checks = checks
+
+    async def sample(self, request: SampleRequest, attempt: int) -> Sampled:
+        """See `Route.sample`."""
+        body = self._body(request, f"{request.call_id}-{attempt}")
+        raw = await self._client.post_object(self.path, body, headers=_headers(request, attempt))
+        answer, found_id = self._read(raw, request)
+        completion = to_completion(
+            answer,
+            request.prompt,
+            request.sampling,
+            max_tokens=request.max_tokens,
+            vocab_size=self._vocab_size,
+            version=request.served.version,
+        )
+        self._checks.require(raw, found_id, answer, request, attempt)
+        return Sampled(completion, answer.versions)
+
+    @abstractmethod
+    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:
+        """Return the answer, and the id of the request as it says it (Any: whatever came)."""
+
+
+class CompletionsRoute(_TokenRoute):
     """`/v1/completions` with token ids, as vLLM extends it."""
 
     name = "/v1/completions with token ids"
-    has_logprobs = True
 
-    def __init__(
-        self,
-        client: OpenAIClient,
-        *,
-        model: str,
-        vocab_size: int | None,
-        cache_salt: str | None,
-        checks: SampleChecks,
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._vocab_size = vocab_size
-        self._cache_salt = cache_salt
-        self._checks = checks
+    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]:
+        body = completions_request(
+            request.prompt,
+            request.sampling,
+            model=request.served.model,
+            max_tokens=request.max_tokens,
+            request_id=request_id,
+        )
+        return _salted(body, request)
 
-    async def sample(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, call_id: str, attempt: int
-    ) -> Completion:
-        """See `Route.sample`."""
-        request_id = f"{call_id}-{attempt}"
-        body = completions_request(prompt, sampling, model=self._model, max_tokens=max_tokens, request_id=request_id)
-        if self._cache_salt is not None:
-            body["cache_salt"] = self._cache_salt
-        raw = await self._client.post("/completions", body, call_id=call_id, attempt=attempt)
+    def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:  # noqa: ARG002
         answer = read_completions_answer(raw)
         if answer.prompt_token_ids is None:
             raise AnswerError("answer: expected choices[0].prompt_token_ids, the prompt as the server read it")
-        completion = to_completion(
-            answer,
-            prompt,
-            sampling,
-            max_tokens=max_tokens,
-            vocab_size=self._vocab_size,
-            version=_UNKNOWN_VERSION,
+        return answer, raw.get("id")
+
+
+class GenerateRoute(_TokenRoute):
+    """`/inference/v1/generate`, vLLM's route without a tokenizer, which also tells the weights' versions.
+
+    A server has it only with `--enable-scale-out` or `--tokens-only`.
+    """
+
+    name = "/inference/v1/generate"
+    says_versions = True
+
+    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]:
+        body = generate_request(
+            request.prompt,
+            request.sampling,
+            model=request.served.model,
+            max_tokens=request.max_tokens,
+            request_id=request_id,
         )
-        self._checks.require(answer, raw.get("id"), call_id, sampling)
-        return completion
+        return _salted(body, request)
+
+    def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:  # noqa: ARG002
+        answer = read_generate_answer(raw)
+        if not answer.versions:
+            raise AnswerError("answer: expected choices[0].weight_versions, the weights that sampled each token")
+        if answer.prompt_token_ids is None:
+            raise AnswerError("answer: expected prompt_token_ids, the prompt as the server read it")
+        return answer, raw.get("request_id")
 
 
-class SglangRoute:
+class SglangRoute(_TokenRoute):
     """SGLang's `/generate`, which is beside `/v1` and not below it."""
 
     name = "SGLang's /generate"
-    has_logprobs = True
 
-    def __init__(self, client: OpenAIClient, *, vocab_size: int | None, checks: SampleChecks) -> None:
-        self._client = client
-        self._vocab_size = vocab_size
-        self._checks = checks
-        self._url = f"{_root(client)}/generate"
+    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]:
+        return sglang_request(request.prompt, request.sampling, max_tokens=request.max_tokens, request_id=request_id)
 
-    async def sample(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, call_id: str, attempt: int
-    ) -> Completion:
-        """See `Route.sample`."""
-        body = sglang_request(prompt, sampling, max_tokens=max_tokens, request_id=f"{call_id}-{attempt}")
-        raw = await self._client.post(self._url, body, call_id=call_id, attempt=attempt)
-        answer = read_sglang_answer(raw, len(prompt))
-        completion = to_completion(
-            answer,
-            prompt,
-            sampling,
-            max_tokens=max_tokens,
-            vocab_size=self._vocab_size,
-            version=_UNKNOWN_VERSION,
-        )
-        self._checks.require(answer, raw["meta_info"].get("id"), call_id, sampling)
-        return completion
+    def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:
+        return read_sglang_answer(raw, len(request.prompt)), raw["meta_info"].get("id")
 
 
 class TextRoute:
@@ -183,21 +270,21 @@ class TextRoute:
 
     name = "/v1/completions with text"
     has_logprobs = False
+    says_versions = False
 
-    def __init__(self, client: OpenAIClient, *, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, client: EngineClient, path: str, *, tokenizer: Tokenizer) -> None:
+        self.path = path
         self._client = client
-        self._model = model
         self._tokenizer = tokenizer
 
-    async def sample(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, call_id: str, attempt: int
-    ) -> Completion:
+    async def sample(self, request: SampleRequest, attempt: int) -> Sampled:
         """See `Route.sample`."""
+        sampling, max_tokens = request.sampling, request.max_tokens
         _require_plain(sampling)
         stops = [self._tokenizer.decode([token], skip_special_tokens=False) for token in sampling.stop_token_ids]
         body = {
-            "model": self._model,
-            "prompt": self._tokenizer.decode(list(prompt), skip_special_tokens=False),
+            "model": request.served.model,
+            "prompt": self._tokenizer.decode(list(request.prompt), skip_special_tokens=False),
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -205,8 +292,8 @@ class TextRoute:
             "n": 1,
             **({"stop": [stop for stop in stops if stop][:_MAX_STOPS]} if stops else {}),
         }
-        answer = await self._client.post("/completions", body, call_id=call_id, attempt=attempt)
-        return self._read(answer, sampling, max_tokens)
+        answer = await self._client.post_object(self.path, body, headers=_headers(request, attempt))
+        return Sampled(self._read(answer, sampling, max_tokens))
 
     def _read(self, answer: Any, sampling: SamplingParams, max_tokens: int) -> Completion:
         choices = answer.get("choices")
@@ -232,7 +319,7 @@ class TextRoute:
             token_ids=np.array(ids, np.int32),
             logprobs=np.zeros(len(ids), np.float32),
             finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
-            weight_version=np.full(len(ids), _UNKNOWN_VERSION, np.int32),
+            weight_version=np.full(len(ids), UNKNOWN_VERSION, np.int32),
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -245,9 +332,16 @@ class TextRoute:
         return ids
 
 
-def _root(client: OpenAIClient) -> str:
-    """What `/v1` is below."""
-    return client.base_url.removesuffix("/v1")
+def _salted(body: dict[str, Any], request: SampleRequest) -> dict[str, Any]:
+    return body if request.served.salt is None else {**body, "cache_salt": request.served.salt}
+
+
+def _headers(request: SampleRequest, attempt: int) -> dict[str, str]:
+    headers, session = call_headers(request.call_id, attempt), request.session_id
+    # Headers are ASCII without line breaks; a server does not need to keep together what is named otherwise.
+    if session and session.isascii() and session.isprintable():
+        headers[_SESSION_HEADER] = session
+    return headers
 
 
 def _require_plain(sampling: SamplingParams) -> None:

@@ -2,10 +2,8 @@
 answers read with suspicion.
 
 Three routes: `/v1/completions` with token ids (vLLM's extension of OpenAI's), vLLM's `/inference/v1/generate`, and
-SGLang's `/generate`. No I/O here; `http.py` and the vLLM client send and receive. Whatever an endpoint says is JSON of
-unknown shape, hence `Any`, and every doubt is an `AnswerError`: a wrong token or logprob must never reach a trainer.
-
-The client for OpenAI-compatible endpoints (`gspo_gym/base/endpoint.py`) with an engine's errors.
+SGLang's `/generate`. Whatever an endpoint says is JSON of unknown shape, hence `Any`, and every doubt is an
+`AnswerError`: a wrong token or logprob must never reach a trainer.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.base import endpoint as openai_client
+from gspo_gym.base import http
 from gspo_gym.base.retries import AttemptError
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.vllm.requests import sampling_fields
@@ -362,13 +360,12 @@ def shorten(value: Any, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-class RefusedError(openai_client.RefusedError, EngineError):
+class RefusedError(http.RefusedError, EngineError):
     """The endpoint understood the request and will not do it (4xx): asking again changes nothing."""
 
 
-class OpenAIClient(openai_client.OpenAIClient):
-    """Raises EngineAttemptError, RefusedError and EngineError."""
+class EngineClient(http.HttpClient):
+    """The client of inference servers, which raises EngineAttemptError and RefusedError."""
 
     attempt_error = EngineAttemptError
     refused_error = RefusedError
-    failed_error = EngineError

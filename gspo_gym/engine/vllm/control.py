@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from gspo_gym.base.keys import is_loopback
 from gspo_gym.engine.base import PauseMode
-from gspo_gym.engine.endpoint.wire import shorten
-from gspo_gym.engine.vllm.client import Address, VllmClient, address_of
+from gspo_gym.engine.endpoint.wire import EngineClient, shorten
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD, WORKER_EXTENSION
 from gspo_gym.errors import ConfigError, EngineError
 
 # sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
 EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+_UNIX = "unix:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,8 @@ class VllmControl:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_seconds: float = 900.0) -> None:
-        self._client = VllmClient(
-            require_local(address_of(url)),
-            api_key=api_key,
-            timeout_seconds=timeout_seconds,
-            reuses_connections=False,
+        self._client = client_of(
+            require_local(address_of(url)), api_key=api_key, timeout_seconds=timeout_seconds, reuses_connections=False
         )
 
     async def server_info(self) -> ServerInfo:
@@ -152,6 +151,60 @@ class VllmControl:
     async def close(self) -> None:
         """Give the connections back."""
         await self._client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The place where a server is reached.
+
+    Attributes:
+        url: as it was given, without a slash at the end.
+        base_url: where requests are sent, over `uds` if that is not None.
+        uds: path of a Unix socket.
+        is_local: only programs of this machine can be behind it: loopback, or a Unix socket.
+    """
+
+    url: str
+    base_url: str
+    uds: str | None
+    is_local: bool
+
+
+def address_of(url: str) -> Address:
+    """Read "http://host:port" or "unix:/absolute/path".
+
+    Raises:
+        ConfigError: it is neither.
+
+    >>> address_of("http://127.0.0.1:8000/").is_local, address_of("http://node7:8000").is_local
+    (True, False)
+    >>> address_of("unix:/run/vllm.sock").uds
+    '/run/vllm.sock'
+    """
+    if url.startswith(_UNIX):
+        path = url.removeprefix(_UNIX)
+        if not path.startswith("/"):
+            raise ConfigError(f"vLLM server: expected unix:/absolute/path, got {url!r}")
+        return Address(url=url, base_url="http://localhost", uds=path, is_local=True)
+    parts = urlsplit(url)
+    is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain or parts.path not in ("", "/"):
+        raise ConfigError(f"vLLM server: expected http://host:port or unix:/absolute/path, got {url!r}")
+    base = url.rstrip("/")
+    return Address(url=base, base_url=base, uds=None, is_local=is_loopback(parts.hostname))
+
+
+def client_of(
+    address: Address, *, api_key: str | None, timeout_seconds: float, reuses_connections: bool = True
+) -> EngineClient:
+    """Return connections to the server at an address; see `HttpClient`."""
+    return EngineClient(
+        address.base_url,
+        uds=address.uds,
+        api_key=api_key,
+        timeout_seconds=timeout_seconds,
+        reuses_connections=reuses_connections,
+    )
 
 
 def require_local(address: Address) -> Address:

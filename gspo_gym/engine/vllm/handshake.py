@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.retries import Retries
 from gspo_gym.engine.base import SamplingParams, UpdateKind
 from gspo_gym.engine.endpoint.http import find_logprob_facts
-from gspo_gym.engine.endpoint.wire import RefusedError, shorten
-from gspo_gym.engine.vllm.client import VllmClient
-from gspo_gym.engine.vllm.control import ServerInfo, VllmControl
-from gspo_gym.engine.vllm.routes import CompletionsRoute, GenerateRoute, Route
-from gspo_gym.engine.vllm.versions import Served, new_name
+from gspo_gym.engine.endpoint.routes import (
+    CompletionsRoute,
+    GenerateRoute,
+    Route,
+    SampleChecks,
+    SampleRequest,
+    Served,
+)
+from gspo_gym.engine.endpoint.wire import EngineClient, RefusedError, shorten
+from gspo_gym.engine.vllm.control import Address, ServerInfo, VllmControl
+from gspo_gym.engine.vllm.versions import new_name
 from gspo_gym.engine.vllm.worker import WORKER_EXTENSION
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
@@ -66,7 +73,8 @@ class Handshake:
 
 
 async def shake_hands(
-    client: VllmClient,
+    address: Address,
+    client: EngineClient,
     control: VllmControl | None,
     retries: Retries,
     *,
@@ -78,6 +86,7 @@ async def shake_hands(
     """Ask the server; it runs and its weights have a name of ours afterwards, if it lets us name them.
 
     Args:
+        address: of the server.
         client, control: connections for samples and for weights; no control: the server is another machine's.
         retries: of samples.
         model, max_model_len: None: as the server says.
@@ -88,25 +97,25 @@ async def shake_hands(
         ConfigError: it computes in another dtype, or its logprobs are not of the sampling distribution.
         EngineError: it does not answer, or not with token ids and logprobs.
     """
-    card = await retries.run(lambda _: _model_card(client, model))
+    card = await retries.run(lambda _: _model_card(client, address.url, model))
     info = await _info(control)
     if info is not None:
-        _require_fit(client.address.url, info, dtype)
+        _require_fit(address.url, info, dtype)
     if control is not None and info is not None:
         await control.resume()  # a client that died in an update left it paused
     else:
         control = None
-    why_not = _why_no_updates(control, info, is_here=client.address.is_local)
+    why_not = _why_no_updates(control, info, is_here=address.is_local)
     kinds: tuple[UpdateKind, ...] = ()
     if why_not is None and info is not None:
         kinds = ("adapter",) if info.max_lora_rank else ("full",)
     route = await _find_route(client, retries, model=card["id"], vocab_size=vocab_size)
     ask = _ask(route, retries, model=card["id"])
-    await _require_processed(client.address.url, ask)
+    await _require_processed(address.url, ask)
     return Handshake(
         route=route,
         model=card["id"],
-        max_model_len=max_model_len or _length(client.address.url, card),
+        max_model_len=max_model_len or _length(address.url, card),
         label=await _label(control, ask),
         update_kinds=kinds,
         why_no_updates=why_not,
@@ -119,14 +128,14 @@ async def shake_hands(
     )
 
 
-async def _model_card(client: VllmClient, model: str | None) -> dict[str, Any]:
+async def _model_card(client: EngineClient, url: str, model: str | None) -> dict[str, Any]:
     """What `/v1/models` says of the model; adapters, which have a parent, are not asked for."""
     answer = await client.get("/v1/models")
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
     names = [card.get("id") for card in cards if card.get("parent") is None]
     if not names or not isinstance(names[0], str) or (model is not None and model not in names):
-        raise EngineError(f"{client.address.url}: expected the model {model or 'that is served'}, got {shorten(names)}")
+        raise EngineError(f"{url}: expected the model {model or 'that is served'}, got {shorten(names)}")
     # Several names are aliases of one model.
     return next(card for card in cards if card.get("id") == (model or names[0]))
 
@@ -166,15 +175,15 @@ def _why_no_updates(control: VllmControl | None, info: ServerInfo | None, *, is_
     return _NO_CPU_RELOAD if info.device == "cpu" and not info.has_our_workers else None
 
 
-async def _find_route(client: VllmClient, retries: Retries, *, model: str, vocab_size: int) -> Route:
+async def _find_route(client: EngineClient, retries: Retries, *, model: str, vocab_size: int) -> Route:
     """The first that works, best first.
 
     Raises:
         EngineError: none does; says why, for each.
     """
     routes: list[Route] = [
-        GenerateRoute(client, vocab_size=vocab_size),
-        CompletionsRoute(client, vocab_size=vocab_size),
+        GenerateRoute(client, "/inference/v1/generate", vocab_size=vocab_size, checks=SampleChecks(is_ours=True)),
+        CompletionsRoute(client, "/v1/completions", vocab_size=vocab_size, checks=SampleChecks(is_ours=True)),
     ]
     reasons = []
     for route in routes:
@@ -203,19 +212,16 @@ class _Ask:
 
     async def __call__(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
         self._num_calls += 1
-        name = f"{self._served.salt}-{self._num_calls}"
-        completion, answer = await self._retries.run(
-            lambda number: self._route.sample(
-                prompt,
-                sampling,
-                self._served,
-                max_tokens=sampling.max_tokens,
-                request_id=f"{name}-{number}",
-                session_id=None,
-            )
+        request = SampleRequest(
+            prompt=prompt,
+            sampling=sampling,
+            max_tokens=sampling.max_tokens,
+            served=self._served,
+            call_id=f"{self._served.salt}-{self._num_calls}",
         )
-        self.labels |= {label for label, _, _ in answer.versions}
-        return completion
+        sampled = await self._retries.run(partial(self._route.sample, request))
+        self.labels |= {label for label, _, _ in sampled.versions}
+        return sampled.completion
 
 
 async def _require_processed(url: str, ask: _Ask) -> None:

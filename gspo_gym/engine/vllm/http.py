@@ -29,14 +29,14 @@ from gspo_gym.engine.base import (
     refuse_schema,
     token_list,
 )
+from gspo_gym.engine.endpoint.routes import Route, SampleRequest, Served
+from gspo_gym.engine.endpoint.wire import EngineClient
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import weights_folder
-from gspo_gym.engine.vllm.client import VllmClient, address_of
-from gspo_gym.engine.vllm.control import VllmControl
+from gspo_gym.engine.vllm.control import VllmControl, address_of, client_of
 from gspo_gym.engine.vllm.handshake import Handshake, shake_hands
 from gspo_gym.engine.vllm.requests import sampling_fields
-from gspo_gym.engine.vllm.routes import Route
-from gspo_gym.engine.vllm.versions import Served, ServedVersions
+from gspo_gym.engine.vllm.versions import ServedVersions
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
 
@@ -101,7 +101,7 @@ class VllmHttpEngine(GatedEngine):
     def __init__(
         self,
         settings: VllmHttpSettings,
-        client: VllmClient,
+        client: EngineClient,
         control: VllmControl | None,
         handshake: Handshake,
         retries: Retries,
@@ -138,10 +138,11 @@ class VllmHttpEngine(GatedEngine):
             if control_url
             else None
         )
-        client = VllmClient(address, api_key=key, timeout_seconds=settings.timeout_seconds, reuses_connections=True)
+        client = client_of(address, api_key=key, timeout_seconds=settings.timeout_seconds)
         try:
             retries = Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep)
             handshake = await shake_hands(
+                address,
                 client,
                 control,
                 retries,
@@ -290,20 +291,20 @@ class VllmHttpEngine(GatedEngine):
         self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, session_id: str | None
     ) -> Completion:
         self._num_calls += 1
-        name = f"{self._name}-{self._num_calls}"
         served = self._served.begin()
+        request = SampleRequest(
+            prompt=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            served=served,
+            call_id=f"{self._name}-{self._num_calls}",
+            session_id=session_id,
+        )
 
         async def attempt(number: int) -> Completion:
-            completion, answer = await self._route.sample(
-                prompt,
-                sampling,
-                served,
-                max_tokens=max_tokens,
-                request_id=f"{name}-{number}",
-                session_id=session_id,
-            )
-            versions = self._served.versions_of(answer, served)
-            return replace(completion, weight_version=np.array(versions, np.int32))
+            sampled = await self._route.sample(request, number)
+            versions = self._served.versions_of(sampled, served)
+            return replace(sampled.completion, weight_version=np.array(versions, np.int32))
 
         try:
             return await self._retries.run(attempt)

@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gspo_gym.base.keys import is_loopback, read_key
-from gspo_gym.engine.vllm.client import Address, address_of
+from gspo_gym.engine.vllm.control import Address, address_of
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, GymError, MissingExtraError
 

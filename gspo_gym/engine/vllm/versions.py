@@ -9,28 +9,13 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from dataclasses import dataclass
 
 from gspo_gym.engine.base import WeightUpdate
-from gspo_gym.engine.endpoint.wire import AnswerError, WireAnswer
+from gspo_gym.engine.endpoint.routes import Sampled, Served
+from gspo_gym.engine.endpoint.wire import AnswerError
 from gspo_gym.engine.vllm.adapters import adapter_folder
 from gspo_gym.engine.vllm.control import VllmControl
 from gspo_gym.errors import EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What a request that begins now is sampled with.
-
-    Attributes:
-        version: the trainer's number.
-        model: what the server calls it: an adapter, or the model that it serves.
-        salt: of the prefix cache.
-    """
-
-    version: int
-    model: str
-    salt: str
 
 
 class ServedVersions:
@@ -89,18 +74,18 @@ class ServedVersions:
             await self._control.set_version(name)
             self._versions[name] = version
 
-    def versions_of(self, answer: WireAnswer, served: Served) -> list[int]:
-        """The version of each token of an answer.
+    def versions_of(self, sampled: Sampled, served: Served) -> list[int]:
+        """Return the version of each token of a sample.
 
         Raises:
             AnswerError: the spans do not cover the tokens one after another.
             EngineError: somebody else has changed the server's weights.
         """
-        num_tokens = len(answer.token_ids)
-        if not answer.versions:  # a route that does not say; no request is in flight while weights change
+        num_tokens = len(sampled.completion.token_ids)
+        if not sampled.versions:  # a route that does not say; no request is in flight while weights change
             return [served.version] * num_tokens
         versions: list[int] = []
-        for label, start, end in answer.versions:
+        for label, start, end in sampled.versions:
             if start != len(versions) or end <= start:
                 break
             if label not in self._versions:
@@ -111,7 +96,7 @@ class ServedVersions:
             versions += [self._versions[label]] * (end - start)
         if len(versions) != num_tokens:
             raise AnswerError(
-                f"answer: expected weight versions of {num_tokens} tokens in a row, got {answer.versions}"
+                f"answer: expected weight versions of {num_tokens} tokens in a row, got {sampled.versions}"
             )
         return [served.version] * num_tokens if self._has_adapters else versions
 

@@ -7,17 +7,12 @@ are not used.
 
 from __future__ import annotations
 
-import functools
-import json
-import ssl
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gspo_gym.base.http import HttpAnswer, HttpClient
 from gspo_gym.env.suites.nemo_gym_wire import session_of
-from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, MissingExtraError
-
-if TYPE_CHECKING:
-    import httpx
+from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, GymError
 
 _SHOWN = 300  # characters of a body in an error
 _RETRIED_STATUS = (502, 503, 504)
@@ -36,19 +31,9 @@ class ServerSession:
     """
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise MissingExtraError("NeMoGym needs: pip install 'gspo-gym[envs-nemo-gym]'") from error
         self.url = url
         self._timeout = timeout_seconds
-        self._client: httpx.AsyncClient | None = httpx.AsyncClient(
-            base_url=url,
-            timeout=timeout_seconds,
-            trust_env=False,
-            follow_redirects=False,
-            verify=_tls() if url.startswith("https:") else False,  # plain HTTP needs no (slow) SSL context
-        )
+        self._client: HttpClient | None = _NemoHttp(url, timeout_seconds=timeout_seconds, headers={})
         self._cookie = ""  # name of the cookie; "" before the session begins
         self._session = ""
 
@@ -58,7 +43,7 @@ class ServerSession:
         Raises:
             ContractError: it sets no cookie, or more than one; and as `post`.
         """
-        answer = _read_json(await self._send(path, body), self._where(path))
+        answer = await _read_json(await self._send(path, body), self._where(path))
         jar = self._jar()
         if len(jar) != 1:
             raise ContractError(f"{self._where(path)}: expected one session cookie, got {sorted(jar) or 'none'}")
@@ -88,8 +73,8 @@ class ServerSession:
                 if is_last or self._client is None:
                     raise
                 continue
-            if is_last or response.status_code not in _RETRIED_STATUS:
-                return _read_json(response, self._where(path))
+            if is_last or response.status not in _RETRIED_STATUS:
+                return await _read_json(response, self._where(path))
         raise AssertionError("the last try returns or raises")
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -100,7 +85,7 @@ class ServerSession:
         """
         path = f"/{name}"
         response = await self._send_in_session(path, arguments)
-        if response.status_code in (400, 422):
+        if response.status in (400, 422):
             return f"error: {response.text}"
         _require_ok(response, self._where(path))
         return response.text
@@ -109,15 +94,15 @@ class ServerSession:
         """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
-            await client.aclose()
+            await client.close()
 
-    async def _send_in_session(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _send_in_session(self, path: str, body: Mapping[str, Any]) -> HttpAnswer:
         """Send with the session's cookie, and check that the answer is of the same session."""
         if self._client is None:
             raise EnvError(f"{self._where(path)}: the session is closed")
         self._require_session(path, "before the request")
         response = await self._send(path, body)
-        if response.status_code < 500:  # the 502 of a proxy sets no cookie, and loses none
+        if response.status < 500:  # the 502 of a proxy sets no cookie, and loses none
             self._require_session(path, "after the answer")
         return response
 
@@ -132,34 +117,32 @@ class ServerSession:
             raise EnvError(f"{self._where(path)}: another session {when}: the server has lost this one")
 
     def _jar(self) -> dict[str, str]:
-        return {} if self._client is None else {c.name: c.value or "" for c in self._client.cookies.jar}
+        return {} if self._client is None else dict(self._client.cookies)
 
-    async def _send(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        import httpx
-
+    async def _send(self, path: str, body: Mapping[str, Any]) -> HttpAnswer:
         assert self._client is not None
         try:
-            return await self._client.post(path, json=body)
-        except httpx.TimeoutException as error:
+            return await self._client.request("POST", path, body)
+        except EnvTimeoutError as error:
             await self.close()  # the server may still be working, so its state is unknown
             raise EnvTimeoutError(f"{self._where(path)}: no answer within {self._timeout:g} seconds") from error
-        except httpx.HTTPError as error:
-            raise EnvError(f"{self._where(path)}: {type(error).__name__}: {error}") from error
 
     def _where(self, path: str) -> str:
         return f"{self.url}{path}"
 
 
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """Return one context for all episodes: reading the certificates takes longer than a short episode."""
-    return ssl.create_default_context()
+class _NemoHttp(HttpClient):
+    needs = "NeMoGym needs: pip install 'gspo-gym[envs-nemo-gym]'"
+
+    def failure(self, message: str, *, kind: str) -> GymError:
+        """Return an EnvError."""
+        return EnvTimeoutError(message) if kind == "timeout" else EnvError(message)
 
 
-def _read_json(response: httpx.Response, where: str) -> dict[str, Any]:
+async def _read_json(response: HttpAnswer, where: str) -> dict[str, Any]:
     _require_ok(response, where)
     try:
-        answer = json.loads(response.text)
+        answer = await response.json()
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
@@ -167,8 +150,8 @@ def _read_json(response: httpx.Response, where: str) -> dict[str, Any]:
     return answer
 
 
-def _require_ok(response: httpx.Response, where: str) -> None:
-    if response.status_code == 200:
+def _require_ok(response: HttpAnswer, where: str) -> None:
+    if response.status == 200:
         return
-    text = f"{where}: status {response.status_code}: {response.text[:_SHOWN]}"
-    raise ContractError(text) if 400 <= response.status_code < 500 else EnvError(text)
+    text = f"{where}: status {response.status}: {response.text[:_SHOWN]}"
+    raise ContractError(text) if 400 <= response.status < 500 else EnvError(text)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gspo_gym.base.chat_fields import RefusedFields, refused_fields, without
-from gspo_gym.base.endpoint import OpenAIClient, RefusedError
+from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.errors import ServiceError, UnscoredError
 from gspo_gym.judge.asking import Asking, Clock
@@ -82,7 +82,7 @@ class ModelJudge:
         clock, sleep: replace time in tests.
 
     Raises:
-        ConfigError: the key's variable is not set. MissingExtraError: the openai package is not installed.
+        ConfigError: the key's variable is not set. MissingExtraError: httpx is not installed.
     """
 
     def __init__(
@@ -312,9 +312,7 @@ class ChatJudgeModel:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._settings = settings
-        client = OpenAIClient(
-            settings.url, api_key=settings.read_key(), timeout_seconds=settings.asking.timeout_seconds
-        )
+        client = HttpClient(settings.url, api_key=settings.read_key(), timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
         self._fields = RefusedFields(settings.name, {_SCHEMA} if settings.structured_output == "text" else ())
 

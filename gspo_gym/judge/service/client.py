@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_gym.base.endpoint import OpenAIClient, RefusedError
+from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.errors import ServiceError
@@ -84,7 +84,7 @@ class HttpJudge:
             reports.
 
     Raises:
-        ConfigError: the key's variable is not set. MissingExtraError: the openai package is not installed.
+        ConfigError: the key's variable is not set. MissingExtraError: httpx is not installed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HttpJudge:
         self._url = score_url(settings.url)
         self._cache = cache
         key = read_key(settings.api_key_env, "the judge's api_key_env")
-        client = OpenAIClient(self._url, api_key=key, timeout_seconds=settings.asking.timeout_seconds)
+        client = HttpClient(self._url, api_key=key, timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
 
     @property

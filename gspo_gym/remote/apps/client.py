@@ -12,18 +12,16 @@ A key is in no error, log or repr.
 from __future__ import annotations
 
 import asyncio
-import json
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
-from gspo_gym.base.endpoint import retry_after_seconds
+from gspo_gym.base.http import HttpAnswer, HttpClient, retry_after_seconds
 from gspo_gym.base.retries import Retries, RetrySettings, Sleep
 from gspo_gym.base.settings import Settings
-from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.remote.apps.contracts import (
     AppAnswerError,
     AppAttemptError,
@@ -41,15 +39,10 @@ from gspo_gym.remote.apps.contracts import (
 from gspo_gym.remote.apps.rewards import AppRollout, read_rollout
 from gspo_gym.remote.apps.urls import operator_url
 
-if TYPE_CHECKING:
-    import httpx
-
 Record = TypeVar("Record")
 
-_SHOWN = 300  # characters of a body that an error repeats
 _SEEDS_PER_CALL = 50  # a URL has an end, too
 _CONNECT_SECONDS = 10.0
-_INLINE_BYTES = 200_000  # longer answers are parsed in a thread
 
 
 class TaskAppSettings(Settings):
@@ -86,24 +79,12 @@ class TaskAppClient:
         retry_seed: int = 0,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise MissingExtraError("a task app needs: pip install 'gspo-gym[apps]'") from error
         self.url = operator_url(url)
         self.settings = settings or TaskAppSettings()
         self._keys = keys or AppKeys(())
         retries = RetrySettings(max_attempts=self.settings.max_attempts)
         self._retries = Retries(retries, gives_up_with=AppError, seed=retry_seed, sleep=sleep)
-        self._client = httpx.AsyncClient(
-            headers={"accept": "application/json", "accept-encoding": "identity", **self._keys.headers()},
-            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),  # the rest is under one deadline
-            limits=httpx.Limits(max_connections=self.settings.max_connections, keepalive_expiry=2.0),
-            trust_env=False,
-            follow_redirects=False,
-            # False: nothing is verified because nothing is TLS; reading the authorities takes long.
-            verify=ssl.create_default_context() if self.url.startswith("https:") else False,
-        )
+        self._client = _AppHttp(self.url, self.settings, self._keys)
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,7 +96,7 @@ class TaskAppClient:
 
     async def close(self) -> None:
         """Give the connections back."""
-        await self._client.aclose()
+        await self._client.close()
 
     async def health(self) -> None:
         """Ask whether the app is well, and takes our key.
@@ -221,60 +202,27 @@ class TaskAppClient:
         Raises:
             AppError: anything else; AppAttemptError: another attempt may have it.
         """
-        import httpx
-
-        where = f"{self.url}{path.partition('?')[0]}"
+        answer = await self._client.request(method, path, body, timeout_seconds=seconds)
         try:
-            async with asyncio.timeout(seconds):
-                async with self._client.stream(method, f"{self.url}{path}", json=body) as response:
-                    content = await self._read_body(response, where)
-                return await self._read_answer(response, content, where)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            text = f"{where}: {type(error).__name__}: {error}"
-            raise AppAttemptError(self._keys.redacted(text), kind="connection") from error
-        except TimeoutError as error:
-            if isinstance(error, AppTimeoutError):
-                raise
-            raise AppTimeoutError(f"{where}: no complete answer within {seconds:g} seconds") from None
-
-    async def _read_body(self, response: httpx.Response, where: str) -> bytes:
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise AppAnswerError(f"{where}: the answer is compressed although it was asked not to be")
-        content = bytearray()
-        async for chunk in response.aiter_raw():
-            content += chunk
-            if len(content) > self.settings.max_answer_bytes:
-                raise AppAnswerError(
-                    f"{where}: the answer has more than max_answer_bytes = {self.settings.max_answer_bytes} bytes"
-                )
-        return bytes(content)
-
-    async def _read_answer(self, response: httpx.Response, content: bytes, where: str) -> Any:
-        status = response.status_code
-        try:
-            # Parsing megabytes would hold up every other episode.
-            answer = (
-                json.loads(content) if len(content) < _INLINE_BYTES else await asyncio.to_thread(json.loads, content)
-            )
-        except (ValueError, RecursionError) as error:
-            if status < 300:
-                text = f"{where}: the answer is no JSON ({error}): {self._shown(content.decode(errors='replace'))}"
+            value = await answer.json()
+        except ValueError as error:
+            if answer.status < 300:
+                text = f"{answer.where}: the answer is no JSON ({error}): {self._shown(answer.text)}"
                 raise AppAnswerError(text) from None
-            answer = content.decode(errors="replace")
-        if 200 <= status < 300:
-            return answer
-        raise self._status_error(response, answer, where)
+            value = answer.text
+        if 200 <= answer.status < 300:
+            return value
+        raise self._status_error(answer, value)
 
-    def _status_error(self, response: httpx.Response, answer: Any, where: str) -> AppError:
-        status = response.status_code
-        code, message = error_of(answer)
+    def _status_error(self, answer: HttpAnswer, value: Any) -> AppError:
+        status, where = answer.status, answer.where
+        code, message = error_of(value)
         if is_missing_key(status, code) or is_unauthorised(status, code):  # its body may hold keys: not repeated
             what = self._keys.what_to_set(app_has_no_key=is_missing_key(status, code))
             return AppUnauthorisedError(f"{where}: HTTP {status}: not authorised: {what}")
-        text = f"{where}: HTTP {status}: {self._shown(': '.join(filter(None, (code, message))) or answer)}"
+        text = f"{where}: HTTP {status}: {self._shown(': '.join(filter(None, (code, message))) or value)}"
         if status == 429 or status >= 500:
-            seconds = retry_after_seconds(response.headers)
-            return AppAttemptError(text, kind=str(status), retry_after_seconds=seconds)
+            return AppAttemptError(text, kind=str(status), retry_after_seconds=retry_after_seconds(answer.headers))
         if 300 <= status < 400:
             text = f"{where}: HTTP {status}: redirects are not followed; give the URL that the app really has"
         return AppRefusedError(text)
@@ -291,8 +239,35 @@ class TaskAppClient:
             ) from None
 
     def _shown(self, value: Any) -> str:
-        text = self._keys.redacted(value if isinstance(value, str) else repr(value))
-        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+        return self._client.shown(value if isinstance(value, str) else repr(value))
+
+
+class _AppHttp(HttpClient):
+    """The connections to an app, with its keys and its errors."""
+
+    needs = "a task app needs: pip install 'gspo-gym[apps]'"
+
+    def __init__(self, url: str, settings: TaskAppSettings, keys: AppKeys) -> None:
+        super().__init__(
+            url,
+            timeout_seconds=settings.request_timeout_seconds,
+            headers=keys.headers(),
+            max_connections=settings.max_connections,
+            max_connect_seconds=_CONNECT_SECONDS,
+            max_answer_bytes=settings.max_answer_bytes,
+            accepts_compression=False,
+        )
+        self._keys = keys
+
+    def failure(self, message: str, *, kind: str) -> GymError:
+        """Return an AppError; only a lost connection may be tried again."""
+        if kind == "connection":
+            return AppAttemptError(message, kind=kind)
+        return AppTimeoutError(message) if kind == "timeout" else AppAnswerError(message)
+
+    def shown(self, text: str) -> str:
+        """Return the beginning of a body, without the keys and their beginnings."""
+        return super().shown(self._keys.redacted(text))
 
 
 KEY_VARIABLES = ("ENVIRONMENT_API_KEY", "DEV_ENVIRONMENT_API_KEY")  # the first that is set counts

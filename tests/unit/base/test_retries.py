@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gspo_gym.base.endpoint import retry_after_seconds
+from gspo_gym.base.http import retry_after_seconds
 from gspo_gym.base.retries import AttemptError, Retries, RetrySettings
 from gspo_gym.errors import ConfigError, ServiceError
 

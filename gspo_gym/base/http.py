@@ -1,0 +1,313 @@
+"""The JSON-over-HTTP client: one request to one server, and what its failure means.
+
+Nothing is tried twice here; `retries.py` does that, for failures that are an `AttemptError`. Proxies and `.netrc` of
+the environment are not used and redirects not followed: prompts and keys go where the URL says and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.base.retries import AttemptError
+from gspo_gym.errors import GymError, MissingExtraError, ServiceError
+
+if TYPE_CHECKING:
+    import httpx
+
+_SHOWN = 300  # characters of a body that an error repeats
+_INLINE_BYTES = 200_000  # parsing a longer answer in the event loop would hold up every other episode
+# Below the 5 seconds after which uvicorn closes an idle connection, so that no request is sent into one that closes.
+_KEEP_ALIVE_SECONDS = 2.0
+
+
+class RefusedError(ServiceError):
+    """The server understood the request and will not do it (4xx): asking again changes nothing.
+
+    Attributes:
+        status: of HTTP; 0 where it is not known.
+        answer: the whole body; the message repeats a part of it at most. No error shows it.
+    """
+
+    def __init__(self, message: str, *, status: int = 0, answer: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.answer = answer
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """An answer whose last byte has come.
+
+    Attributes:
+        where: the URL that was asked, without its query.
+        headers: by lower-case name.
+    """
+
+    where: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+    async def json(self) -> Any:
+        """Return the parsed body (Any: a server may answer with anything).
+
+        Raises:
+            ValueError: it is not complete JSON, or nested too deeply.
+        """
+        try:
+            if len(self.content) < _INLINE_BYTES:
+                return json.loads(self.content)
+            return await asyncio.to_thread(json.loads, self.content)
+        except RecursionError as error:
+            raise ValueError(str(error)) from error
+
+
+class HttpClient:
+    """Sends JSON and gives back JSON. Use one within one event loop, and close it.
+
+    Attributes:
+        attempt_error, refused_error: what is raised; a subclass may name others.
+        needs: what to install where httpx is missing.
+
+    Args:
+        base_url: such as "http://127.0.0.1:8000/v1"; with `uds`, "http://localhost".
+        timeout_seconds: for one request, the answer's last byte included.
+        api_key: sent as the bearer's; None sends the word "none", for servers that insist on a key. It is in no error.
+        headers: of every request, instead of the one with the key.
+        uds: path of the Unix socket that the server listens at.
+        reuses_connections: keep them open between requests. A connection that the server closes meanwhile fails a
+            request that was never read, which matters where nothing is tried twice.
+        max_connections: at once; None is without limit.
+        max_connect_seconds: until a connection stands; None: as long as the request may take.
+        max_answer_bytes: of one answer; None is without limit.
+        accepts_compression: otherwise a compressed answer is a failure, and never unpacked.
+
+    Raises:
+        MissingExtraError: httpx is not installed.
+    """
+
+    attempt_error: type[AttemptError] = AttemptError
+    refused_error: type[RefusedError] = RefusedError
+    needs = "asking an endpoint needs: pip install 'gspo-gym[openai]'"
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_seconds: float,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        uds: str | None = None,
+        reuses_connections: bool = True,
+        max_connections: int | None = None,
+        max_connect_seconds: float | None = None,
+        max_answer_bytes: int | None = None,
+        accepts_compression: bool = True,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingExtraError(self.needs) from error
+        self.base_url = base_url.rstrip("/")
+        self._name = self.base_url if uds is None else f"unix:{uds}"
+        self._api_key = api_key
+        self._timeout_seconds = timeout_seconds
+        self._max_answer_bytes = max_answer_bytes
+        self._accepts_compression = accepts_compression
+        limits = httpx.Limits(
+            max_connections=max_connections,
+            max_keepalive_connections=None if reuses_connections else 0,
+            keepalive_expiry=_KEEP_ALIVE_SECONDS,
+        )
+        # Nothing is verified where nothing is TLS; reading the list of authorities takes longest of all.
+        verify = _tls() if self.base_url.startswith("https:") else False
+        self._http = httpx.AsyncClient(
+            headers={
+                "accept": "application/json",
+                **({} if accepts_compression else {"accept-encoding": "identity"}),
+                **({"authorization": f"Bearer {api_key or 'none'}"} if headers is None else headers),
+            },
+            transport=httpx.AsyncHTTPTransport(uds=uds, limits=limits, retries=0, trust_env=False, verify=verify),
+            timeout=httpx.Timeout(None, connect=max_connect_seconds),  # the rest is under one deadline
+            trust_env=False,
+            follow_redirects=False,
+        )
+
+    @property
+    def cookies(self) -> Mapping[str, str]:
+        """The cookies that the server has set, by name."""
+        return {cookie.name: cookie.value or "" for cookie in self._http.cookies.jar}
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        """Return the JSON at a path; see `post`."""
+        return await self._read(await self.request("GET", path, params=params))
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Return the JSON that answers (Any: unknown shape); the text of another content type, None of an empty answer.
+
+        `path` is below the base URL, or a complete URL. Cancelling this closes the connection.
+
+        Raises:
+            AttemptError: of the class `attempt_error`: no connection, no complete answer in time, 429, 5xx, broken
+                JSON: another attempt may succeed.
+            RefusedError: of the class `refused_error`: any other status but 2xx.
+        """
+        return await self._read(await self.request("POST", path, body, params=params, headers=headers))
+
+    async def get_object(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at a path; see `post_object`."""
+        return self._require_object(await self.get(path))
+
+    async def post_object(
+        self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Return the JSON object that answers; see `post`.
+
+        Raises:
+            AttemptError: also for an answer that is no JSON object.
+        """
+        return self._require_object(await self.post(path, body, headers=headers))
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> HttpAnswer:
+        """Return the answer, whatever its status.
+
+        Raises:
+            AttemptError: as `failure` makes it: there is no complete answer in time, or none that may be read.
+        """
+        import httpx
+
+        url, where = (path, path) if "://" in path else (self.base_url + path, self._name + path)
+        where = where.partition("?")[0]
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            # httpx's own timeout is for each read: a body that drips would never end.
+            async with (
+                asyncio.timeout(seconds),
+                self._http.stream(method, url, json=body, params=params, headers=headers) as response,
+            ):
+                content = b"".join([chunk async for chunk in self._chunks(response, where)])
+        except (httpx.TransportError, httpx.InvalidURL, httpx.DecodingError) as error:
+            raise self.failure(f"{where}: connection failed ({type(error).__name__})", kind="connection") from error
+        except TimeoutError as error:
+            text = f"{where}: no complete answer within {seconds:g} seconds"
+            raise self.failure(text, kind="timeout") from error
+        return HttpAnswer(where, response.status_code, response.headers, content)
+
+    def failure(self, message: str, *, kind: str) -> GymError:
+        """Return the error for a request without a usable answer; `kind` as in `AttemptError`."""
+        return self.attempt_error(message, kind=kind)
+
+    def shown(self, text: str) -> str:
+        """Return the beginning of a body as errors repeat it, without the key."""
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._http.aclose()
+
+    async def _chunks(self, response: httpx.Response, where: str) -> AsyncIterator[bytes]:
+        if not self._accepts_compression and response.headers.get("content-encoding", "identity") != "identity":
+            text = f"{where}: the answer is compressed although it was asked not to be"
+            raise self.failure(text, kind="encoding")
+        num_bytes = 0
+        async for chunk in response.aiter_bytes():
+            num_bytes += len(chunk)
+            if self._max_answer_bytes is not None and num_bytes > self._max_answer_bytes:
+                text = f"{where}: the answer has more than max_answer_bytes = {self._max_answer_bytes} bytes"
+                raise self.failure(text, kind="size")
+            yield chunk
+
+    async def _read(self, answer: HttpAnswer) -> Any:
+        if not 200 <= answer.status < 300:
+            raise self._status_error(answer)
+        if not answer.content:
+            return None
+        if "json" not in answer.headers.get("content-type", ""):
+            return answer.text
+        try:
+            return await answer.json()
+        except ValueError as error:
+            raise self.failure(f"{answer.where}: the answer is not complete JSON: {error}", kind="json") from error
+
+    def _status_error(self, answer: HttpAnswer) -> GymError:
+        message = f"{answer.where}: HTTP {answer.status}: {self.shown(answer.text)}"
+        if answer.status == 429 or answer.status >= 500:
+            wait = retry_after_seconds(answer.headers)
+            return self.attempt_error(message, kind=str(answer.status), retry_after_seconds=wait)
+        return self.refused_error(message, status=answer.status, answer=answer.text)
+
+    def _require_object(self, answer: Any) -> dict[str, Any]:
+        if not isinstance(answer, dict):
+            raise self.failure(f"{self.base_url}: expected a JSON object, got {answer!r:.120}", kind="content")
+        return answer
+
+
+def call_headers(call_id: str, attempt: int) -> dict[str, str]:
+    """Return the headers that name a call and its attempt.
+
+    The `Idempotency-Key` is the same for all attempts, so that a gateway that knows such keys makes one sample of them.
+    """
+    return {"idempotency-key": call_id, "x-request-id": f"{call_id}-{attempt}"}
+
+
+def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
+    """Return how long a server asks to wait: `retry-after-ms`, or `retry-after` in seconds or as a date.
+
+    A date (RFC 9110, 10.2.3) counts from the answer's own `date`, so that clocks need not agree. None: it does not say,
+    or not readably.
+
+    >>> retry_after_seconds({"retry-after": "2"}), retry_after_seconds({"retry-after-ms": "1500"})
+    (2.0, 1.5)
+    """
+    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers[name]) * unit
+        except (KeyError, ValueError):
+            continue
+        if math.isfinite(seconds) and seconds >= 0:
+            return seconds
+    try:
+        then, now = parsedate_to_datetime(headers["retry-after"]), parsedate_to_datetime(headers["date"])
+        return max(0.0, (then - now).total_seconds())
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Return one context for all clients: reading the certificates takes longer than a short episode does."""
+    import certifi
+
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())  # slim images have no list of their own
+    return context
