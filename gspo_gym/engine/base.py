@@ -1,7 +1,6 @@
-"""What an engine is: token ids in, a `Completion` out, and weight updates as transactions.
+"""The interface of an engine: token ids in, a `Completion` out, and weight updates as transactions.
 
-Callers ask `capabilities`, never a class name. Engines are asynchronous so that hundreds of episodes can wait on one;
-where the work happens (this process, a thread, a server) is the engine's own affair.
+Callers ask `capabilities`, never a class name. Engines are asynchronous because hundreds of episodes wait on one.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(Sampling):
-    """How to sample one completion. There are no hidden defaults: these fields are all that is applied.
+    """The parameters of one completion. There are no hidden defaults: these fields are all that is applied.
 
     Attributes:
         max_tokens: most tokens to sample, the stop token included.
         stop_token_ids: sampling any of these ends the completion; it is kept as the last token.
-        seed: the request's own seed: the same prompt, weights and seed sample the same tokens.
+        seed: the same prompt, weights and seed sample the same tokens.
         json_schema: JSON text of a schema that the sampled text obeys, if it is not cut off; None: any text. Only where
             `Capabilities.structured_output`; logprobs are then of the narrowed distribution.
     """
@@ -63,33 +62,33 @@ class SamplingParams(Sampling):
         return cls(**drawn, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed, json_schema=json_schema)
 
 
-# How new weights reach an engine: it shares the learner's ("shared"), reads a folder that holds all of them
+# The way by which new weights reach an engine: it shares the learner's ("shared"), reads a folder with all of them
 # (transformers layout, "full") or a LoRA adapter (PEFT layout, "adapter"), or is handed all tensors ("transfer").
 UpdateKind = Literal["shared", "full", "adapter", "transfer"]
 
-# What becomes of requests in flight when weights change: they finish under the old ones first ("wait"), or freeze and
-# go on under the new ones, everything computed under the old ones computed again ("keep").
+# The fate of requests in flight when weights change: they finish under the old ones first ("wait"), or freeze and go on
+# under the new ones, with everything that was computed under the old ones computed again ("keep").
 PauseMode = Literal["wait", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine promises; a caller asks these, never a class name.
+    """The promises of an engine.
 
     Attributes:
         is_trainable: it returns exact token ids and the logprobs of the sampling distribution.
         seeds_per_request: `SamplingParams.seed` decides the sample.
         reuses_prefixes: a session's earlier tokens are not computed again.
         max_model_len: longest prompt plus completion, in tokens.
-        logprob_mode: of which distribution the logprobs are: the one sampled from ("processed"), the model's own before
+        logprob_mode: the distribution of the logprobs: the one sampled from ("processed"), the model's before
             temperature and truncation ("raw"), or there are none.
         reports_versions: `Completion.weight_version` is known for every token; otherwise it is -1.
-        update_kinds: how new weights can reach it; () if its weights never change.
+        update_kinds: the ways by which new weights can reach it; () if its weights never change.
         pause_modes: what it can do with requests in flight.
-        has_checksums: `checksums` answers, so that an update can be attested byte by byte.
+        has_checksums: `checksums` answers, by which an update can be attested byte by byte.
         structured_output: `SamplingParams.json_schema` is obeyed.
         can_sleep: it is a `SleepingEngine`.
-        num_copies: of the model, each with weights of its own. A session stays with one, and as many sessions as that,
+        num_copies: of the model, each with separate weights. A session stays with one, and `num_copies` sessions,
             begun one after another, reach them all.
     """
 
@@ -109,7 +108,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a tensor will be like."""
+    """The name, type and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -119,15 +118,14 @@ class TensorMeta:
 class TensorSource(Protocol):
     """All tensors of one version of a model, under the names that they have in the model's files.
 
-    Iterating gives them one at a time, and again from the start as often as asked for; an EngineError says that they
-    are no longer there.
+    They can be iterated over more than once; an EngineError says that they are no longer there.
     """
 
     @property
     def device(self) -> torch.device: ...
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """What iterating gives, in that order, without computing any of it."""
+        """Describe the tensors in the order of iteration, without computing any of them."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
@@ -138,11 +136,11 @@ class WeightUpdate:
     """New weights, not yet in any engine. Those in a folder are written completely, and never written again.
 
     Attributes:
-        version: what tokens sampled under them carry.
-        kind: how they reach the engine.
-        folder: where they are, for "full" and "adapter".
+        version: that tokens sampled under them carry.
+        kind: the way by which they reach the engine.
+        folder: that holds them, for "full" and "adapter".
         checksums: sha256 of each file in the folder, by name; as `checksums` of the engine where it has them.
-        tensors: what "transfer" hands over.
+        tensors: to be handed over, for "transfer".
     """
 
     version: int
@@ -163,7 +161,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """How an engine is: `reason` says why it is dead or poisoned, None if it is neither."""
+    """The state of an engine: `reason` says why it is dead or poisoned, None if it is neither."""
 
     is_alive: bool
     is_poisoned: bool
@@ -175,8 +173,8 @@ class EngineHealth:
 class Engine(Protocol):
     """The only place where a model generates.
 
-    Weights change by a transaction whose steps are `pause`, `apply_weights`, `resume`; `gspo_gym.policy.weight_sync`
-    takes them, in that order, with an attestation before the last. A step that fails poisons the engine.
+    Weights change by a transaction of three steps, `pause`, `apply_weights` and `resume`, with an attestation before
+    the last (`gspo_gym.policy.weight_sync`). A step that fails poisons the engine.
     """
 
     @property
@@ -184,7 +182,7 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """The version that samples now: 0 at first, then what was committed last."""
+        """The version that samples now: 0 at first, then the last one committed."""
         ...
 
     async def generate(
@@ -198,11 +196,11 @@ class Engine(Protocol):
         """Sample one completion; while the engine is paused, wait.
 
         `session_id` names the episode: prompts of one session usually extend each other, and an engine may keep what it
-        computed. It never changes the result. Cancelling the call frees what it held.
+        computed. It never changes the result. Cancelling the call frees everything that it held.
 
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.
-            EngineTimeoutError: no completion within `deadline_seconds`, waiting included; what it held is freed.
+            EngineTimeoutError: no completion within `deadline_seconds`, waiting included.
             EnginePoisonedError: a weight update failed; the engine must be rebuilt.
             EngineError: anything else that kept it from answering.
         """
@@ -217,7 +215,7 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Begin an update: new calls wait until `resume`; what becomes of those in flight is said by `mode`.
+        """Begin an update: new calls wait until `resume`; `mode` decides the fate of those in flight.
 
         Raises:
             ConfigError: a mode that is not in the capabilities.
@@ -228,8 +226,8 @@ class Engine(Protocol):
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Load staged weights into the paused engine; nothing computed under earlier weights is used again.
 
-        When it ends, calls made within `gate.probing` are answered under the new weights, so that they can be attested;
-        all others wait for `resume`, and so do the answers of those that were kept in flight.
+        Afterwards, calls made within `gate.probing` are answered under the new weights, which attests them; all others
+        wait for `resume`, and so do the answers of calls that were kept in flight.
 
         Raises:
             EngineError: it is not paused, or the weights cannot be loaded; the engine may then hold half of them.
@@ -237,11 +235,11 @@ class Engine(Protocol):
         ...
 
     async def checksums(self) -> Mapping[str, str]:
-        """Digest of each tensor the engine holds, by name; {} unless `capabilities.has_checksums`."""
+        """Return the digest of each tensor the engine holds, by name; {} unless `capabilities.has_checksums`."""
         ...
 
     async def resume(self, version: int) -> None:
-        """Commit: calls go on, and what they sample carries `version`.
+        """Commit: calls go on, and their samples carry `version`.
 
         Raises:
             EnginePoisonedError: it was poisoned meanwhile.
@@ -253,11 +251,11 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> EngineHealth:
-        """How it is; never raises."""
+        """Return the state of the engine; never raises."""
         ...
 
     async def close(self) -> None:
-        """Release everything; further calls raise EngineError. Closing twice is fine."""
+        """Release everything; later calls raise EngineError. Closing twice is fine."""
         ...
 
 
@@ -265,7 +263,7 @@ class SleepingEngine(Engine, Protocol):
     """An engine that can lend the learner the memory that it shares with it; see `Capabilities.can_sleep`."""
 
     async def sleep(self) -> None:
-        """Wait for calls in flight, and give back what memory the engine can; calls then wait until `wake_up`.
+        """Wait for calls in flight, and give back memory; calls then wait until `wake_up`.
 
         Raises:
             EngineError: it is poisoned, closed or dead, or did not fall asleep; it must be rebuilt.
@@ -282,7 +280,7 @@ class SleepingEngine(Engine, Protocol):
 
 
 def require_sleeping(engine: Engine) -> SleepingEngine:
-    """The engine, if it can sleep.
+    """Return the engine as one that can sleep.
 
     Raises:
         ConfigError: it cannot.
@@ -298,10 +296,10 @@ def token_list(token_ids: TokenIds) -> list[int]:
 
 
 def refuse_schema(sampling: SamplingParams, engine: str) -> None:
-    """For engines whose capabilities do not say `structured_output`.
+    """Refuse a JSON schema, in engines without `Capabilities.structured_output`.
 
     Raises:
-        ConfigError: a schema is to be obeyed.
+        ConfigError: there is a schema.
     """
     if sampling.json_schema is not None:
         raise ConfigError(
@@ -310,7 +308,7 @@ def refuse_schema(sampling: SamplingParams, engine: str) -> None:
 
 
 def num_tokens_to_sample(prompt_length: int, sampling: SamplingParams, max_model_len: int) -> int:
-    """How many tokens a request may sample: `max_tokens`, or what is left of the context if that is less.
+    """Return how many tokens a request may sample: `max_tokens`, or the rest of the context if that is less.
 
     Raises:
         ContextOverflowError: the prompt leaves no room for a single token.

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from gspo_gym.engine.base import Capabilities, EngineHealth, PauseMode
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
 
-# Whether calls made here, and in tasks begun here, are those by which an update attests itself.
+# True for calls, made here or in tasks begun here, that attest an update.
 _is_probe: ContextVar[bool] = ContextVar("is_probe", default=False)
 
 
 @contextmanager
 def probing() -> Iterator[None]:
-    """Calls within pass a paused gate: whoever changed the weights asks the engine what it samples now.
+    """Let the calls made within pass a paused gate, to see what the engine samples under uncommitted weights.
 
-    Said by context and not by an argument, so that it reaches the gate through whatever stands before the engine. An
-    engine whose backend waits by itself must let it run again when `apply_weights` ends; the gate keeps others out, and
-    keeps in what the backend finishes of calls that were in flight.
+    An engine with a backend that pauses must let it run again when `apply_weights` ends; the gate keeps other calls
+    out, and holds back the answers of calls that were in flight.
     """
+    # A context variable and not an argument: it reaches the gate through any proxy before the engine.
     token = _is_probe.set(True)
     try:
         yield
@@ -64,8 +64,8 @@ class Gate:
     """Admits calls, unless it is paused (they wait), poisoned or closed (they raise).
 
     Attributes:
-        num_in_flight: calls that were admitted and have not ended; those that wait are not counted.
-        weight_version: of what was committed last.
+        num_in_flight: calls that were admitted and have not ended; waiting ones are not counted.
+        weight_version: the last one committed.
         is_paused: between `pause` and `resume`.
     """
 
@@ -86,9 +86,7 @@ class Gate:
     async def admit(
         self, session_id: str | None = None, deadline_seconds: float | None = None
     ) -> AsyncIterator[Deadline]:
-        """Around one call: waits while paused, and ends the call when it is aborted, poisoned or out of time.
-
-        A call that ends between new weights and their commit waits for the commit: nothing leaves before.
+        """Hold one call: wait while paused, and end the call when it is aborted, poisoned or out of time.
 
         Raises:
             EngineTimeoutError, EnginePoisonedError, EngineError: see `Engine.generate`.
@@ -126,7 +124,7 @@ class Gate:
             task.cancel()
 
     def require_open(self) -> None:
-        """Raise if no call can ever be admitted again.
+        """Require that calls can be admitted, now or after a pause.
 
         Raises:
             EnginePoisonedError, EngineError: it is poisoned or closed.
@@ -137,7 +135,7 @@ class Gate:
             raise EngineError("the engine is closed")
 
     def pause(self) -> None:
-        """Admit nobody until `resume`.
+        """Admit no calls until `resume`.
 
         Raises:
             EngineError: it is paused already: two updates at once.
@@ -156,7 +154,7 @@ class Gate:
         self.require_open()
 
     def require_paused(self) -> None:
-        """Raise unless an update has begun; from here to `resume` the weights are uncommitted.
+        """Require that an update has begun; from here to `resume` the weights are uncommitted.
 
         Raises:
             EngineError: none has. EnginePoisonedError: it has failed.
@@ -178,20 +176,20 @@ class Gate:
         _wake(self._waiting)
 
     def poison(self, reason: str) -> None:
-        """Admit nobody ever again; calls in flight end at once. The first reason counts."""
+        """Admit no calls ever again; those in flight end at once. The first reason counts."""
         if self._reason is not None:
             return
         self._reason = reason
         self._stop()
 
     def close(self) -> None:
-        """Admit nobody ever again; calls in flight end at once."""
+        """Admit no calls ever again; those in flight end at once."""
         if not self._is_closed:
             self._is_closed = True
             self._stop()
 
     def health(self, failure: str | None = None) -> EngineHealth:
-        """As `Engine.health`; `failure` says why the engine behind the gate is dead, None if it is not."""
+        """Return the state; `failure` says why the engine behind the gate is dead, None if it is not."""
         return EngineHealth(
             is_alive=failure is None and not self._is_closed,
             is_poisoned=self._reason is not None,
@@ -224,7 +222,7 @@ class Gate:
             await self._wait_for_resume()
 
     async def _wait_for_commit(self) -> None:
-        """A call that was kept over an update may have sampled under weights that are not attested yet."""
+        # A call that was kept over an update may have sampled under weights that are not attested yet.
         while self._is_changing and not _is_probe.get():
             await self._wait_for_resume()
 
@@ -242,15 +240,14 @@ def _wake(futures: list[asyncio.Future[None]]) -> None:
 
 
 class GatedEngine(ABC):
-    """The part of an engine that is the same for all; a subclass adds what is behind the gate."""
+    """The common part of engines; a subclass adds the model behind the gate."""
 
     def __init__(self) -> None:
         self._gate = Gate()
 
     @property
     @abstractmethod
-    def capabilities(self) -> Capabilities:
-        """What it promises."""
+    def capabilities(self) -> Capabilities: ...
 
     @property
     def weight_version(self) -> int:

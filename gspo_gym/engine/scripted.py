@@ -1,7 +1,7 @@
 """An engine without a model: it replays given answers, takes the time it is told to, and fails when it is told to.
 
-For tests, examples and benchmarks of whatever stands around an engine. Shipped, so that authors of environments and
-rollout code can use it too. It is no policy: it learns nothing, and its logprobs are one fixed number.
+For tests, examples and benchmarks, of users too. It is no policy: it learns nothing, and its logprobs are one fixed
+number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Replies = Answer | Mapping[tuple[int, ...], Sequence[int]] | Sequence[Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long a call takes: (per_call_seconds + tokens * per_token_seconds) * a factor.
+    """The duration of a call: (per_call_seconds + tokens * per_token_seconds) * a factor.
 
     The factor is uniform in [1 - jitter_fraction, 1 + jitter_fraction], drawn for each call from `seed` and its number.
     """
@@ -47,14 +47,14 @@ class Latency:
     seed: int = 0
 
     def seconds(self, call_index: int, num_tokens: int) -> float:
-        """For the call of that number, from 0, with a reply of so many tokens."""
+        """Return the duration of the call of that number, from 0, with a reply of so many tokens."""
         jitter = generator(self.seed, "latency", call_index).uniform(-1.0, 1.0) * self.jitter_fraction
         return float((self.per_call_seconds + num_tokens * self.per_token_seconds) * (1.0 + jitter))
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Which calls fail, and how: every k-th of them, or each with a probability, drawn from `seed` and its number.
+    """The calls that fail: every k-th of them, or each with a probability, drawn from `seed` and its number.
 
     `kind` "error" raises EngineError after the latency; "hang" never answers (cancelling the call ends it).
     """
@@ -69,7 +69,7 @@ class Failures:
             raise ConfigError(f"Failures: expected every >= 0 and 0 <= prob <= 1, got {self.every} and {self.prob}")
 
     def hits(self, call_index: int) -> bool:
-        """Whether the call of that number, from 0, fails."""
+        """Return whether the call of that number, from 0, fails."""
         if self.every and (call_index + 1) % self.every == 0:
             return True
         return bool(self.prob and generator(self.seed, "failure", call_index).random() < self.prob)
@@ -87,8 +87,8 @@ class Call:
 class ScriptedEngine(GatedEngine):
     """Replays replies. A reply is cut after its first stop token, at max_tokens and at the context's end.
 
-    A reply that ends before a stop token counts as cut off by its length (`FinishReason.LENGTH`), so that truncated
-    turns can be scripted. `calls`, `updates` and `num_failures` are there to be read by tests.
+    A reply that ends before a stop token counts as cut off by its length (`FinishReason.LENGTH`), which scripts
+    truncated turns. Tests may read `calls`, `updates` and `num_failures`.
 
     >>> engine = ScriptedEngine([[7, 8, 2], [9, 9, 9, 9]])
     >>> sampling = SamplingParams(max_tokens=3, stop_token_ids=(2,), seed=0)
@@ -141,10 +141,10 @@ class ScriptedEngine(GatedEngine):
         session_id: str | None = None,
         deadline_seconds: float | None = None,
     ) -> Completion:
-        """The next reply of the script. See `Engine.generate`.
+        """Return the next reply of the script. See `Engine.generate`.
 
         Raises:
-            ConfigError: a JSON schema is to be obeyed.
+            ConfigError: there is a JSON schema.
             EngineError: the script says so, has no (further) reply, or the engine is closed.
             ContextOverflowError: the prompt leaves no room for a single token.
         """

@@ -1,8 +1,8 @@
 """Engine proxy whose backend can be replaced after a crash or a failed weight update.
 
 A weight update that failed half-way, or a process that died, leaves an engine that must never answer again. Callers
-keep this object and see failed calls at most. It does not decide when to rebuild, nor which weights a fresh engine
-gets: `gspo_gym.policy.weight_sync` does.
+keep this object and see failed calls at most. `gspo_gym.policy.weight_sync` decides when to rebuild, and under which
+weights. The gate is that of the engine in place: a gate here would have to open again after poison.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from gspo_gym.engine.gate import Deadline
 from gspo_gym.errors import EngineError, EnginePoisonedError
 from gspo_gym.types import Completion, TokenIds
 
-# Makes an engine, with whatever weights it starts with; they never sample.
+# Makes an engine; the weights that it starts with never sample.
 MakeEngine = Callable[[], Awaitable[Engine]]
-# Gives a fresh engine, from which nobody can sample yet, the weights that it is to have.
+# Gives a fresh engine, which is not in place yet, the weights that it is to have.
 BringUp = Callable[[Engine], Awaitable[None]]
 
 
 class RebuildableEngine:
-    """The engine that is there now; while it is rebuilt, calls wait, and those that were in flight fail.
+    """Proxy of the engine in place; while it is rebuilt, calls wait, and those that were in flight fail.
 
-    One rebuild is under way at a time. A later one cancels those before it and begins when they have closed what they
-    made, so that the engine of the last rebuild asked for is the one that stays.
+    One rebuild is under way at a time. A later one cancels those before it and begins when they have closed the engines
+    that they made: the engine of the last rebuild stays.
 
     Args:
         engine: the first one.
-        make: makes the others; one that is cancelled closes what it began.
-        max_rebuilds: one more is refused: what dies so often has a cause that a restart does not remove.
-        on_close: called when the engine is closed: what `make` needed may go.
+        make: makes the others; when cancelled, it closes what it began.
+        max_rebuilds: one more is refused: a restart does not remove the cause of so many deaths.
+        on_close: called when the engine is closed, to remove what `make` needed.
 
     Attributes:
         num_rebuilds: so far.
-        bring_up: for an engine that dies between updates; it is then rebuilt by the first call that finds it dead. None
+        bring_up: for an engine that dies between updates; the first call that finds it dead begins a rebuild. None
             leaves it dead.
     """
 
@@ -82,8 +82,8 @@ class RebuildableEngine:
         Rebuilds under way are cancelled first: their engines would be brought up with other weights.
 
         Raises:
-            EnginePoisonedError: it cannot be made, or not be brought up; all calls raise this from now on.
-            EngineError: this engine was closed or poisoned meanwhile, or a later rebuild took the place of this one.
+            EnginePoisonedError: it cannot be made or brought up; all calls raise this from now on.
+            EngineError: this engine was closed or poisoned meanwhile, or a later rebuild replaced this one.
         """
         mine = self._begin_rebuild(bring_up)
         await wait_or_cancel(mine)
@@ -100,11 +100,11 @@ class RebuildableEngine:
         session_id: str | None = None,
         deadline_seconds: float | None = None,
     ) -> Completion:
-        """Sample one completion; see `Engine.generate`. The deadline counts the waiting for a rebuild, too.
+        """Sample one completion; see `Engine.generate`. The deadline includes the wait for a rebuild.
 
         Raises:
             EngineError: also where the engine failed and is being rebuilt: another call will be answered.
-            EnginePoisonedError: it cannot be rebuilt, or nobody does.
+            EnginePoisonedError: it is not being rebuilt, or cannot be.
         """
         deadline = Deadline.after(deadline_seconds)
         await self._wait_for_rebuild(deadline)
@@ -141,7 +141,7 @@ class RebuildableEngine:
         await self._engine.apply_weights(update)
 
     async def checksums(self) -> Mapping[str, str]:
-        """Of the tensors the engine holds; see `Engine.checksums`."""
+        """Return the digests of the tensors; see `Engine.checksums`."""
         return await self._engine.checksums()
 
     async def resume(self, version: int) -> None:
@@ -151,32 +151,32 @@ class RebuildableEngine:
     async def sleep(self) -> None:
         """Lend the memory to the learner; see `SleepingEngine.sleep`.
 
-        An engine that fails is poisoned, which is no reason for the learner to stop: it goes on, and the update that
-        follows finds the engine poisoned and has another put in its place.
+        An engine that fails is poisoned, but the learner goes on: the update that follows finds the engine poisoned and
+        replaces it.
         """
         await self._wait_for_rebuild(Deadline.after(None))
         self._asleep = self._engine
         await self._poison_if_it_fails("fall asleep", require_sleeping(self._engine).sleep())
 
     async def wake_up(self) -> None:
-        """Take the memory back; see `SleepingEngine.wake_up`. One that fails is poisoned, as by `sleep`."""
+        """Take the memory back; see `SleepingEngine.wake_up`. An engine that fails is poisoned, as by `sleep`."""
         asleep, self._asleep = self._asleep, None
         if asleep is self._engine:  # else it was rebuilt meanwhile, and never slept
             await self._poison_if_it_fails("wake up", require_sleeping(asleep).wake_up())
 
     def poison(self, reason: str) -> None:
-        """Never answer again, unless `rebuild` is asked for; a rebuild that is under way is given up."""
+        """Never answer again before the next `rebuild`; a rebuild that is under way is given up."""
         self._is_lost = True
         if self._rebuilding is not None:
             self._rebuilding.cancel()
         self._engine.poison(reason)
 
     async def health(self) -> EngineHealth:
-        """Of the engine that is there now."""
+        """Return the state of the engine in place."""
         return await self._engine.health()
 
     async def close(self) -> None:
-        """Close the engine, and whatever a rebuild under way has made; it is not rebuilt again."""
+        """Close the engine, and the one that a rebuild under way has made; it is not rebuilt again."""
         self._is_closed = True
         if self._rebuilding is not None:
             self._rebuilding.cancel()

@@ -1,14 +1,6 @@
-"""The replicas behind a router: which one a session belongs to, which one takes a new one, which are left out.
+"""The replicas behind a router: their sessions, health and calls in flight.
 
-Keeps the books and asks after their health; what is generated, and how weights change, is `router.py`'s.
-
-One engine of several, as `router.py` sees it: who is there, what is under way, whether it may be asked.
-
-Holds no policy of its own: the router decides, this remembers.
-
-How many calls at once one backend among several is given; whether it may be asked at all is `base/retries.py`'s.
-
-Plain counting, without tasks or timers: time is handed in.
+`router.py` decides what is generated and how weights change; this file keeps the books.
 """
 
 from __future__ import annotations
@@ -28,22 +20,21 @@ from gspo_gym.types import Completion
 
 _log = logging.getLogger(__name__)
 
-# What is done with one replica's engine.
+# Something to do with one replica's engine.
 EngineAction = Callable[[Engine], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """How replicas are watched. None of it changes what is sampled.
+    """Settings of how replicas are watched. None of them changes what is sampled.
 
     Attributes:
-        max_in_flight: calls at once for one replica, at most; see `breaker.InFlightLimit`.
-        failures_to_open: failures in a row after which a replica is not asked. Three: one is what a lost connection
-            costs, and each costs a call that is made again.
+        max_in_flight: calls at once for one replica, at most; see `InFlightLimit`.
+        failures_to_open: failures in a row after which a replica is not asked. Three: a lost connection costs one, and
+            each costs a call that is made again.
         cool_down_seconds: until one call may find out whether it is back.
-        health_interval_seconds: between questions after every replica's health, while there are calls; also how long
-            an answer may take.
-        max_wait_seconds: that a call waits for a replica which may be asked at all, before it raises.
+        health_interval_seconds: between health checks, while there are calls; also the time limit of an answer.
+        max_wait_seconds: that a call waits for a replica that may be asked, before it raises.
     """
 
     max_in_flight: int = 256
@@ -65,10 +56,10 @@ class ReplicaSet:
 
     Args:
         engines: one for each. settings: how they are watched. clock: seconds, monotonic. sleep: waits by it.
-        committed_version: what every replica is to be under now; None while an update is under way.
+        committed_version: returns the version that every replica must be under now; None while an update is under way.
 
     Attributes:
-        rebuild: puts a fresh engine behind a replica that is left out; None: nobody does.
+        rebuild: puts a fresh engine behind a replica that is left out; None: nothing does.
     """
 
     def __init__(
@@ -103,11 +94,11 @@ class ReplicaSet:
 
     @property
     def members(self) -> Sequence[Replica]:
-        """Those that are not left out."""
+        """The replicas that are not left out."""
         return [replica for replica in self.all if replica.left_out is None]
 
     def choose(self, session_id: str | None, among: Sequence[Replica]) -> Replica | None:
-        """The session's replica, else the one with the fewest sessions, then calls, then number; None: wait."""
+        """Return the session's replica, else the one with fewest sessions, then calls, then number; None: wait."""
         now = self._clock()
         home = self._homes[session_id][-1] if session_id in self._homes else None
         if home is not None and home in among and home.is_up(now):
@@ -138,10 +129,10 @@ class ReplicaSet:
                 await replica.engine.end_session(session_id)
 
     def require_hope(self, among: Sequence[Replica], *, since: float, failures: Sequence[str]) -> None:
-        """Raise if none of these will be free again, or if none has been up for too long `since` then.
+        """Require that one of these may be free again, and that one was up within `max_wait_seconds` of `since`.
 
         Raises:
-            EngineError: with what was said by those that failed before.
+            EngineError: repeats `failures`.
         """
         now = self._clock()
         may_come = [replica for replica in among if replica.left_out is None or self.rebuild is not None]
@@ -150,7 +141,7 @@ class ReplicaSet:
             raise EngineError("; ".join([*failures, "no replica can be asked"]))
 
     def leave_out(self, replica: Replica, reason: str) -> None:
-        """Until a health check finds it in order, which after this takes a fresh engine."""
+        """Leave a replica out until a health check finds it in order, which takes a fresh engine."""
         if replica.left_out is None:
             _log.warning("replica %d is left out: %s", replica.number, reason)
         replica.left_out = reason
@@ -160,7 +151,7 @@ class ReplicaSet:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Around a call: health is checked while there are calls; nothing runs, in any loop, when there are none."""
+        """Hold a call: health is checked while there are calls; no task is left in the loop when there are none."""
         self._num_calls += 1
         if self._num_calls == 1:
             self._monitor = asyncio.create_task(self._watch())
@@ -174,7 +165,7 @@ class ReplicaSet:
     async def check_health(self) -> None:
         """Ask every replica how it is.
 
-        One that says it is dead has failed once more; if its breaker opens, its calls are made elsewhere.
+        A dead one has failed once more; if its breaker opens, its calls are made elsewhere.
         """
         await asyncio.gather(*(self._check(replica) for replica in self.all))
         self._checked = self._clock()
@@ -193,7 +184,7 @@ class ReplicaSet:
             raise EngineError(f"the health checks of the replicas ended: {self._watch_error!r}") from self._watch_error
 
     def wake(self) -> None:
-        """Let those who wait for a change look again, in the order in which they came."""
+        """Let calls that wait for a change look again, in their order."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
@@ -213,7 +204,7 @@ class ReplicaSet:
             while True:
                 await self._sleep(self._checked + self._settings.health_interval_seconds - self._clock())
                 await self.check_health()
-        except Exception as error:  # a defect of ours: calls that wait for a change raise it, since nobody awaits this
+        except Exception as error:  # a defect of ours: calls that wait for a change raise it, for this is not awaited
             self._watch_error = error
             self.wake()
 
@@ -221,7 +212,7 @@ class ReplicaSet:
         version = self._committed_version()
         health = await self._health_if_alive(replica.engine)
         if version is None or version != self._committed_version():
-            return  # an update is under way, and what it does to the replica is its own affair
+            return  # an update is under way, which may leave the replica in any state
         if health is not None and not health.is_poisoned and health.weight_version == version:
             replica.left_out = None
         elif replica.left_out is not None:
@@ -234,7 +225,7 @@ class ReplicaSet:
                 replica.stop_calls()
 
     async def _health_if_alive(self, engine: Engine) -> EngineHealth | None:
-        """How an engine is; None if it is dead, does not say so in time, or raises whatever else."""
+        """Return the state of an engine; None if it is dead, does not answer in time, or raises."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._settings.health_interval_seconds):
                 health = await engine.health()
@@ -255,14 +246,14 @@ class ReplicaSet:
 
 
 class Replica:
-    """An engine with what is known about it.
+    """An engine with its sessions, its calls and its failures.
 
     Attributes:
         number: its place among the replicas.
-        left_out: why it takes no part, until it is found in order; None if it does.
+        left_out: why it takes no part, until it is found in order; None if it takes part.
         is_draining: it gets no new sessions.
         sessions: that it holds.
-        rebuilding: the task that puts a fresh engine in its place, if one does.
+        rebuilding: the task that replaces its engine, if there is one.
     """
 
     def __init__(
@@ -280,23 +271,23 @@ class Replica:
 
     @property
     def num_in_flight(self) -> int:
-        """Calls that it has not answered."""
+        """The number of calls that it has not answered."""
         return len(self._calls)
 
     def is_up(self, now: float) -> bool:
-        """Whether it takes part and its breaker lets calls through, be it one at a time."""
+        """Return whether it takes part and its breaker lets calls through, perhaps one at a time."""
         return self.left_out is None and self.breaker.state(now) != "open"
 
     def is_free(self, now: float) -> bool:
-        """Whether it may be given another call now."""
+        """Return whether it may be given another call now."""
         allowed = self.breaker.allows(now, self.num_in_flight) and self.num_in_flight < self.limit.limit
         return self.left_out is None and allowed
 
     async def run(self, call: Coroutine[Any, Any, Completion]) -> Completion:
-        """Run a call so that `stop_calls` can end it (Any: nobody sends to it). Cancelling this cancels the call.
+        """Run a call that `stop_calls` can end (Any: nothing is sent to it). Cancelling this cancels the call.
 
         Raises:
-            EngineError: what the call raised, or that it was stopped.
+            EngineError: the call raised it, or was stopped.
         """
         task = asyncio.create_task(call)
         self._calls.add(task)
@@ -315,18 +306,18 @@ class Replica:
             task.cancel()
 
     def note_answer(self, num_in_flight: int) -> None:
-        """A call was answered while so many were under way, itself included."""
+        """Count a call that was answered while so many were under way, itself included."""
         self.breaker.succeed()
         self.limit.succeed(num_in_flight)
 
     def note_timeout(self, begun: float, now: float) -> None:
-        """A call made at `begun` ran out of time."""
+        """Count a call made at `begun` that ran out of time."""
         self.breaker.fail(now)
         self.limit.time_out(begun=begun, now=now)
 
 
 def common_capabilities(all_of: Sequence[Capabilities]) -> Capabilities:
-    """What every one of these promises; logprobs of different distributions are none that could be trained on.
+    """Return what all of these promise; logprobs of different distributions cannot be trained on.
 
     >>> both = common_capabilities([Capabilities(True, True, True, 512), Capabilities(True, False, True, 256)])
     >>> both.seeds_per_request, both.max_model_len
@@ -349,7 +340,7 @@ def common_capabilities(all_of: Sequence[Capabilities]) -> Capabilities:
 
 
 class InFlightLimit:
-    """How many calls at once a backend is given: fewer when it is too slow, then one more for every round of answers.
+    """Limit of calls in flight: lower when the backend is too slow, then one more for every round of answers.
 
     Additive increase, multiplicative decrease (Chiu and Jain, 1989): a call that ran out of time halves the limit, and
     `limit` answers in time while it was used to the full raise it by 1. It begins at the most, for calls that are few
@@ -365,7 +356,7 @@ class InFlightLimit:
         self._decreased = float("-inf")
 
     def succeed(self, num_in_flight: int) -> None:
-        """A call was answered in time while so many were under way, itself included."""
+        """Count a call that was answered in time while so many were under way, itself included."""
         if num_in_flight < self.limit or self.limit == self._most:
             return
         self._num_in_time += 1
@@ -373,7 +364,7 @@ class InFlightLimit:
             self._set(self.limit + 1)
 
     def time_out(self, *, begun: float, now: float) -> None:
-        """A call made at `begun` ran out of time at `now`."""
+        """Count a call made at `begun` that ran out of time at `now`."""
         if begun < self._decreased:
             return
         self._set(max(1, self.limit // 2))

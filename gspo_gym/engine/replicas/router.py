@@ -1,8 +1,8 @@
 """Several engines that serve one policy, as one engine.
 
-A session stays where its tokens were computed; a call whose replica fails goes to another one if that gives the very
-sample; new weights reach all replicas as one transaction. What it is not: a load balancer for models that differ, or
-the maker of replicas (`rebuildable.py`).
+A session stays where its tokens were computed; a call that fails goes to another replica if that gives the very same
+sample; new weights reach all replicas as one transaction. It is no load balancer for models that differ, and does not
+make replicas (`rebuildable.py` does).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from gspo_gym.types import Completion, TokenIds
 class RoutedEngine(GatedEngine):
     """Several replicas behind the interface of one.
 
-    An update that fails on some replicas is committed by the others; those that failed are poisoned and left out, like
-    any that is found poisoned or under other weights, until a health check finds them alive under the committed version
-    again. If it fails on all, this engine is poisoned.
+    An update that fails on some replicas is committed by the others. The failed ones are poisoned and left out, like
+    those found poisoned or under other weights, until a health check finds them alive under the committed version. If
+    it fails on all, this engine is poisoned.
 
     Args:
         replicas: engines of the same policy, under the same weights. Closed with this one.
         clock: seconds, monotonic. sleep: waits by it.
 
     Attributes:
-        attest: asked about each replica between its new weights and their commit; one about which it raises EngineError
-            is left out. None asks nothing.
+        attest: awaited for each replica between its new weights and their commit; a replica for which it raises
+            EngineError is left out. None attests nothing.
         num_retries: attempts made elsewhere after a replica had failed.
     """
 
@@ -69,16 +69,16 @@ class RoutedEngine(GatedEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all replicas promise."""
+        """The promises that all replicas make."""
         return common_capabilities([replica.engine.capabilities for replica in self._set.all])
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """How each one is, for those who watch; updates by any other way than this engine leave a replica out."""
+        """The replicas, to be watched; one that is updated by any other way than this engine is left out."""
         return self._set.all
 
     def set_rebuild(self, rebuild: EngineAction) -> None:
-        """Have this put a fresh engine with the committed weights behind every replica that is left out.
+        """Set the function that puts a fresh engine with the committed weights behind a replica that is left out.
 
         It is called in the background, again and again until the replica is in order.
         """
@@ -94,8 +94,8 @@ class RoutedEngine(GatedEngine):
     ) -> Completion:
         """Sample one completion on one replica; see `Engine.generate`.
 
-        When the replica fails, another one is asked if that gives the same sample: the same seed decides it, under the
-        same version. Otherwise a sample that made its replica fail would be replaced by one that does not.
+        When the replica fails, another one is asked if it gives the same sample: the seed decides it, under the same
+        version. Otherwise a sample that made its replica fail would be replaced by another sample.
 
         Raises:
             EngineError: no replica answered; names what each one said.
@@ -110,7 +110,7 @@ class RoutedEngine(GatedEngine):
         await self._set.end_session(session_id)
 
     async def drain(self, number: int) -> None:
-        """Give a replica no new sessions, and wait until those it has are over. Updates still reach it."""
+        """Give a replica no new sessions, and wait until its sessions are over. Updates still reach it."""
         replica = self._set.all[number]
         replica.is_draining = True
         while replica.sessions or replica.num_in_flight:
@@ -122,7 +122,7 @@ class RoutedEngine(GatedEngine):
         self._set.wake()
 
     async def check_health(self) -> None:
-        """Ask every replica how it is; done regularly while there are calls."""
+        """Check the health of every replica; done regularly while there are calls."""
         await self._set.check_health()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -139,7 +139,7 @@ class RoutedEngine(GatedEngine):
         await self._on_each("apply_weights", lambda engine: self._apply(engine, update))
 
     async def checksums(self) -> Mapping[str, str]:
-        """What all replicas hold.
+        """Return the digests that all replicas have.
 
         Raises:
             EngineError: they do not hold the same.
@@ -165,7 +165,7 @@ class RoutedEngine(GatedEngine):
             replica.engine.poison(reason)
 
     async def health(self) -> EngineHealth:
-        """Alive if any replica takes part."""
+        """Return the state: alive if any replica takes part."""
         reasons = [f"replica {r.number}: {r.left_out}" for r in self._set.all if r.left_out is not None]
         return self._gate.health("; ".join(reasons) if len(reasons) == len(self._set.all) else None)
 
@@ -195,7 +195,7 @@ class RoutedEngine(GatedEngine):
                     raise EngineError("; ".join(failures)) from error
 
     def _gives_same_sample(self) -> bool:
-        """Whether another replica would; what is never trained on may as well be another one."""
+        """Return whether another replica would; a sample that is never trained on may differ."""
         common = self.capabilities
         return common.seeds_per_request or not common.is_trainable
 
@@ -245,7 +245,7 @@ class RoutedEngine(GatedEngine):
         return completion
 
     def _require_committed(self, completion: Completion, version: int) -> None:
-        """Refuse tokens of other versions than those that were committed while the call was under way.
+        """Refuse tokens of versions that were not committed while the call was under way.
 
         Raises:
             EnginePoisonedError: the replica missed an update, or lost it by a restart.
@@ -255,10 +255,10 @@ class RoutedEngine(GatedEngine):
             raise EnginePoisonedError(f"it sampled under version {wrong[0]}, expected {version}")
 
     async def _on_each(self, step: str, action: EngineAction) -> None:
-        """One step of an update on all replicas that take part; those that fail it are left out.
+        """Take one step of an update on all replicas that take part; those that fail it are left out.
 
         Raises:
-            EnginePoisonedError: all did.
+            EnginePoisonedError: all failed.
         """
         members = self._set.members
         results = await asyncio.gather(*(action(r.engine) for r in members), return_exceptions=True)
