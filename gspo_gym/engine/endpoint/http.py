@@ -1,14 +1,8 @@
-"""An engine behind any OpenAI-compatible endpoint: somebody else's weights, which this process cannot change.
+"""An engine behind any OpenAI-compatible endpoint, with frozen weights.
 
-What the endpoint can do is found out when the engine starts (`engine/endpoint/http.py`): with exact token ids and
-logprobs its samples could be trained on; with text only they are good for evaluation. Opponents and judges, which speak
-in messages, are `env.chat_model.ChatModel`'s. A vLLM server whose weights we do change is `engine/vllm/http.py`'s.
-
-What an endpoint can do, found out by asking: whether it takes token ids, obeys seeds, and of which distribution its
-logprobs are.
-
-Nothing that a server says about itself is believed where a few short requests can show it. Called once, by
-`HttpEngine.start`.
+A few short requests at the start find out whether the endpoint takes token ids and obeys seeds, and the distribution of
+its logprobs: its claims are not believed. With exact token ids and logprobs its samples can be trained on; with text
+only they are good for evaluation. `engine/vllm/http.py` is for vLLM servers with weights that this process changes.
 """
 
 from __future__ import annotations
@@ -54,7 +48,7 @@ from gspo_gym.types import Completion, TokenIds
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 
 _COMPLETIONS = "/completions"
-_PROMPT = tuple(range(11, 19))  # any vocabulary has these, and no sane text: the next token is anybody's guess
+_PROMPT = tuple(range(11, 19))  # any vocabulary has these, and in no sane text: the next token is not certain
 _LENGTH = 8
 _PLAIN = SamplingParams(max_tokens=_LENGTH, stop_token_ids=(), seed=1)
 _NUM_PAIRS = 8
@@ -65,11 +59,12 @@ _MIN_DIFFERENCE, _MAX_DIFFERENCE = 0.1, 9.0
 
 @dataclass(frozen=True, slots=True)
 class LogprobFacts:
-    """Of which distribution an endpoint's logprobs are.
+    """The distribution of an endpoint's logprobs.
 
     Attributes:
         mode: "processed": after the temperature. "raw": the model's own. "none": it gives none.
-        is_renormalised: of what top_p, top_k and min_p leave; otherwise truncated samples have no known logprobs.
+        is_renormalised: over the tokens that top_p, top_k and min_p leave; otherwise the logprobs of truncated samples
+            are not known.
     """
 
     mode: Literal["processed", "raw", "none"]
@@ -77,7 +72,7 @@ class LogprobFacts:
 
 
 async def model_length(client: EngineClient, model: str) -> int | None:
-    """The longest prompt plus completion as `/v1/models` says (vLLM and SGLang do); None if it does not.
+    """Return the longest prompt plus completion as `/v1/models` says (vLLM and SGLang do); None if it does not.
 
     Raises:
         EngineAttemptError: there is no answer.
@@ -93,10 +88,10 @@ async def model_length(client: EngineClient, model: str) -> int | None:
 
 
 async def why_not(route: Route, served: Served, call_id: str, attempt: int) -> str | None:
-    """Why the endpoint cannot be used by this route; None if it can.
+    """Return why the endpoint cannot be used by this route; None if it can.
 
     Raises:
-        EngineAttemptError: there is no answer to judge by.
+        EngineAttemptError: there is no answer.
     """
     try:
         request = SampleRequest(prompt=_PROMPT, sampling=_PLAIN, max_tokens=_LENGTH, served=served, call_id=call_id)
@@ -107,21 +102,22 @@ async def why_not(route: Route, served: Served, call_id: str, attempt: int) -> s
 
 
 async def obeys_seeds(ask: Ask) -> bool:
-    """Whether equal seeds sample equal tokens and others other tokens."""
+    """Return whether equal seeds sample equal tokens and different seeds different tokens."""
     hot = replace(_PLAIN, temperature=2.0)
     first, again, other = [await ask(_PROMPT, replace(hot, seed=seed)) for seed in (1, 1, 2)]
     return _same(first, again) and not _same(first, other)
 
 
 async def find_logprob_facts(ask: Ask) -> LogprobFacts:
-    """Of which distribution the logprobs are, from three identities that need no model to compare with.
+    """Find the distribution of the logprobs, by three identities that need no model to compare with.
 
-    With top_k = 1 one token is left, whose logprob is 0 if it is of what is left. With top_k = 2 two are left, and the
-    difference of their logits, ln(p / (1 - p)), is halved when the temperature is doubled, if it acts on the logprobs.
-    Greedily chosen tokens have equal logprobs at temperatures 1 and 2 if it does not; if it does, lower ones at 2.
+    With top_k = 1 one token is left, and its logprob is 0 if the logprobs are renormalised. With top_k = 2 two are
+    left, and the difference of their logits, ln(p / (1 - p)), is halved when the temperature is doubled, if the
+    temperature acts on the logprobs. If it does not, greedily chosen tokens have equal logprobs at temperatures 1 and
+    2; if it does, lower ones at 2.
 
     Raises:
-        EngineError: none of these holds, so that they are of no distribution that can be trained on.
+        EngineError: none of these holds: the logprobs are of no distribution that can be trained on.
     """
     greedy = replace(_PLAIN, top_k=1)
     cold, hot = [await ask(_PROMPT, replace(greedy, temperature=t)) for t in (1.0, 2.0)]
@@ -161,7 +157,7 @@ async def _temperature_halves_differences(ask: Ask) -> bool:
 
 
 def _logit(completion: Completion) -> float:
-    """ln(p / (1 - p)) of the first token; infinite if p is 1."""
+    """Return ln(p / (1 - p)) of the first token; infinite if p is 1."""
     logprob = min(float(completion.logprobs[0]), 0.0)
     return math.inf if logprob > -1e-7 else logprob - math.log(-math.expm1(logprob))
 
@@ -175,19 +171,19 @@ NO_LOGPROBS = LogprobFacts("none", is_renormalised=False)
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where the endpoint is, and how patiently it is asked.
+    """Settings of an endpoint: its address, time limits and retries.
 
     Attributes:
         base_url: such as "http://127.0.0.1:8000/v1"; without user and password.
         model: its name at the endpoint.
         api_key_env: the environment variable that holds the key, which must then be set; None: no key is sent.
-        tier: "trainable": token ids and logprobs, or an error that says what is missing. "text": text only, whatever
-            the endpoint can do. "auto": the best that it can do.
-        rescore: whatever it samples is trainable, text too: the caller promises to put the learner's own logprobs in
-            place of the endpoint's, which may be zeros, and to correct nothing by these (`rollout.rescore`). That other
-            weights sampled is then ignored, which is a departure to be meant.
+        tier: "trainable": token ids and logprobs, or an error that says what the endpoint lacks. "text": text only,
+            even if the endpoint can do better. "auto": the best that it can do.
+        rescore: all its samples are trainable, text too: the caller promises to replace the endpoint's logprobs, which
+            may be zeros, by the learner's, and to correct nothing by these (`rollout.rescore`). That other weights
+            sampled is then ignored, which must be meant.
         max_model_len: longest prompt plus completion, in tokens; None: as the endpoint says.
-        vocab_size: token ids are below it; None: not known, so that only negative ones are refused.
+        vocab_size: token ids are below it; None: not known, and only negative ones are refused.
         cache_salt: keeps the server's prefix cache apart from that of others (vLLM); None: shared.
         timeout_seconds: for one attempt, its last byte included.
         deadline_seconds: for one call, attempts and waits included, unless the caller says otherwise.
@@ -231,11 +227,11 @@ class HttpSettings:
 class HttpEngine(GatedEngine):
     """Samples from an endpoint. Made by `HttpEngine.start`; use it within one event loop, and close it.
 
-    Its weights never change: `update_kinds` is empty, an update is refused, and every token carries version -1, for
-    nobody here can know which weights are behind a URL.
+    Its weights never change: `update_kinds` is empty, an update is refused, and every token carries version -1, because
+    the weights behind a URL are not known.
 
     Attributes:
-        route: how the endpoint is asked. logprobs: of which distribution its logprobs are.
+        route: by which the endpoint is asked. logprobs: the distribution of its logprobs.
         why_not_trainable: None if its samples can be trained on.
     """
 
@@ -248,7 +244,7 @@ class HttpEngine(GatedEngine):
         max_model_len: int,
         retries: Retries,
     ) -> None:
-        """Without a probe: nothing is known about logprobs and seeds. Use `start`."""
+        """Make it without a probe: nothing is known about logprobs and seeds. Use `start`."""
         super().__init__()
         self.route = route
         self.logprobs = NO_LOGPROBS
@@ -265,11 +261,11 @@ class HttpEngine(GatedEngine):
     async def start(
         cls, settings: HttpSettings, tokenizer: Tokenizer | None = None, *, sleep: Sleep = asyncio.sleep
     ) -> HttpEngine:
-        """The engine, after finding out what the endpoint can do.
+        """Start the engine: find out what the endpoint can do.
 
         Args:
-            settings: where it is.
-            tokenizer: of the policy's tokens; needed for text only, and compares tokens with their text elsewhere.
+            settings: of the endpoint.
+            tokenizer: of the policy's tokens; needed for text, and compares tokens with their text elsewhere.
             sleep: waits between retries; replaces the clock.
 
         Raises:
@@ -333,12 +329,12 @@ class HttpEngine(GatedEngine):
         session_id: str | None = None,
         deadline_seconds: float | None = None,
     ) -> Completion:
-        """Sample one completion; see `Engine.generate`. Whatever happens on the way, a call gives one sample at most.
+        """Sample one completion; see `Engine.generate`. A call gives one sample at most, also where it is retried.
 
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.
             ConfigError: a sampling parameter under which the endpoint's logprobs would be of another distribution, or
-                which it does not know, as a JSON schema.
+                which it does not know, such as a JSON schema.
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: refused, or the last attempt failed.
         """
@@ -355,10 +351,10 @@ class HttpEngine(GatedEngine):
             return await self._sample(prompt, sampling, max_tokens)
 
     async def apply_weights(self, update: WeightUpdate) -> None:
-        """Refused.
+        """Refuse: the weights are frozen.
 
         Raises:
-            ConfigError: always: the weights are somebody else's.
+            ConfigError: always.
         """
         raise ConfigError(
             f"HttpEngine: {self._settings.base_url} is a frozen policy, whose weights cannot become version "
@@ -405,7 +401,7 @@ class HttpEngine(GatedEngine):
 async def _find_route(
     settings: HttpSettings, client: EngineClient, tokenizer: Tokenizer | None, retries: Retries
 ) -> Route:
-    """The first way that works, best first.
+    """Return the first route that works, best first.
 
     Raises:
         EngineError: none does; says why, for each. ConfigError: tier "text" without a tokenizer.

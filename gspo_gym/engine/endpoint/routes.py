@@ -129,7 +129,7 @@ class SampleChecks:
     Args:
         tokenizer: of the policy's tokens; None compares no text.
         is_rescored: the learner's logprobs take the place of the endpoint's, which may then be zeros.
-        is_ours: the server is a vLLM whose weights we change: an answer names the model and the very attempt, and its
+        is_ours: the server is a vLLM that takes our updates: an answer names the model and the very attempt, and its
             logprobs were seen to be those of the sampler.
     """
 
@@ -140,10 +140,10 @@ class SampleChecks:
         self._ids = EchoedIds()
 
     def require(self, raw: Any, found_id: Any, answer: WireAnswer, request: SampleRequest, attempt: int) -> None:
-        """Refuse an answer to another call, or one that was not sampled (Any: an answer as it came).
+        """Refuse an answer to another call, or tokens that were not sampled (Any: an answer as it came).
 
         Raises:
-            AnswerError: it is one.
+            AnswerError: the answer is refused.
         """
         if self._is_ours and raw.get("model") != request.served.model:
             found = raw.get("model")
@@ -194,7 +194,7 @@ class _TokenRoute(ABC):
 
     @abstractmethod
     def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:
-        """Return the answer, and the id of the request as it says it (Any: whatever came)."""
+        """Return the answer, and the request's id as the server repeats it (Any: not checked)."""
 
 
 class CompletionsRoute(_TokenRoute):
@@ -262,10 +262,10 @@ class SglangRoute(_TokenRoute):
 class TextRoute:
     """`/v1/completions` with text, which any such endpoint understands: the prompt decoded, the answer encoded.
 
-    Encoding again may give other tokens than were sampled, more than were asked for (those are cut off), and the server
-    may put a begin-of-text token of its own before the prompt; but the tokens say what the text says, or it is an
-    error. The logprobs are zeros. If the endpoint says that it stopped, the first stop token is appended, for it cuts
-    off the text that stopped it.
+    Encoding again may give other tokens than were sampled, or more than were asked for (those are cut off), and the
+    server may put a begin-of-text token before the prompt; but the tokens say what the text says, or it is an error.
+    The logprobs are zeros. If the endpoint says that it stopped, the first stop token is appended, because endpoints
+    cut off the text that stopped them.
     """
 
     name = "/v1/completions with text"
@@ -345,7 +345,7 @@ def _headers(request: SampleRequest, attempt: int) -> dict[str, str]:
 
 
 def _require_plain(sampling: SamplingParams) -> None:
-    """Refuse what OpenAI's protocol has no field for: it would be dropped without a word."""
+    """Refuse parameters that OpenAI's protocol has no field for: they would be dropped silently."""
     asked = {
         "top_k": sampling.top_k != 0,
         "min_p": sampling.min_p > 0,

@@ -1,9 +1,8 @@
-"""What goes over the wire to an inference server and comes back: requests with nothing left to the server's defaults,
-answers read with suspicion.
+"""Requests to inference servers, with nothing left to the server's defaults, and their answers, read with suspicion.
 
 Three routes: `/v1/completions` with token ids (vLLM's extension of OpenAI's), vLLM's `/inference/v1/generate`, and
-SGLang's `/generate`. Whatever an endpoint says is JSON of unknown shape, hence `Any`, and every doubt is an
-`AnswerError`: a wrong token or logprob must never reach a trainer.
+SGLang's `/generate`. Answers are JSON of unknown shape, hence `Any`, and every doubt is an `AnswerError`: a wrong token
+or logprob must never reach a trainer.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class AnswerError(EngineAttemptError):
 
 @dataclass(frozen=True, slots=True)
 class WireAnswer:
-    """An answer whose fields have the right types; whether they make sense is for `to_completion`.
+    """An answer with fields of the right types; `to_completion` checks whether they make sense.
 
     Attributes:
-        token_ids: what was sampled.
+        token_ids: the sampled tokens.
         logprobs: one number each.
         finish_reason: as the server calls it: "stop", "length", "abort", ...
         prompt_token_ids: the prompt that the server read; None if it does not say.
@@ -69,15 +68,15 @@ class WireAnswer:
 class EchoedIds:
     """Refuses answers that name another call, at an endpoint that names the call in its answers.
 
-    vLLM and SGLang do; others give names of their own, which say nothing. What this endpoint does is seen at the first
-    answer that names its call; engines ask for one alone when they start.
+    vLLM and SGLang do; other names say nothing. The first answer that names its call shows that this endpoint does;
+    engines ask for one answer alone when they start.
     """
 
     def __init__(self) -> None:
         self._is_echoing = False
 
     def require(self, found: Any, call_id: str) -> None:
-        """Compare the id in an answer (Any: whatever came) with the call's, which all its attempts have in common.
+        """Compare the id in an answer (Any: not checked) with the call's, which all its attempts have in common.
 
         Raises:
             AnswerError: it names another call, or none although others did.
@@ -91,7 +90,7 @@ class EchoedIds:
 def completions_request(
     prompt: Sequence[int], sampling: SamplingParams, *, model: str, max_tokens: int, request_id: str
 ) -> dict[str, Any]:
-    """For `POST /v1/completions`: token ids in, token ids and logprobs out (vLLM, and what imitates it)."""
+    """Return the body for `POST /v1/completions`: token ids in, token ids and logprobs out (vLLM and its imitators)."""
     return {
         "model": model,
         "prompt": list(prompt),
@@ -106,7 +105,7 @@ def completions_request(
 
 
 def read_completions_answer(answer: Any) -> WireAnswer:
-    """From `/v1/completions`.
+    """Read the answer of `/v1/completions`.
 
     Raises:
         AnswerError: a field is missing or of another type.
@@ -127,7 +126,7 @@ def read_completions_answer(answer: Any) -> WireAnswer:
 def generate_request(
     prompt: Sequence[int], sampling: SamplingParams, *, model: str, max_tokens: int, request_id: str
 ) -> dict[str, Any]:
-    """For `POST /inference/v1/generate`, vLLM's route without a tokenizer, which also tells the weights' versions."""
+    """Return the body for `POST /inference/v1/generate`, which works without a tokenizer and tells the versions."""
     return {
         "model": model,
         "token_ids": list(prompt),
@@ -139,7 +138,7 @@ def generate_request(
 
 
 def read_generate_answer(answer: Any) -> WireAnswer:
-    """From `/inference/v1/generate`.
+    """Read the answer of `/inference/v1/generate`.
 
     Raises:
         AnswerError: a field is missing or of another type.
@@ -164,7 +163,10 @@ def read_generate_answer(answer: Any) -> WireAnswer:
 def sglang_request(
     prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, request_id: str, num_alternatives: int = 0
 ) -> dict[str, Any]:
-    """For SGLang's `POST /generate`; `num_alternatives` asks for the likeliest tokens' logprobs at each place, too."""
+    """Return the body for SGLang's `POST /generate`.
+
+    `num_alternatives` asks for the logprobs of so many likeliest tokens at each place, too.
+    """
     return {
         "input_ids": list(prompt),
         "sampling_params": {
@@ -193,7 +195,7 @@ def sglang_request(
 
 
 def read_sglang_answer(answer: Any, num_prompt_tokens: int) -> WireAnswer:
-    """From SGLang's `/generate`, which echoes only how long the prompt was.
+    """Read the answer of SGLang's `/generate`, which echoes only the length of the prompt.
 
     Raises:
         AnswerError: a field is missing or of another type, or the prompt had another length.
@@ -222,7 +224,7 @@ def to_completion(
     vocab_size: int | None,
     version: int,
 ) -> Completion:
-    """The completion that the answer stands for, after every check that can be made from outside.
+    """Return the completion in an answer, after every check that can be made from outside.
 
     Args:
         prompt, sampling, max_tokens: of the request.
@@ -263,10 +265,10 @@ def require_sampled(answer: WireAnswer, sampling: SamplingParams, written: str |
 
     Args:
         answer: as it was read. sampling: of the request.
-        written: what the policy's tokenizer makes of the tokens; None without one.
+        written: the tokens decoded by the policy's tokenizer; None without one.
 
     Raises:
-        AnswerError: all logprobs of a text are 0, it is padded, or its text or its count are not of its tokens.
+        AnswerError: all logprobs of a text are 0, it is padded, or its text or count do not fit its tokens.
     """
     ids, logprobs = answer.token_ids, answer.logprobs
     if answer.num_tokens is not None and answer.num_tokens < len(ids):
@@ -290,7 +292,7 @@ def require_sampled(answer: WireAnswer, sampling: SamplingParams, written: str |
 
 
 def _finish_reason(answer: WireAnswer, sampling: SamplingParams, max_tokens: int) -> FinishReason:
-    """Decided by the tokens, not by what the server calls it; the two must not contradict each other."""
+    """Return the reason that the tokens show; the server's own word must not contradict it."""
     ids, stops = answer.token_ids, set(sampling.stop_token_ids)
     if answer.finish_reason not in ("stop", "length"):
         raise AnswerError(f'answer: expected finish reason "stop" or "length", got {answer.finish_reason!r}')
@@ -335,7 +337,7 @@ def _numbers(value: Any, name: str) -> tuple[float, ...]:
 
 
 def _count(value: Any, name: str) -> int | None:
-    """A number of tokens, where an answer says one."""
+    """Return a number of tokens; None where an answer has none."""
     found = value.get(name) if isinstance(value, dict) else None
     return found if type(found) is int else None
 
@@ -355,7 +357,7 @@ def _versions(value: Any) -> tuple[tuple[str, int, int], ...]:
 
 
 def shorten(value: Any, limit: int = 120) -> str:
-    """A value as it may stand in an error: servers answer with pages of HTML."""
+    """Return a value shortened for an error: servers answer with pages of HTML."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

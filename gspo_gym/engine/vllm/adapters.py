@@ -1,10 +1,8 @@
-"""Adapters: the LoRA versions that vLLM holds, and for how long.
+"""The LoRA versions that vLLM holds, and checks of weights before vLLM gets them: it would take fewer silently.
 
-An adapter is immutable: every version has a name, a number and a folder of its own, because vLLM caches by name and
-path, and re-reads an adapter that is loaded "in place" at every step. Calls in flight keep the version that they began
-with; a version is removed when the last of them has ended and it is no longer the current one.
-
-What must be there before vLLM is told to read weights or is handed them: it would take less without a word.
+An adapter is immutable: every version has a separate name, number and folder, because vLLM caches by name and path, and
+re-reads an adapter that is loaded "in place" at every step. Calls in flight keep the version that they began with; a
+version is removed when the last of them has ended and it is no longer the current one.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from gspo_gym.errors import EngineError
 
 
 class Adapters:
-    """What is loaded, by version, and how many calls use it.
+    """The loaded adapters by version, with the number of calls that use each.
 
     Attributes:
         current: vLLM's `LoRARequest` of the version that new calls use; None is the base model.
@@ -35,7 +33,7 @@ class Adapters:
         self._next_id = 1
 
     async def load(self, update: WeightUpdate) -> None:
-        """Make an adapter the one that new calls use.
+        """Load an adapter, for new calls.
 
         Raises:
             EngineError: there is no adapter in the folder, or vLLM refused it.
@@ -54,13 +52,13 @@ class Adapters:
         await self._remove_unused()
 
     def begin(self) -> Any:
-        """The adapter of a call that begins now."""
+        """Return the adapter of a call that begins now."""
         if self.current is not None:
             self._in_flight[self.current.lora_int_id] += 1
         return self.current
 
     async def end(self, adapter: Any) -> None:
-        """A call that began with it has ended."""
+        """Count the end of a call that began with this adapter."""
         if adapter is None:
             return
         self._in_flight[adapter.lora_int_id] -= 1
@@ -81,13 +79,13 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def weights_folder(folder: Path, model_folder: Path | None) -> Path:
-    """The absolute path of a staged model with exactly the tensors of the model that is served.
+    """Return the absolute path of a staged model that has exactly the tensors of the served model.
 
     A reload keeps the old values of tensors that it does not find, and takes a path without a folder for the name of a
-    repository. `model_folder` is the served model's, None if it is not known: then only that there are weights is seen.
+    repository. `model_folder` is the served model's; None if it is not known: then any weights are accepted.
 
     Raises:
-        EngineError: names what is missing, unknown or of another shape.
+        EngineError: names the tensors that are missing, unknown or of another shape.
     """
     staged = folder.resolve()
     found = _shapes(staged)
@@ -98,10 +96,10 @@ def weights_folder(folder: Path, model_folder: Path | None) -> Path:
 
 
 def require_tensors(shapes: Mapping[str, tuple[int, ...]], model_folder: Path | None, *, where: str) -> None:
-    """Refuse weights that are not exactly the tensors of the model that is served, as far as that is known.
+    """Refuse weights that are not exactly the tensors of the served model, as far as that is known.
 
     Raises:
-        EngineError: names where they are, and what is missing, unknown or of another shape.
+        EngineError: names their place, and the tensors that are missing, unknown or of another shape.
     """
     expected = _shapes(model_folder) if model_folder is not None else shapes
     wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
@@ -113,7 +111,7 @@ def require_tensors(shapes: Mapping[str, tuple[int, ...]], model_folder: Path | 
 
 
 def adapter_folder(folder: Path) -> Path:
-    """The absolute path of a staged adapter (PEFT layout).
+    """Return the absolute path of a staged adapter (PEFT layout).
 
     Raises:
         EngineError: there is none.

@@ -1,8 +1,8 @@
-"""What a vLLM server lets a trainer do with its weights, over the routes of its development mode.
+"""The control of a vLLM server's weights, over the routes of its development mode.
 
 Those routes run any method of the workers and no key protects them, so this client speaks to loopback or a Unix socket
-only. It has connections of its own, which no queue of samples can block, and it tries nothing twice: whether half of a
-failed update was applied cannot be seen from outside, so whoever called poisons the engine.
+only. It has separate connections, which no queue of samples can block, and it tries nothing twice: half of a failed
+update may have been applied, which cannot be seen from outside, so the caller poisons the engine.
 
 The routes are those of vLLM 0.32, tried on the CPU.
 """
@@ -28,18 +28,18 @@ _UNIX = "unix:"
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """How a server was started.
+    """The settings that a server was started with.
 
     Attributes:
         dtype: "float32", "bfloat16" or "float16".
-        logprobs_mode: "processed_logprobs" is what training needs.
+        logprobs_mode: training needs "processed_logprobs".
         max_lora_rank: of the adapters that it takes; 0 if it takes none.
         loads_adapters: while it runs.
         reuses_prefixes: keys and values of earlier requests are kept.
         model_folder: its model's, None if it is a name; read on the server's machine, which is this one.
         device: "cpu", "cuda", ...
         has_our_workers: its workers were extended by `engine/vllm/worker.py`.
-        has_own_end_tokens: it knows end tokens of the model's that no request names, and withholds them, too, where
+        has_own_end_tokens: it knows end tokens of the model that no request names, and withholds them, too, where
             `min_tokens` asks for a longer completion.
         has_tokenizer: it can obey schemas.
     """
@@ -80,7 +80,7 @@ class VllmControl:
         )
 
     async def server_info(self) -> ServerInfo:
-        """How the server was started.
+        """Return the settings that the server was started with.
 
         Raises:
             RefusedError: it is not in development mode.
@@ -101,11 +101,11 @@ class VllmControl:
             raise EngineError("resume: the server says that it is still paused")
 
     async def is_paused(self) -> bool:
-        """Whether the scheduler waits."""
+        """Return whether the scheduler waits."""
         return bool(_member(await self._client.get("/is_paused"), "is_paused", bool))
 
     async def reload_weights(self, folder: Path, *, has_our_workers: bool) -> None:
-        """Read a whole model (transformers layout) into the one that is served, and drop what older weights computed.
+        """Read a whole model (transformers layout) into the served one, and drop the caches of older weights.
 
         Requests that are frozen are computed again when they go on. `folder` is absolute, and a fresh one each time.
 
@@ -133,17 +133,17 @@ class VllmControl:
         await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def set_version(self, label: str) -> None:
-        """Name the weights that the server holds; it says the name with every token that they sample."""
+        """Name the weights that the server holds; it repeats the name with every token that they sample."""
         await self._client.post("/update_weight_version", {"new_version": label})
         if (found := await self.version()) != label:
             raise EngineError(f"update_weight_version: the server calls its weights {found!r}, expected {label!r}")
 
     async def version(self) -> str:
-        """The name of the weights that the server holds; "default" if nobody named them."""
+        """Return the name of the weights that the server holds; "default" if they were never named."""
         return str(_member(await self._client.get("/weight_info"), "weight_version", str))
 
     async def checksums(self) -> Mapping[str, str]:
-        """sha256 of each tensor by its rank and vLLM's own name, but for digests of nothing, which attest nothing."""
+        """Return the sha256 of each tensor by rank and vLLM's name, except digests of nothing, which attest nothing."""
         answer = await self._client.post("/weight_checker", {"action": "checksum"})
         digests = _member(answer, "checksums", dict)
         return {str(name): str(digest) for name, digest in digests.items() if digest != EMPTY_DIGEST}
@@ -208,7 +208,7 @@ def client_of(
 
 
 def require_local(address: Address) -> Address:
-    """The address, if only programs of this machine are behind it.
+    """Return the address, if only programs of this machine are behind it.
 
     Raises:
         ConfigError: it may be another machine's.
@@ -241,7 +241,7 @@ def _server_info(answer: Any) -> ServerInfo:
 
 
 def _has_own_end_tokens(model: Mapping[str, Any]) -> bool:
-    """vLLM takes them from its tokenizer and, unless `--generation-config FOLDER` says otherwise, the model's files."""
+    # vLLM takes them from its tokenizer and, unless `--generation-config FOLDER` says otherwise, the model's files.
     return not model.get("skip_tokenizer_init") or model.get("generation_config") in (None, "auto", "vllm")
 
 

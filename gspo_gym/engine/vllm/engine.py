@@ -1,10 +1,7 @@
 """vLLM in this process as an engine: its scheduler and its model are in child processes, its interface is here.
 
-Tried with vLLM 0.32 on the CPU; what is said here about other devices is from its source. Only this module and its
-neighbours `vllm_*` import vLLM, and only when an engine starts. What it is not: a server (`gspo-gym serve --engine
-vllm`).
-
-Not used, and why: prompt logprobs, because they bypass the prefix cache.
+Tried with vLLM 0.32 on the CPU; remarks on other devices are from its source. vLLM is imported when an engine starts,
+and only in this folder. Prompt logprobs are not used, because they bypass the prefix cache.
 """
 
 from __future__ import annotations
@@ -52,10 +49,10 @@ _SHUTDOWN_SECONDS = 30.0
 class VllmEngine(GatedEngine):
     """Samples with vLLM's `AsyncLLM`. It belongs to the event loop that it was started in.
 
-    A prompt is salted with the weight version, so that keys and values computed under other weights are never found
-    again; turns of one version extend what is cached. In flight ("keep") a whole-model update drops the caches of
-    requests, which are computed again under the new weights, and every token carries the version that sampled it; an
-    adapter update leaves requests in flight on the adapter that they began with.
+    A prompt is salted with the weight version: keys and values computed under other weights are never found again, and
+    turns of one version extend the cached prefix. In flight ("keep") a whole-model update drops the caches of requests,
+    which are computed again under the new weights, and every token carries the version that sampled it; an adapter
+    update leaves requests in flight on the adapter that they began with.
 
     Example::
 
@@ -102,7 +99,7 @@ class VllmEngine(GatedEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """An engine with adapters takes only adapters: reading the base model again would pull it from under them."""
+        # An engine with adapters takes only adapters: they would not fit a base model that is read again.
         kinds: tuple[UpdateKind, ...] = ("adapter",) if self._settings.max_lora_rank else ("full",)
         if self._transfer is not None:
             kinds += ("transfer",)
@@ -162,11 +159,11 @@ class VllmEngine(GatedEngine):
                 self._in_flight.discard(call)
 
     async def end_session(self, session_id: str) -> None:
-        """Forget which copy of the model has it; what is cached of it is the first to go when vLLM needs the room."""
+        """Forget which copy of the model has the session; its cache is the first to go when vLLM needs the room."""
         self._ranks.forget(session_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then no device is at work."""
+        """Admit no calls; requests in flight end first ("wait") or freeze ("keep"). Then no device is at work."""
         await super().pause(mode)
         async with commanding(self._llm, "pause"):
             # Caches are dropped by `apply_weights`, which knows whether what is in flight must be computed again.
@@ -196,7 +193,7 @@ class VllmEngine(GatedEngine):
             await self._let_run()
 
     async def checksums(self) -> Mapping[str, str]:
-        """sha256 of each tensor, by its rank and vLLM's own name; {} without `capabilities.has_checksums`.
+        """Return the sha256 of each tensor, by rank and vLLM's name; {} without `capabilities.has_checksums`.
 
         vLLM fuses tensors, so the digests can be compared with those of another vLLM engine, but not with files. On the
         CPU its linear layers are packed and have none: they must be attested by logprobs. Adapters have none.
@@ -244,7 +241,7 @@ class VllmEngine(GatedEngine):
         self._gate.resume(self._gate.weight_version)
 
     async def health(self) -> EngineHealth:
-        """How it is."""
+        """Return the state; see `Engine.health`."""
         is_dead = not self._is_closed and self._llm.errored
         return self._gate.health("vLLM's engine process died" if is_dead else None)
 

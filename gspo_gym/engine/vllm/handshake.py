@@ -1,4 +1,4 @@
-"""What a vLLM server can do, found out once: by asking it, and by samples where it could say anything."""
+"""The capabilities of a vLLM server, found out once: by asking it, and by samples where its word is no proof."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _NO_CPU_RELOAD = (
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What a server can do.
+    """The capabilities of a server.
 
     Attributes:
-        route: how samples are asked for.
+        route: by which samples are asked for.
         model: the name of the served model.
         max_model_len: longest prompt plus completion, in tokens.
-        label: what the server calls its weights.
-        update_kinds: how new weights can reach it; ("adapter",) if it takes adapters, for reading the base model again
-            would pull it from under them.
-        why_no_updates: None if they can.
+        label: the server's name for its weights.
+        update_kinds: the ways by which new weights can reach it; only ("adapter",) if it takes adapters: they would not
+            fit a base model that is read again.
+        why_no_updates: None if there are ways.
         reuses_prefixes: as far as it is known.
         has_checksums: of whole models.
         has_own_end_tokens: `min_tokens` would withhold more than the request's stop tokens.
@@ -83,7 +83,7 @@ async def shake_hands(
     dtype: str | None,
     max_model_len: int | None,
 ) -> Handshake:
-    """Ask the server; it runs and its weights have a name of ours afterwards, if it lets us name them.
+    """Ask the server; afterwards it runs, and its weights have a name that we gave, if it takes one.
 
     Args:
         address: of the server.
@@ -129,7 +129,7 @@ async def shake_hands(
 
 
 async def _model_card(client: EngineClient, url: str, model: str | None) -> dict[str, Any]:
-    """What `/v1/models` says of the model; adapters, which have a parent, are not asked for."""
+    """Return the entry of `/v1/models` for the model; adapters, which have a parent, are left out."""
     answer = await client.get("/v1/models")
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
@@ -148,7 +148,7 @@ def _length(url: str, card: dict[str, Any]) -> int:
 
 
 async def _info(control: VllmControl | None) -> ServerInfo | None:
-    """How the server was started; None if it does not tell us."""
+    """Return the settings that the server was started with; None if it does not tell."""
     if control is None:
         return None
     try:
@@ -176,7 +176,7 @@ def _why_no_updates(control: VllmControl | None, info: ServerInfo | None, *, is_
 
 
 async def _find_route(client: EngineClient, retries: Retries, *, model: str, vocab_size: int) -> Route:
-    """The first that works, best first.
+    """Return the first route that works, best first.
 
     Raises:
         EngineError: none does; says why, for each.
@@ -201,7 +201,7 @@ def _ask(route: Route, retries: Retries, *, model: str) -> _Ask:
 
 
 class _Ask:
-    """Samples for the handshake, under names of their own; `labels` are those that their tokens carried."""
+    """Samples for the handshake, under a name that no update uses; `labels` are those that the tokens carried."""
 
     def __init__(self, route: Route, retries: Retries, served: Served) -> None:
         self.labels: set[str] = set()
@@ -225,7 +225,7 @@ class _Ask:
 
 
 async def _require_processed(url: str, ask: _Ask) -> None:
-    """Believe samples, and not what the server says: an unknown mode, or a plugin, could change what it means."""
+    """Require logprobs of the sampling distribution, shown by samples: a plugin could change the server's mode."""
     facts = await find_logprob_facts(ask)
     if facts.mode != "processed" or not facts.is_renormalised:
         raise ConfigError(
@@ -235,7 +235,7 @@ async def _require_processed(url: str, ask: _Ask) -> None:
 
 
 async def _label(control: VllmControl | None, ask: _Ask) -> str:
-    """What the server calls its weights from now on; it takes a name of ours if it lets itself be named."""
+    """Return the server's name for its weights; it gets a new one if there is control."""
     if control is not None:
         label = new_name(0)
         await control.set_version(label)

@@ -1,9 +1,8 @@
 """A vLLM server as an engine: token ids in and out over HTTP, and weights that this process changes.
 
-The server is ours (`gspo-gym serve --engine vllm`) or the user's own. What it can do is found out when the engine
-starts; what would spoil training is refused there. Samples may come from another machine, weights are changed on this
-one only (`engine/vllm/control.py`). Tried with vLLM 0.32 on the CPU. Endpoints whose weights are somebody else's:
-`http.py`.
+The server is ours (`gspo-gym serve --engine vllm`) or the user's. Its capabilities are found out when the engine
+starts, and a server that would spoil training is refused there. Samples may come from another machine; weights are
+changed on this one only (`engine/vllm/control.py`). Tried with vLLM 0.32 on the CPU.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from gspo_gym.engine.vllm.versions import ServedVersions
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
 
-# How long a server may take to say that it is well, or to forget an adapter.
+# The time that a server may take to say that it is well, or to forget an adapter.
 _HEALTH_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class VllmHttpSettings:
-    """Where the server is, and how patiently it is asked.
+    """Settings of a server: its addresses, time limits and retries.
 
     Attributes:
         url: "http://127.0.0.1:8000", or "unix:/absolute/path" of a socket.
         vocab_size: token ids of prompts and samples are below it. A server without a tokenizer dies of a larger one.
-        control_url: where its weights are changed, on this machine; None: at `url` if that is on this machine.
+        control_url: for changing its weights, on this machine; None: `url` if that is on this machine.
         model: the name that it serves the model under; None: the only one.
         api_key_env: the environment variable that holds the key, which must then be set; None: no key is sent.
         dtype: in which the server must compute; None: any.
@@ -89,13 +88,13 @@ class VllmHttpSettings:
 class VllmHttpEngine(GatedEngine):
     """Samples from a vLLM server. Made by `start`; use it within one event loop, and close it.
 
-    Between `start` and the first update the server's weights count as version 0, whatever they are. A prompt is salted
-    with the version, so that keys and values computed under other weights are never found again. In flight ("keep") a
-    whole-model update has what is frozen computed again, and every token carries the version that sampled it; an
-    adapter update leaves requests in flight on the adapter that they began with.
+    Between `start` and the first update the server's weights count as version 0. A prompt is salted with the version:
+    keys and values computed under other weights are never found again. In flight ("keep") a whole-model update has the
+    frozen requests computed again, and every token carries the version that sampled it; an adapter update leaves
+    requests in flight on the adapter that they began with.
 
     Attributes:
-        handshake: what the server can do, and why it cannot do more.
+        handshake: the capabilities of the server.
     """
 
     def __init__(
@@ -163,7 +162,6 @@ class VllmHttpEngine(GatedEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """As the handshake found it."""
         found = self.handshake
         can_keep = bool(found.update_kinds) and (found.route.says_versions or "adapter" in found.update_kinds)
         return Capabilities(
@@ -190,7 +188,7 @@ class VllmHttpEngine(GatedEngine):
         session_id: str | None = None,
         deadline_seconds: float | None = None,
     ) -> Completion:
-        """Sample one completion; see `Engine.generate`. Whatever happens on the way, a call gives one sample at most.
+        """Sample one completion; see `Engine.generate`. A call gives one sample at most, also where it is retried.
 
         Raises:
             ConfigError: a temperature, `min_tokens` or JSON schema that the server would not obey.
@@ -217,7 +215,7 @@ class VllmHttpEngine(GatedEngine):
             return await self._sample(prompt, sampling, max_new, session_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Admit nobody; requests in flight end first ("wait") or freeze ("keep"). Then the server is not at work."""
+        """Admit no calls; requests in flight end first ("wait") or freeze ("keep"). Then the server is idle."""
         await super().pause(mode)
         if self._control is not None:
             await self._control.pause(mode)
@@ -225,7 +223,8 @@ class VllmHttpEngine(GatedEngine):
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Have the server read a whole model ("full") or an adapter ("adapter"); see `Engine.apply_weights`.
 
-        When it ends the server goes on, for whoever attests the new weights; the gate lets nothing out before `resume`.
+        Afterwards the server goes on, for the attestation of the new weights; the gate lets no answer out before
+        `resume`.
 
         Raises:
             ConfigError: a kind that is not in the capabilities; says why not.
@@ -251,7 +250,7 @@ class VllmHttpEngine(GatedEngine):
             raise EngineError(f"the weights of version {update.version} could not be loaded: {error}") from error
 
     async def checksums(self) -> Mapping[str, str]:
-        """sha256 of each tensor, by its rank and vLLM's own name; {} without `capabilities.has_checksums`.
+        """Return the sha256 of each tensor, by rank and vLLM's name; {} without `capabilities.has_checksums`.
 
         vLLM fuses tensors, so the digests can be compared with those of another vLLM engine, but not with files. On the
         CPU its linear layers are packed and have none: they must be attested by logprobs. Adapters have none.
@@ -270,7 +269,7 @@ class VllmHttpEngine(GatedEngine):
         self._gate.resume(version)
 
     async def health(self) -> EngineHealth:
-        """How it is; the server is asked."""
+        """Return the state; asks the server."""
         if not self._gate.health().is_alive:
             return self._gate.health()
         try:

@@ -27,22 +27,22 @@ class PlainIpcEngine(IPCWeightTransferEngine):  # type: ignore[misc]  # vLLM is 
     """A worker's end that takes plain handles."""
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-        """What vLLM's own takes (Any: untyped)."""
+        """Return the update that vLLM's own engine takes (Any: untyped)."""
         handles = {gpu: handle_of(values) for gpu, values in update_dict["ipc_handles"].items()}
         return super().parse_update_info({**update_dict, "ipc_handles": handles})
 
 
 def plain_update(update_info: dict[str, Any]) -> dict[str, Any]:
-    """The update of one chunk with plain handles."""
+    """Return the update of one chunk with plain handles."""
     handles = {gpu: plain_of(handle) for gpu, handle in update_info["ipc_handles"].items()}
     return {**update_info, "ipc_handles": handles}
 
 
 def plain_of(handle: tuple[Any, ...]) -> list[Any]:
-    """The values of a handle that are not the same for all (Any: numbers, bytes, shapes).
+    """Return the values of a handle that differ between handles (Any: numbers, bytes, shapes).
 
     Raises:
-        EngineError: it is another handle than torch 2.13 makes of a vector of bytes.
+        EngineError: it is not a handle that torch 2.13 makes of a vector of bytes.
     """
     found = {position: handle[position] for position in _CONSTANTS} if len(handle) == _NUM_ARGUMENTS else {}
     if found != _CONSTANTS:
@@ -58,6 +58,6 @@ def plain_of(handle: tuple[Any, ...]) -> list[Any]:
 
 
 def handle_of(plain: list[Any]) -> tuple[Any, ...]:
-    """The handle of which these are the values."""
+    """Return the handle with these values."""
     values = iter([tuple(value) if isinstance(value, list) else value for value in plain])
     return tuple(_CONSTANTS[position] if position in _CONSTANTS else next(values) for position in range(_NUM_ARGUMENTS))

@@ -15,10 +15,10 @@ BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def binding_of(num_workers: int, cores: Sequence[int]) -> str:
-    """The value of `BINDING` that gives every worker of a processor as many cores as the others, and none twice.
+    """Return the value of `BINDING` that gives every worker of a processor equally many cores, and none twice.
 
-    vLLM's own choice is one NUMA node for each rank of a tensor-parallel model: with fewer nodes it does not start. The
-    copies of a data-parallel one it binds to the same cores. If there are fewer cores than workers, none is bound.
+    vLLM's own choice is one NUMA node for each rank of a tensor-parallel model: with fewer nodes it does not start. It
+    binds the copies of a data-parallel one to the same cores. If there are fewer cores than workers, none is bound.
 
     >>> binding_of(2, [0, 1, 2, 3, 4])
     '0,1|2,3'
@@ -41,7 +41,7 @@ def allowed_cores() -> list[int]:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within, children inherit these variables, too; those that somebody has set already are left as they are."""
+    """Let children started within inherit these variables; those that are set already stay as they are."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -52,9 +52,9 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class SessionRanks:
-    """Which copy of a data-parallel model answers a session: always the same, for it has the session's prefix.
+    """The copies of a data-parallel model that answer sessions: always the same one, because it has the prefix.
 
-    New sessions go round, so that as many new ones as there are copies reach them all.
+    New sessions go round all copies.
 
     >>> ranks = SessionRanks(2)
     >>> [ranks.of(session) for session in ("a", "b", "a", "c", "b", None)]
@@ -67,7 +67,7 @@ class SessionRanks:
         self._rank_of: dict[str, int] = {}
 
     def of(self, session_id: str | None) -> int | None:
-        """The rank of the copy; None, which leaves it to vLLM, without a session or without copies."""
+        """Return the rank of the copy; None, which leaves it to vLLM, without a session or without copies."""
         if session_id is None or self._num_ranks == 1:
             return None
         if session_id not in self._rank_of:
@@ -75,5 +75,5 @@ class SessionRanks:
         return self._rank_of[session_id]
 
     def forget(self, session_id: str) -> None:
-        """The session has ended; unknown ones are fine."""
+        """Forget a session that has ended; unknown ones are fine."""
         self._rank_of.pop(session_id, None)

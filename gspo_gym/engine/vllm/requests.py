@@ -1,4 +1,4 @@
-"""What goes to vLLM for a request and what comes back from it: plain values, checked, without importing vLLM."""
+"""The fields of vLLM's requests and answers: plain values, checked, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Span(Protocol):
 
 
 def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
-    """All fields of vLLM's `SamplingParams` that change a distribution or an end, so that no default of its applies.
+    """Return all fields of vLLM's `SamplingParams` that change a distribution or an end: no default of vLLM applies.
 
-    `max_new` is what `num_tokens_to_sample` gave. Greedy needs no more than temperature 0: vLLM then drops the
+    `max_new` comes from `num_tokens_to_sample`. Greedy needs no more than temperature 0: vLLM then drops the
     truncations and reports logprobs of temperature 1. One logprob is reported for each token, that of the token itself.
 
     Raises:
@@ -64,10 +64,10 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
 
 
 def versions_of(spans: Sequence[Span] | None, num_tokens: int) -> list[int]:
-    """The version of each token, from vLLM's spans.
+    """Return the version of each token, from vLLM's spans.
 
     Raises:
-        EngineError: the spans do not cover the tokens one after another, or a label is not a version of ours.
+        EngineError: the spans do not cover the tokens one after another, or a label is no version number.
     """
     versions: list[int] = []
     is_right = True
@@ -82,10 +82,10 @@ def versions_of(spans: Sequence[Span] | None, num_tokens: int) -> list[int]:
 def finish_reason_of(
     reason: str | None, token_ids: Sequence[int], *, stop_token_ids: tuple[int, ...], max_new: int
 ) -> FinishReason:
-    """Why a completion ended, checked against the tokens.
+    """Return why a completion ended, checked against the tokens.
 
     Raises:
-        EngineError: vLLM gave the request up, or says what the tokens contradict.
+        EngineError: vLLM gave the request up, or the tokens contradict its reason.
     """
     if reason == "stop" and token_ids and token_ids[-1] in stop_token_ids:
         return FinishReason.STOP
@@ -107,7 +107,7 @@ def completion_of(
     versions: Sequence[int],
     vocab_size: int,
 ) -> Completion:
-    """A completion whose fields were checked against each other and the vocabulary.
+    """Return a completion, its fields checked against each other and the vocabulary.
 
     Raises:
         EngineError: lengths differ, a logprob is not finite or positive, or an id is not in the vocabulary.

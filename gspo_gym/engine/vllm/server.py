@@ -1,12 +1,9 @@
-"""A vLLM server as a child of this process: started, waited for, and ended with everything that it started.
+"""A vLLM server as a child of this process, and vLLM's exceptions and dead processes as EngineErrors.
 
-It is vLLM's own OpenAI server with what training needs switched on: exact logprobs of the sampling distribution, the
-route that takes and gives token ids, and the control routes by which weights change. These let whoever reaches them run
-code, whatever key there is, so it listens on loopback or a Unix socket and nowhere else. Read with vLLM 0.32.
-
-What can go wrong with vLLM's own calls, as errors of ours: its many exceptions, and a process that dies unanswered.
-
-Does not import vLLM. Read with vLLM 0.32.
+It is vLLM's OpenAI server with the options for training: exact logprobs of the sampling distribution, the route that
+takes and gives token ids, and the control routes by which weights change. Those run code for any client that reaches
+them, with or without a key, so the server listens on loopback or a Unix socket and nowhere else. Does not import vLLM.
+Read with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -45,14 +42,14 @@ class VllmServer:
     """A server that runs for as long as a `with` block lasts, or between `start` and `stop`.
 
     Args:
-        settings: how it runs the model. Its adapters can be loaded while it runs if `max_lora_rank` > 0.
-        host, port: where it listens; port 0 takes any that is free.
+        settings: of the model. Adapters can be loaded while it runs if `max_lora_rank` > 0.
+        host, port: to listen on; port 0 takes any that is free.
         uds: absolute path of a Unix socket to listen on instead.
-        name: what the model is called in requests.
+        name: of the model in requests.
         api_key_env: environment variable with the key that requests for samples must send; None asks for none.
         python: the interpreter that has vLLM; None: this one.
-        log: the file that its output goes to; None: one that is removed when it stops.
-        start_seconds: how long it may take to answer.
+        log: the file that its output goes to; None: a file that is removed when it stops.
+        start_seconds: until it must answer.
 
     Raises:
         ConfigError: other machines could reach it.
@@ -90,21 +87,21 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """Where it is reached, for `VllmHttpSettings.url`."""
+        """The address, for `VllmHttpSettings.url`."""
         if self._uds is not None:
             return f"unix:{self._uds}"
         return f"http://[{self._host}]:{self._port}" if ":" in self._host else f"http://{self._host}:{self._port}"
 
     @property
     def pid(self) -> int | None:
-        """Of its first process, which leads a group of its own; None while it does not run."""
+        """The id of the first process, which leads a process group; None while it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start it and wait until it answers; takes half a minute at least.
 
         Raises:
-            EngineError: it ended, or did not answer in time; says the end of its log.
+            EngineError: it ended, or did not answer in time; repeats the end of the log.
             MissingExtraError: that interpreter has no vLLM.
         """
         if self._process is not None:
@@ -134,7 +131,7 @@ class VllmServer:
         return self._process.wait()
 
     def log_tail(self) -> str:
-        """The end of its output."""
+        """Return the last lines of the output."""
         try:
             with self._log_path.open("rb") as file:
                 file.seek(max(0, self._log_path.stat().st_size - _LOG_BYTES))
@@ -164,7 +161,7 @@ class VllmServer:
         self.stop()
 
     def command(self) -> list[str]:
-        """The command line that `start` runs."""
+        """Return the command line that `start` runs."""
         assert self._folder is not None, "command: between start and stop"
         # Without a tokenizer and with an empty generation config the server knows no end tokens but a request's own,
         # which `min_tokens` would withhold. (0.32 reads the model's even with `--generation-config vllm`.)
@@ -214,7 +211,7 @@ class VllmServer:
 
 # Any: fields of vLLM's arguments are of many types.
 def flags_of(fields: dict[str, Any]) -> list[str]:
-    """Fields of vLLM's `AsyncEngineArgs` as arguments of its command.
+    """Return fields of vLLM's `AsyncEngineArgs` as arguments of the command.
 
     >>> flags_of({"max_model_len": 512, "enforce_eager": True, "enable_sleep_mode": False, "device_ids": [2, 3]})
     ['--max-model-len', '512', '--enforce-eager', '--no-enable-sleep-mode', '--device-ids', '2,3']
@@ -243,10 +240,8 @@ def _require_reachable_from_here_only(host: str, uds: str | None) -> None:
 
 
 def _free_port(host: str, port: int) -> int:
-    """That port, or any for 0, if nobody listens there: another server's answers would be taken for ours.
-
-    vLLM cannot say which port it took, if it is told to take any.
-    """
+    """Return the port, or any free one for 0, if nothing listens there: its answers would be taken for our server's."""
+    # vLLM does not say which port it took, if it is told to take any.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -258,7 +253,7 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _answers(address: Address) -> bool:
-    """Whether `/health` says that all is well."""
+    """Return whether `/health` says that all is well."""
     parts = urlsplit(address.base_url)
     connection = http.client.HTTPConnection(parts.hostname or "localhost", parts.port, timeout=_HEALTH_SECONDS)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
@@ -272,7 +267,7 @@ def _answers(address: Address) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the leader, which ends its workers; then whatever is left of the group is killed."""
+    """Send SIGTERM to the leader, which ends its workers; then kill the rest of the group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,4 @@
-"""VllmSettings: everything that decides how vLLM runs a model; what is not here is fixed by what training needs.
-
-Read by the engine in this process and by the command that serves one. Does not import vLLM.
-"""
+"""The settings of vLLM that a run may choose; all others are fixed by the needs of training. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -23,31 +20,31 @@ _TOKENS_PER_STEP = 4096  # on the CPU; vLLM's own default there
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """How vLLM runs a model.
+    """Settings of a model that vLLM runs.
 
     Attributes:
         model: folder in transformers layout, or a name that vLLM resolves itself.
         max_model_len: longest prompt plus completion, in tokens.
         dtype: of weights and activations; "auto" is that of the model's files. float32 agrees best with a trainer in
-            float32, and is the one in which agreement can be held to 1e-4.
+            float32: only there can agreement be held to 1e-4.
         max_num_seqs: most requests in work at once; further ones wait.
         tensor_parallel_size: devices that share each layer.
-        data_parallel_size: copies of the model, each on devices of its own; sessions are spread over them.
+        data_parallel_size: copies of the model, on separate devices; sessions are spread over them.
         device_ids: the GPUs for these, numbered as this process sees them; () takes the first. Not for a processor.
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache together; without meaning on the CPU.
         kv_cache_gib: memory for keys and values; None leaves it to `gpu_memory_utilization`, or on the CPU to vLLM's
             own guess, which is a large part of the machine.
         enforce_eager: no compilation, so without a compiler, too, and no CUDA graphs: starts in seconds, decodes more
             slowly.
-        seed: of what no request's seed decides.
+        seed: of everything that no request's seed decides.
         max_lora_rank: > 0 makes weights arrive as LoRA adapters of at most this rank, and no longer as whole models.
         max_loras: adapters that can be in work at once; requests in flight hold on to theirs, so a run that updates in
             flight needs its staleness bound plus 2.
-        enable_prefix_caching: keep keys and values, so that a turn costs its new tokens only.
+        enable_prefix_caching: keep keys and values: a turn costs its new tokens only.
         enable_sleep_mode: let `VllmEngine.sleep` give the memory back; CUDA and ROCm only.
-        structured_output: obey `SamplingParams.json_schema`. vLLM then loads the model's tokenizer, and so knows end
-            tokens of its own, which `min_tokens` would withhold: it must be 0.
-        transfer: how whole models can reach it besides by files; with adapters they cannot.
+        structured_output: obey `SamplingParams.json_schema`. vLLM then loads the model's tokenizer with its end tokens,
+            which `min_tokens` would withhold: it must be 0.
+        transfer: the way by which whole models can reach it besides files; with adapters there is none.
 
     >>> VllmSettings(model="policy", max_model_len=512, max_lora_rank=12)
     Traceback (most recent call last):
@@ -101,7 +98,7 @@ class VllmSettings:
 
     @property
     def model_folder(self) -> Path | None:
-        """The model's folder; None if `model` is a name."""
+        """Return the model's folder; None if `model` is a name."""
         folder = Path(self.model)
         return folder.resolve() if folder.is_dir() else None
 
@@ -111,7 +108,7 @@ class VllmSettings:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def environment(self) -> dict[str, str]:
-        """Variables that vLLM's processes need, unless whoever starts them has set others."""
+        """Return the variables that vLLM's processes need, unless the environment sets others."""
         variables = {"VLLM_NO_USAGE_STATS": "1"}  # else it tells its makers about this machine and the model
         if _sees_gpus():
             return variables

@@ -40,7 +40,7 @@ _ALIGNMENT = 64  # bytes; of each tensor in a chunk, for a tensor cannot begin b
 
 @dataclass
 class SharedMemoryTrainerInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is untyped
-    """What the trainer's end is made of: no chunk is larger than this, unless a single tensor is."""
+    """The settings of the trainer's end: no chunk is larger than this, unless a single tensor is."""
 
     backend: ClassVar[str] = TRANSFER_BACKENDS["shared_memory"]
 
@@ -91,7 +91,7 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  #
 
     @classmethod
     def trainer_init(cls, init_info: SharedMemoryTrainerInfo, *, client: Any, source: Any = None) -> Self:
-        """A trainer's end whose workers are ready."""
+        """Return a trainer's end with workers that are ready."""
         client.init_weight_transfer_engine({})
         return cls(client=client, source=source, chunk_bytes=init_info.chunk_bytes)
 
@@ -137,7 +137,7 @@ class SharedMemoryEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
             self.model.load_weights(update_info.tensors(_mapped(update_info)))
 
     def finish_weight_update(self) -> None:
-        """Complete what is not complete, and what vLLM computes with instead of the weights."""
+        """Complete the weights that are not complete, and the copies that vLLM computes with."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack(self.model)
 
@@ -149,7 +149,7 @@ WeightTransferTrainerFactory.register_engine(SharedMemoryTrainerInfo.backend, Sh
 
 
 def plan_chunks(metadata: Sequence[TensorMeta], chunk_bytes: int) -> Iterator[list[TensorMeta]]:
-    """Split tensors into chunks of at most that many bytes, in order; a larger one has a chunk of its own."""
+    """Split tensors into chunks of at most that many bytes, in order; a larger one is a chunk alone."""
     chunk: list[TensorMeta] = []
     for meta in metadata:
         if chunk and _layout([*chunk, meta])[1] > chunk_bytes:
@@ -161,7 +161,7 @@ def plan_chunks(metadata: Sequence[TensorMeta], chunk_bytes: int) -> Iterator[li
 
 
 def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
-    """Where each tensor begins, and where the last one ends."""
+    """Return the offset of each tensor, and the end of the last one."""
     offsets, end = [], 0
     for meta in metas:
         offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -171,7 +171,7 @@ def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
 
 @contextmanager
 def _written(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
-    """The next tensors in memory that others can open by its path until this ends."""
+    """Hold the next tensors in memory that other processes can open by its path until this ends."""
     offsets, end = _layout(metas)
     num_bytes = max(end, 1)  # nothing cannot be mapped
     file = os.memfd_create("gspo_gym-weights")
@@ -204,6 +204,6 @@ def _write(file: int, offset: int, tensor: Tensor) -> None:
 
 
 def _mapped(chunk: Chunk) -> Tensor:
-    """A chunk's memory, [num_bytes] uint8; what is written to it stays here."""
+    """Return a chunk's memory, [num_bytes] uint8; writes to it stay in this process."""
     with open(chunk.path, "rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), chunk.num_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)

@@ -1,12 +1,12 @@
 """Weights handed to vLLM's workers in memory, through vLLM's own weight transfer interface.
 
 vLLM has a trainer's end, which sends a source's tensors, and a worker's end, which loads them; they meet through a
-client of four calls. Here are the source, the client, and what a transfer needs around it: a thread, and an end when
-either side fails; that vLLM dies is seen by who asks for the transfer (`vllm_commands`). By backend:
+client of four calls. Here are the source, the client, a thread for the transfer, and an end when either side fails.
+By backend:
 
-* "ipc": vLLM on the learner's own GPU maps a buffer of the learner's (CUDA IPC).
+* "ipc": vLLM on the learner's GPU maps a buffer of the learner (CUDA IPC).
 * "nccl": vLLM on other GPUs gets packed broadcasts.
-* "shared_memory": through this machine's memory (`engine/vllm/shared_memory.py`), the one that a processor can take.
+* "shared_memory": through this machine's memory (`engine/vllm/shared_memory.py`); the only backend for a processor.
 
 "ipc" and "nccl" were not run on a GPU: they were written from the source of vLLM 0.32, and tested as far as a processor
 goes.
@@ -56,7 +56,7 @@ class WeightTransfer:
 
         Raises:
             EngineError: they are not the model's, which is seen before any is sent; or the workers or the source
-                failed, and the workers hold nobody knows what.
+                failed, and the weights of the workers are not known.
         """
         shapes = {meta.name: meta.shape for meta in tensors.metadata()}
         require_tensors(shapes, self._settings.model_folder, where="the weights to be handed over")
@@ -88,7 +88,7 @@ class WeightTransfer:
             self._trainer.send_weights()
 
     def _open(self, tensors: TensorSource) -> Any:
-        """vLLM's trainer's end, whose workers are ready (Any: untyped)."""
+        """Return vLLM's trainer's end, with workers that are ready (Any: untyped)."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         info = trainer_info(self._settings, tensors)
@@ -96,9 +96,9 @@ class WeightTransfer:
 
 
 def trainer_info(settings: VllmSettings, tensors: TensorSource) -> Any:
-    """What vLLM's trainer's end is made of (Any: one of its untyped `TrainerInitInfo`), for that backend.
+    """Return the settings of vLLM's trainer's end for a backend (Any: an untyped `TrainerInitInfo`).
 
-    Tensors are packed, so that memory for a transfer is bounded. All ends are on this machine.
+    Tensors are packed, which bounds the memory for a transfer. All ends are on this machine.
     """
     buffer_bytes = max(CHUNK_BYTES, *(math.prod(meta.shape) * meta.dtype.itemsize for meta in tensors.metadata()))
     if settings.transfer == "ipc":
@@ -122,9 +122,9 @@ def trainer_info(settings: VllmSettings, tensors: TensorSource) -> Any:
 
 
 class _Source:
-    """What is sent next, to a trainer's end that was made once: the part of vLLM's `WeightSource` that dense ones ask.
+    """The tensors to be sent next, as the part of vLLM's `WeightSource` that dense models need.
 
-    Its metadata agrees with its iteration element for element: by it the workers cut what they receive.
+    Its metadata agrees with its iteration element for element: the workers cut the received bytes by it.
     """
 
     tensors: TensorSource
@@ -171,7 +171,7 @@ class _Client:
         self._wait_for(partial(self._llm.update_weights, WeightTransferUpdateRequest(update_info)))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002 vLLM's signature
-        """End an update; the version is the engine's affair."""
+        """End an update; the engine keeps the version."""
         self._wait_for(self._llm.finish_weight_update)
 
     def require_sound(self) -> None:
@@ -212,7 +212,7 @@ class _Client:
 
 
 def _in_thread(work: Callable[[], object]) -> asyncio.Future[None]:
-    """Do it in a thread of its own, without which the process can end: NCCL may never let go of it."""
+    """Run the work in a daemon thread, without which the process can end: NCCL may never return."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
@@ -229,7 +229,7 @@ def _in_thread(work: Callable[[], object]) -> asyncio.Future[None]:
 
 @contextlib.contextmanager
 def _on_device(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one of this thread, with nothing left to be written there: packing has its own streams."""
+    """Make a GPU the current one of this thread, with all its writes done: packing uses other streams."""
     if device.type != "cuda":
         yield
         return

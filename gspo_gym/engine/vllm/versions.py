@@ -1,8 +1,8 @@
-"""Which weights a vLLM server samples with: names that say so, and the versions that stand behind them.
+"""The names of a vLLM server's weights, and the versions behind them.
 
 Every update gets a name that was never used before, on this server or by another client: it is the label of the
-weights, the name of the adapter and the salt of the prefix cache in one. So a token's label proves whose update it was
-sampled under, and nothing that was computed under other weights is ever found again.
+weights, the name of the adapter and the salt of the prefix cache in one. So a token's label proves the update that it
+was sampled under, and nothing that was computed under other weights is ever found again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class ServedVersions:
     """The names, from one update to the next.
 
     Args:
-        control: changes them; None if nobody here can.
-        model: the name of the served model itself.
-        label: what the server calls its weights now.
-        has_adapters: updates are adapters; the served model's own weights never change.
+        control: changes them; None: they cannot be changed here.
+        model: the name of the served model.
+        label: the server's present name for its weights.
+        has_adapters: updates are adapters; the weights of the served model never change.
 
     Attributes:
-        current: what requests that begin now are sampled with.
+        current: the weights that sample requests that begin now.
     """
 
     def __init__(self, control: VllmControl | None, *, model: str, label: str, has_adapters: bool) -> None:
@@ -40,12 +40,12 @@ class ServedVersions:
         self._in_flight: Counter[str] = Counter()  # by name of the adapter
 
     def begin(self) -> Served:
-        """A request begins; `end` follows."""
+        """Begin a request; `end` follows."""
         self._in_flight[self.current.model] += 1
         return self.current
 
     async def end(self, served: Served) -> None:
-        """The request has ended. An adapter that no request uses is unloaded, unless it is the current one."""
+        """End a request. An adapter that no request uses is unloaded, unless it is the current one."""
         self._in_flight[served.model] -= 1
         if served.model != self.current.model:
             await self._unload_unused()
@@ -65,7 +65,7 @@ class ServedVersions:
         await self._unload_unused()
 
     async def relabel(self, version: int) -> None:
-        """The served model's weights are now this version: everything that is sampled from now on carries it."""
+        """Make this the version of the served model's weights, for all samples from now on."""
         name = new_name(version)
         self.current = Served(version=version, model=self.current.model, salt=name)
         if self._control is None:  # the same weights under the same label
@@ -79,7 +79,7 @@ class ServedVersions:
 
         Raises:
             AnswerError: the spans do not cover the tokens one after another.
-            EngineError: somebody else has changed the server's weights.
+            EngineError: another client has changed the server's weights.
         """
         num_tokens = len(sampled.completion.token_ids)
         if not sampled.versions:  # a route that does not say; no request is in flight while weights change
@@ -111,5 +111,5 @@ class ServedVersions:
 
 
 def new_name(version: int) -> str:
-    """A name that no other update has; an identity, not randomness."""
+    """Return a name that no other update has; an identity, not randomness."""
     return f"policy-v{version}-{uuid.uuid4().hex[:12]}"

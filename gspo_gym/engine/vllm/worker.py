@@ -28,11 +28,11 @@ class WorkerExtension:
 
 
 def repack(model: Any) -> None:
-    """Make every repacked copy of weights again, of a model of vLLM's (Any) whose weights have just changed.
+    """Make every repacked copy of weights again, of a vLLM model (Any) with weights that have just changed.
 
-    On the CPU vLLM computes with such copies. Its own reload repacks what it loaded, but an output head that is tied to
+    On the CPU vLLM computes with such copies. The reload repacks what it loaded, but an output head that is tied to
     the embeddings is not among that: it would go on with the old ones (seen in 0.32.0: a model that is neither the old
-    nor the new, by half a nat). So every copy whose original is still there is made again.
+    nor the new, by half a nat). So every copy is made again if the original is still there.
     """
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and layer.weight.numel():
