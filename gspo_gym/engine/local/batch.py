@@ -1,14 +1,7 @@
-"""The batch, one step at a time: who waits, who runs, who leaves. No threads: `engine/local/engine.py` drives it.
+"""The batch, one step at a time: requests that wait, run and leave, and the slots of the cache that they own.
 
-How a model is run, and what is kept of a sequence, is the business of the two kinds of batch there are: `batcher.py`'s
-for most models, and `general.py`'s for all others.
-
-Who owns which slot of the cache: requests in work, and sessions that wait for their next turn.
-
-Slots of waiting sessions are given away least recently used first when nothing else is left; their session then starts
-over by reading its prompt again. Bookkeeping only, no tensors; called by the batcher.
-
-How much of a sequence an engine keeps for its later tokens: a word that the batches and `LocalEngine` share.
+No threads: `engine/local/engine.py` drives it. The two kinds of batch, in `batcher.py` for most models and `general.py`
+for all others, decide how a model is run and how much of a sequence is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that left, with its completion or with what kept it from one."""
+    """A request that left, with its completion or an error."""
 
     request: Request
     result: Completion | EngineError
@@ -53,10 +46,10 @@ class Finished:
 
 @dataclass(slots=True)
 class Counters:
-    """What a batch has done since it was made: steps, and tokens by how they came about.
+    """Steps of a batch since it was made, and tokens by their origin.
 
     `num_read_tokens` were computed from prompts (each time, if nothing is kept of a sequence), `num_kept_tokens` were
-    found in the session's own slot, `num_copied_tokens` in another one's.
+    found in the session's slot, `num_copied_tokens` in that of another session.
     """
 
     num_steps: int = 0
@@ -96,18 +89,18 @@ class Batch(ABC):
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, wherever it is; what it computed stays with its session. Finished ones are fine."""
+        """Drop a request that waits or runs; its keys and values stay with its session. Finished ones are fine."""
         if request in self._waiting:
             self._waiting.remove(request)
         for slot in [slot for slot, other in self._requests.items() if other is request]:
             self._leave(np.array([slot]))
 
     def end_session(self, session_id: str) -> None:
-        """Free what is kept for a session."""
+        """Free the slot that is kept for a session."""
         self._slots.end_session(session_id)
 
     def update_weights(self, version: int) -> None:
-        """Sample under the model's present weights from now on; all that was kept of any sequence is dropped.
+        """Sample under the model's present weights from now on; nothing is kept of any sequence.
 
         Raises:
             EngineError: a request is in flight.
@@ -128,7 +121,7 @@ class Batch(ABC):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Run one step; returns who left."""
+        """Run one step; return the requests that left."""
         if self.shared.weights_changed() or (self._is_unchecked and self.shared.contents_changed()):
             return self.fail_all(
                 f"the model's weights changed since version {self.weight_version} was published, so keys and values in "
@@ -142,7 +135,7 @@ class Batch(ABC):
     @property
     @abstractmethod
     def caching(self) -> Caching:
-        """What is kept of a sequence, under the present weights."""
+        """The part of a sequence that is kept, under the present weights."""
 
     @abstractmethod
     def _admit(self) -> None:
@@ -154,14 +147,14 @@ class Batch(ABC):
 
     @abstractmethod
     def _forget(self, slot: int) -> None:
-        """Drop what a slot holds: it is poisoned."""
+        """Drop the contents of a slot, which are poisoned."""
 
     @abstractmethod
     def _forget_all(self) -> None:
-        """Drop what all slots hold: it was computed under other weights."""
+        """Drop the contents of all slots, which were computed under other weights."""
 
     def _sample(self, due: NextLogits) -> list[Finished]:
-        """Sample a token for each of these slots, and let those leave that are done or whose logits are not finite."""
+        """Sample a token for each of these slots; those that are done or have logits that are not finite leave."""
         slots = due.slots
         sampled = sample(due.logits, self._rows.sampling(slots, self.shared.device))
         token_ids, logprobs = sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy()
@@ -191,7 +184,8 @@ class Batch(ABC):
 class SlotTable:
     """Slots 0 .. max_slots - 1, each free, in work, or kept for a session between two of its requests.
 
-    Low numbers are handed out first, so that the slots in work lie close together and can be read in place.
+    Slots of waiting sessions are given away, least recently used first, when no other is left; their session then
+    reads its prompt again.
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -210,17 +204,17 @@ class SlotTable:
         return self.num_used - len(self._kept)
 
     def is_used(self, slot: int) -> bool:
-        """Whether the slot is in work or kept."""
+        """Return whether the slot is in work or kept."""
         return slot not in self._free
 
     def acquire(self, session_id: str | None) -> int | None:
-        """A slot for a request: its session's own, else a free one, else the longest-waiting session's; None if none.
+        """Take a slot for a request: its session's, else a free one, else the longest-waiting session's; None if none.
 
         If another request of the same session is in work, this one is served as if it had no session.
         """
         slot = self._kept.pop(session_id, None) if session_id is not None else None
         if slot is None and self._free:
-            slot = min(self._free)
+            slot = min(self._free)  # slots in work then lie close together and can be read in place
             self._free.remove(slot)
         if slot is None and self._kept:
             _, slot = self._kept.popitem(last=False)
@@ -229,11 +223,11 @@ class SlotTable:
         return slot
 
     def kept_slot(self, session_id: str | None) -> int | None:
-        """The slot that waits for the session's next request, if there is one."""
+        """Return the slot that waits for the session's next request, if there is one."""
         return self._kept.get(session_id) if session_id is not None else None
 
     def release(self, slot: int) -> None:
-        """The request in this slot is done: keep the slot for its session, or free it."""
+        """End the request in this slot: keep the slot for its session, or free it."""
         session_id = self._session_of.pop(slot, None)
         if session_id is None:
             self._free.add(slot)
@@ -248,16 +242,16 @@ class SlotTable:
         self._session_of = {slot: other for slot, other in self._session_of.items() if other != session_id}
 
     def forget_sessions(self) -> None:
-        """Free the slots of all waiting sessions: what they hold is of no more use."""
+        """Free the slots of all waiting sessions."""
         self._free.update(self._kept.values())
         self._kept.clear()
 
 
 class Caching(enum.StrEnum):
-    """What is kept of a sequence, in whatever cache there is.
+    """The part of a sequence that is kept for its later tokens.
 
-    TURNS: all of it; a turn reads its new tokens only. TOKENS: all of it until its turn ends; the next one reads the
-    history again. NONE: nothing; every token reads it again.
+    TURNS: all of it; a turn reads its new tokens only. TOKENS: all of it until its turn ends; the next turn reads the
+    history again. NONE: nothing; every token reads the sequence again.
     """
 
     TURNS = "turns"

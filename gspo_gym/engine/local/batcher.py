@@ -1,7 +1,7 @@
 """The batch of most models: continuous batching over slots of keys and values, all tokens of a step packed.
 
 A step is one forward pass over all tokens that are due: one for each request that is sampling, and the unread part of
-the prompts of those that have just joined. Whoever samples its last token leaves at the end of the step.
+the prompts of those that have just joined. A request that samples its last token leaves at the end of the step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Batcher(Batch):
         return Caching.TURNS
 
     def _admit(self) -> None:
-        """Give waiting requests slots, first come first served, and what the cache already holds of their prompts.
+        """Give waiting requests slots, first come first served, and the parts of their prompts that the cache holds.
 
-        A request whose beginning is being read in this very step for another waits a step, and copies it then.
+        A request with a beginning that is being read in this very step for another waits a step, and copies it then.
         """
         if self._waiting:  # all at once: growing step by step would copy what is there each time
             self._cache.reserve(min(self._slots.num_used + len(self._waiting), self._cache.max_slots), 1)
@@ -73,7 +73,7 @@ class Batcher(Batch):
         self._waiting.extendleft(reversed(postponed))
 
     def _is_soon_shared(self, prompt: Int32Array, length: int) -> bool:
-        """Whether a prompt that is being read now begins with the same `length` tokens."""
+        """Return whether a prompt that is being read now begins with the same `length` tokens."""
         if length > len(prompt):
             return False
         beginning = prompt[:length].tobytes()
@@ -124,7 +124,7 @@ class Batcher(Batch):
         return plan
 
     def _forward(self, plan: _Plan) -> torch.Tensor:
-        """Logits [R, V]: of the decoding slots, then of those whose prompt is completed."""
+        """Return logits [R, V]: of the decoding slots, then of those that have completed their prompt."""
         decoding, cache, device = plan.decoding, self._cache, self.shared.device
         num_single = len(decoding)
         num_packed = plan.spans[-1].stop if plan.spans else num_single

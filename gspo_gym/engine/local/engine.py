@@ -1,8 +1,7 @@
 """A transformers model in this process as an engine: the embedded default, on CPU or CUDA.
 
-Continuous batching in a thread of its own; the model is the learner's, weights and all. An episode's keys and values
-stay between its turns, so a turn costs its new tokens only. Models that cannot be run so are run more slowly, not
-refused. What it is not: a server.
+Continuous batching in a separate thread; the model is the learner's, weights and all. An episode's keys and values stay
+between its turns, so a turn costs its new tokens only. Models that cannot be run so are run more slowly, not refused.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunPath:
-    """How an engine runs its model.
+    """The way in which an engine runs its model.
 
     Attributes:
         name: "packed": all tokens of a step in one forward pass, keys and values in the engine's slots. "general": the
-            model as it is, much slower with many requests at once.
+            unchanged model, much slower with many requests at once.
         reason: why the model cannot be run packed; None if it is.
-        caching: what is kept of a sequence; of a general one, a new version of the weights may change it.
+        caching: the part of a sequence that is kept; with "general", a new version of the weights may change it.
     """
 
     name: Literal["packed", "general"]
@@ -61,8 +60,8 @@ class LocalEngine(GatedEngine):
     """Samples from a transformers causal language model, many requests at once.
 
     Every token's logprob is computed in float32 from the logits that it was sampled from. The same prompt, weights and
-    seed give the same tokens whatever else runs, up to rounding: the shape of a batch changes float32 logits by about
-    1e-6, so a draw within that of the boundary between two tokens may fall either way.
+    seed give the same tokens in any batch, up to rounding: the shape of a batch changes float32 logits by about 1e-6,
+    so a draw that close to the boundary between two tokens may fall either way.
 
     >>> from gspo_gym.policy.load import load_policy
     >>> policy = load_policy("tiny:qwen3-64")
@@ -89,15 +88,14 @@ class LocalEngine(GatedEngine):
 
         Args:
             model: a transformers causal language model or a PEFT model around one (Any: both are untyped). Its modes,
-                hooks and attention are left alone; its weights are read whenever something is sampled. `path` says
-                whether it is run the fast way, and if not, why.
+                hooks and attention are left alone; its weights are read whenever something is sampled.
             max_model_len: longest prompt plus completion, in tokens. Memory for keys and values grows with use, up to
                 `max_batch_size` sequences of this length.
             max_batch_size: most requests in work plus sessions kept between turns; further requests wait, and take the
                 place of the session that has waited longest.
-            device: where the model is expected to be; None asks nothing.
-            source: the learner's model, if `model` is a copy of it (equal names and shapes) so that sampling may go on
-                while the learner changes its own; an update copies its weights. None: `model` is the learner's.
+            device: that the model must be on; None: any.
+            source: the learner's model, if `model` is a copy of it (equal names and shapes), which can sample while the
+                learner changes the original; an update copies the weights. None: `model` is the learner's.
 
         Raises:
             ConfigError: the model is no causal language model, or cannot read so many tokens, or is not on that device.
@@ -132,13 +130,13 @@ class LocalEngine(GatedEngine):
 
     @property
     def path(self) -> RunPath:
-        """How the model is run."""
+        """The way in which the model is run."""
         name: Literal["packed", "general"] = "packed" if self._reason is None else "general"
         return RunPath(name, self._reason, self._worker.batch.caching)
 
     @property
     def counters(self) -> Counters:
-        """What the engine has done so far: a copy of its counters."""
+        """A copy of the counters."""
         return replace(self._worker.batch.counters)
 
     async def generate(
@@ -151,11 +149,11 @@ class LocalEngine(GatedEngine):
     ) -> Completion:
         """Sample one completion; see `Engine.generate`.
 
-        Sampling stops at `max_model_len` as at `max_tokens`. A session whose prompt does not extend its earlier tokens
-        loses nothing but time: what the two have in common is reused.
+        Sampling stops at `max_model_len` as at `max_tokens`. A session with a prompt that does not extend its earlier
+        tokens only loses time: their common prefix is reused.
 
         Raises:
-            ConfigError: a JSON schema is to be obeyed.
+            ConfigError: there is a JSON schema.
             ContextOverflowError: the prompt leaves no room for a single token.
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: the logits are not finite, the weights changed without an update, a prompt token is not in the
@@ -185,7 +183,7 @@ class LocalEngine(GatedEngine):
         self._worker.post(lambda batch: batch.end_session(session_id))
 
     async def apply_weights(self, update: WeightUpdate) -> None:
-        """Take the learner's present weights, as `update.version`; everything computed under others is dropped.
+        """Take the learner's present weights, as `update.version`; everything computed under older ones is dropped.
 
         Raises:
             EngineError: the engine is not paused, closed or dead. ConfigError: the weights are in a folder.
@@ -196,7 +194,7 @@ class LocalEngine(GatedEngine):
         await self._do(lambda batch: self._take(batch, update.version))
 
     async def health(self) -> EngineHealth:
-        """How it is."""
+        """Return the state; see `Engine.health`."""
         return self._gate.health(self._worker.failure)
 
     def _take(self, batch: Batch, version: int) -> None:
@@ -208,7 +206,7 @@ class LocalEngine(GatedEngine):
         batch.update_weights(version)
 
     async def _do(self, command: Callable[[Batch], object]) -> None:
-        """Run a command in the engine's thread, between two steps, also if this is cancelled; raises what it raises."""
+        """Run a command in the engine's thread, between two steps, also if this is cancelled."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = object()
 
@@ -224,13 +222,13 @@ class LocalEngine(GatedEngine):
         await answer
 
     async def close(self) -> None:
-        """Stop the thread. Requests in flight, and all later calls, raise EngineError."""
+        """Stop the thread. Requests in flight, and later calls, raise EngineError."""
         self._gate.close()
         await asyncio.to_thread(self._stop)
 
 
 def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
-    """A batch that runs the model packed if it can be, else as it is; and why it cannot, else None."""
+    """Return a batch that runs the model packed if possible, else unchanged, and why it is not packed, else None."""
     check_length(inner_model(model), max_model_len)
     try:
         packed = PackedModel(model, max_model_len=max_model_len)
@@ -277,11 +275,11 @@ class _Worker:
             self._changed.notify()
 
     def forget(self, key: object) -> None:
-        """Drop the future that a key names: nobody waits for it any more. Unknown keys are fine."""
+        """Drop the future that a key names, which is no longer awaited. Unknown keys are fine."""
         self._futures.pop(key, None)
 
     def settle(self, results: list[tuple[object, object]]) -> None:
-        """Give (key, result) pairs to those who wait, with one wake-up for each of their event loops."""
+        """Settle the futures of (key, result) pairs, with one wake-up for each of their event loops."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]] = {}
         for key, result in results:
             future = self._futures.pop(key, None)
@@ -293,7 +291,7 @@ class _Worker:
 
     @property
     def failure(self) -> str | None:
-        """What ended the thread before it was told to; None if nothing did."""
+        """Why the thread ended before it was told to; None if it did not."""
         with self._changed:
             return None if self._failure is None else f"the engine's thread died: {self._failure!r}"
 
@@ -304,7 +302,7 @@ class _Worker:
             self._changed.notify()
 
     def run(self) -> None:
-        """The thread."""
+        """Run steps and commands until `close`; the thread's function."""
         reason = "the engine was closed"
         try:
             while self._take_commands():
@@ -318,7 +316,7 @@ class _Worker:
         self.settle([(key, EngineError(reason)) for key in waiting])
 
     def _take_commands(self) -> bool:
-        """Wait for something to do and run what was posted; False when it is time to end."""
+        """Wait for work and run the posted commands; return False when the thread must end."""
         with self._changed:
             while not (self._commands or self._is_closing or self.batch.num_in_flight):
                 self._changed.wait()

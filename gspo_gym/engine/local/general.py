@@ -1,7 +1,7 @@
 """The batch of models that the engine cannot run packed: one forward pass for each sequence, or all of all sequences.
 
-Slower than `batcher.py`'s and good for any causal language model; `plain_model.py` says what a model's own cache is
-good for. Sequences never share a cache, so a request's logprobs are the same whatever else runs.
+Slower than that of `batcher.py`, and good for any causal language model; `plain_model.py` finds out how much a model's
+cache can keep. Sequences never share a cache, so a request's logprobs do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MAX_READ_TOKENS = 4096  # of prompts that join in one step, but for the first: 
 
 @dataclass(slots=True)
 class _Held:
-    """What a slot holds: the model's cache, and the tokens [T] it was computed from."""
+    """The contents of a slot: the model's cache, and the tokens [T] that it was computed from."""
 
     state: KeptState | None = None
     tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 class GeneralBatch(Batch):
-    """Requests in work, each with a cache of its own, or none at all."""
+    """Requests in work, each with a separate cache, or all without."""
 
     def __init__(self, model: PlainModel, *, max_batch_size: int) -> None:
         super().__init__(model.shared, max_batch_size=max_batch_size)
@@ -61,7 +61,7 @@ class GeneralBatch(Batch):
             budget -= len(request.prompt) - self._num_kept(slot, request)
 
     def _num_kept(self, slot: int, request: Request) -> int:
-        """How many leading tokens of the prompt need not be read again; what is of no use to it is dropped."""
+        """Return how many leading tokens of the prompt need not be read again; a useless cache is dropped."""
         held = self._held.get(slot, _Held())
         num_new = len(request.prompt) - len(held.tokens)
         is_extendable = num_new == 1 or (num_new > 1 and self._model.caching is Caching.TURNS)

@@ -1,14 +1,9 @@
-"""Keys and values of one layer, and the attention of single new tokens to them: two layouts of the same thing.
+"""Keys and values of many sequences, one slot each, with their tokens, and the attention of single new tokens to them.
 
-`PlainStore` is the usual [S, H, T, D] with torch's fused attention, for CUDA and half precision. `BlockStore` is for
-float32 on a CPU, where a step is bound by memory: it reads each sequence's own keys and values once, and no padding.
-S, H, T, D = slots, key/value heads, tokens, head size; G = query heads to a key head, R = rows that add a token.
-
-Keys and values of many sequences, one slot each, and the tokens they were computed from.
-
-Who owns a slot is `engine/local/batch.py`'s business, and how a layer lies in memory `kv_store.py`'s. The tokens kept
-beside the keys are what makes reuse safe: a prefix is reused where its tokens are equal, never because somebody says
-so.
+Two layouts of a layer: `PlainStore` is the usual [S, H, T, D] with torch's fused attention, for CUDA and half
+precision. `BlockStore` is for float32 on a CPU, where a step is bound by memory: it reads each sequence's keys and
+values once, and no padding. S, H, T, D = slots, key/value heads, tokens, head size; G = query heads to a key head, R =
+rows that add a token. The tokens kept beside the keys make reuse safe: a prefix is reused only where they are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ _COST_OF_GATHERING = 3  # reading, writing and reading again, against reading a 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks of attention.
+    """The options of a layer's attention.
 
     Attributes:
         scale: multiplies the scores.
@@ -50,7 +45,7 @@ class AttentionOptions:
 class SingleRows:
     """The sequences that add one token: their slots, ascending, and their lengths with the new token.
 
-    What the layers derive from them is kept in `plans`, so that it is made once a step and not once a layer.
+    `plans` keeps what the layers derive from them, which is then computed once a step and not once a layer.
     """
 
     slots: Int64Array
@@ -71,15 +66,15 @@ class KeyValueStore(Protocol):
         ...
 
     def read(self, slots: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [n, H, length, D] of n slots."""
+        """Return keys and values [n, H, length, D] of n slots."""
         ...
 
     def attend_singles(self, rows: SingleRows, queries: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """[R, H * G, D]: each row's one query [R, H * G, D] against all that its slot holds."""
+        """Return [R, H * G, D]: each row's one query [R, H * G, D] against all keys in its slot."""
         ...
 
     def resize(self, num_slots: int, num_tokens: int) -> None:
-        """Grow to that many slots and tokens; what was never written is zero."""
+        """Grow to that many slots and tokens; positions that were never written are zero."""
         ...
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -96,7 +91,7 @@ class KeyValueStore(Protocol):
 
 
 def make_store(keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> KeyValueStore:
-    """The faster store for tensors like these samples [N, H, D]."""
+    """Return the faster store for tensors like these samples [N, H, D]."""
     if keys.device.type == "cpu" and keys.dtype == torch.float32:
         return BlockStore(keys, values, num_slots, num_tokens)
     return PlainStore(keys, values, num_slots, num_tokens)
@@ -111,9 +106,9 @@ def masked_scores(scores: torch.Tensor, mask: torch.Tensor, options: AttentionOp
 
 @dataclass(frozen=True, slots=True)
 class _PlainPlan:
-    """How to read the rows' keys: gathered from `slots`, or in place from the contiguous slots [first, last).
+    """A plan for reading the rows' keys: gathered from `slots`, or in place from the contiguous slots [first, last).
 
-    `place` [R] is each row's place among the slots read, None if that is its own number; `mask` [read, 1, 1, length].
+    `place` [R] is each row's place among the slots read, None if that is its number; `mask` [read, 1, 1, length].
     """
 
     slots: torch.Tensor | None
@@ -141,7 +136,7 @@ class PlainStore:
         return keys.index_select(0, slots), values.index_select(0, slots)
 
     def attend_singles(self, rows: SingleRows, queries: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """Grouped query heads attend as if they were positions, so that no key is repeated."""
+        # Grouped query heads attend as if they were positions: no key is repeated.
         key = ("plain", options.window, queries.dtype)
         plan = rows.plans.get(key)
         if plan is None:
@@ -212,10 +207,10 @@ def _plan_plain(rows: SingleRows, window: int | None, dtype: torch.dtype) -> _Pl
 
 @dataclass(frozen=True, slots=True)
 class _BlockPlan:
-    """Which blocks the rows read. E = (row, query head, block) triples; width = blocks of the longest row.
+    """The blocks that the rows read. E = (row, query head, block) triples; width = blocks of the longest row.
 
     Attributes:
-        query_rows: [E] which of the queries, [R * H * G, D], each triple asks.
+        query_rows: [E] the query of each triple, among [R * H * G, D].
         key_rows, key_bags: the rows of the keys as [S * H * T / BLOCK * D, BLOCK] that each triple sums, and where its
             sum starts.
         value_rows, value_bags: the rows of the values as [S * H * T, D] that each (row, query head) sums.
@@ -236,9 +231,9 @@ class BlockStore:
     """Keys as [S, H, T / BLOCK, D, BLOCK], values as [S, H, T / BLOCK, BLOCK, D]; float32 on a CPU.
 
     Scores of a block are a sum of D rows of keys weighted by the query, the output a sum of rows of values weighted by
-    the probabilities; and a weighted sum of rows at given indices is what `embedding_bag` computes, one bag a sum. Its
-    kernel streams rows at memory speed. Measured on one AVX-512 core at 64 sequences of 100 to 300 tokens: 2.4 to 3.4
-    times as fast as `scaled_dot_product_attention`, whose matrix products are too thin and read the padding too.
+    the probabilities; and `embedding_bag` computes weighted sums of rows at given indices, one bag a sum. Its kernel
+    streams rows at memory speed. Measured on one AVX-512 core at 64 sequences of 100 to 300 tokens: 2.4 to 3.4 times as
+    fast as `scaled_dot_product_attention`, with its thin matrix products that read the padding too.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> None:
@@ -306,7 +301,7 @@ class BlockStore:
 
 
 def _untouched_zeros(*shape: int) -> torch.Tensor:
-    """float32 zeros whose memory the system provides when it is first used: numpy asks for it so, torch fills it."""
+    """Return float32 zeros that take memory when first used: numpy leaves it to the system, torch fills it."""
     return torch.from_numpy(np.zeros(shape, np.float32))
 
 
@@ -347,7 +342,7 @@ _FIRST_TOKENS = 256
 class SlotCache:
     """Per layer a store of keys and values, all growing on demand by doubling their slots and tokens.
 
-    A layer's store is made when it writes first, so heads, sizes and dtype are whatever the model produces. Positions
+    A layer's store is made when it writes first, with the heads, sizes and dtype that the model produces. Positions
     that were never written hold zeros: masked positions are multiplied by a probability of 0, and 0 * NaN would be NaN.
 
     Attributes:
@@ -394,12 +389,12 @@ class SlotCache:
         np.maximum.at(self.lengths, slots, positions + 1)
 
     def common_prefix(self, slot: int, prompt: Int32Array) -> int:
-        """How many leading tokens of `prompt` the slot holds."""
+        """Return how many leading tokens of `prompt` the slot holds."""
         length = min(int(self.lengths[slot]), len(prompt))
         return first_difference(self.tokens[slot, :length], prompt[:length])
 
     def longest_prefix(self, prompt: Int32Array) -> tuple[int, int]:
-        """The slot that holds most leading tokens of `prompt`, and how many; (0, 0) if none holds any."""
+        """Return the slot that holds most leading tokens of `prompt`, and how many; (0, 0) if none holds any."""
         width = min(len(prompt), self.tokens.shape[1], int(self.lengths.max(initial=0)))
         if width == 0:
             return 0, 0
@@ -417,7 +412,7 @@ class SlotCache:
         self.lengths[target] = length
 
     def wipe(self, slot: int) -> None:
-        """Forget a slot and overwrite it, so that no NaN in it can reach a later owner's masked positions."""
+        """Forget a slot and overwrite it: a NaN in it would reach a later owner's masked positions."""
         self.lengths[slot] = 0
         for store in self._layers.values():
             store.wipe(slot)
@@ -438,7 +433,7 @@ def _doubled(size: int, needed: int, limit: int) -> int:
 
 
 def first_difference(a: Int32Array, b: Int32Array) -> int:
-    """The first index at which two arrays of one length differ; their length if they do not.
+    """Return the first index at which two arrays of one length differ; their length if they do not.
 
     >>> first_difference(np.array([1, 2, 3], np.int32), np.array([1, 5, 3], np.int32))
     1

@@ -1,7 +1,7 @@
 """The fast way to run a model: all tokens of a step packed into one row, and the engine's own attention over slots.
 
-For models whose layers are plain or sliding attention behind transformers' attention interface, which is most of them.
-The others are `plain_model.py`'s.
+For models with plain or sliding attention behind transformers' attention interface, which most have; `plain_model.py`
+is for the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PackedModel:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, logits_at: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [R, V] of the packed tokens [N] at the packed indices `logits_at` [R], or of all if None."""
+        """Return logits [R, V] of the packed tokens [N] at the packed indices `logits_at` [R], or of all if None."""
         if logits_at is None or not self._keeps_logits:
             extra = {}
         else:

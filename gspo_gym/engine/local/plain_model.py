@@ -1,15 +1,9 @@
-"""The slower way to run a model, for those whose layers the engine does not know: as it is, with its own attention.
+"""The slower way to run a model, unchanged; and the attention over slots that the fast way puts into models.
 
-State-space models and other recurrent ones, attention outside transformers' interface, with sinks or in chunks, models
-spread over several devices. What a sequence leaves behind for its next token is whatever cache the model itself makes,
-one for each sequence, if a probe finds that it works; without one the whole sequence is read again for every token,
-which is always right.
-
-Attention over slots: what a transformers model calls instead of its own attention while the engine runs it.
-
-All tokens of a step travel as one packed row, [1, N]: first the sequences that add a single token, then those that add
-several. So every linear layer sees each token once and nothing is padded; only this function knows which token belongs
-to which slot. It enters through transformers' public attention interface, under a name of its own.
+The slower way is for models with layers that the engine does not know: state-space models and other recurrent ones,
+attention outside transformers' interface, with sinks or in chunks, models spread over several devices. Each sequence
+keeps the cache that the model makes, if a probe finds that it works; without one the whole sequence is read again for
+every token, which is always right.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Int32Array
 
 _MAX_TOKENS_AT_ONCE = 16384  # of padded rows in one forward pass
-_MAX_LOGITS_AT_ONCE = 1 << 27  # half a GiB in float32, for models that cannot leave out those nobody asked for
+_MAX_LOGITS_AT_ONCE = 1 << 27  # half a GiB in float32, for models that cannot compute only some logits
 _PROBE_LENGTH = 80  # beyond the 64 tokens that linear attention reads at a time
 _MAX_PROBE_LENGTH = 1024
 _TIMES_READING = 4  # a cache may be off by so many times as much as reading sequences together is
@@ -42,7 +36,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "
 
 @dataclass(slots=True)
 class KeptState:
-    """What one sequence left behind: the model's cache (Any: each family has its own), and how the model calls it."""
+    """The cache that the model made of a sequence (Any: a class per family), under the model's name for it."""
 
     name: str
     cache: Any
@@ -66,7 +60,7 @@ class PlainModel:
         self._takes_use_cache = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
 
     def read(self, sequences: Sequence[Int32Array]) -> torch.Tensor:
-        """Logits [R, V] of the token after each sequence, all read from their beginning."""
+        """Return logits [R, V] of the token after each sequence, all read from their beginning."""
         logits: list[torch.Tensor | None] = [None] * len(sequences)
         for members in self._groups([len(sequence) for sequence in sequences]):
             of_group = self._read_group([sequences[index] for index in members])
@@ -75,7 +69,7 @@ class PlainModel:
         return torch.stack([row for row in logits if row is not None])
 
     def extend(self, state: KeptState | None, tokens: Int32Array) -> tuple[torch.Tensor, KeptState]:
-        """Logits [V] of the token after those read before and `tokens` [T], and what is kept now.
+        """Return logits [V] of the token after those read before and `tokens` [T], and the new state.
 
         `state` is used up: it may have been changed in place. Only as far as `caching` says.
 
@@ -123,19 +117,19 @@ class PlainModel:
         self._find_caching(probe)
 
     def _find_caching(self, probe: _Probe) -> None:
-        """The best of what works; nothing if the weights give NaN."""
+        """Return the best caching that works; NONE if the weights give NaN."""
         probe.sharpen()
         kinds = (Caching.TURNS, Caching.TOKENS) if self._takes_use_cache else ()
         self.caching = next((kind for kind in kinds if probe.agrees_with_cache(kind)), Caching.NONE)
 
     def probe_length(self) -> int:
-        """Tokens of a probe: beyond the windows and chunks of the model's layers, unless they are long."""
+        """Return the tokens of a probe: beyond the windows and chunks of the model's layers, unless they are long."""
         sizes = (getattr(self.shared.config, name, None) for name in _WINDOWS)
         longest = max([_PROBE_LENGTH, *(size + 4 for size in sizes if isinstance(size, int))])
         return min(longest if longest <= _MAX_PROBE_LENGTH else _PROBE_LENGTH, self._max_model_len)
 
     def logits(self, token_ids: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [B, T, V] of [B, T] int64, or [B, K, V] at the positions `kept` [K]; without any cache."""
+        """Return logits [B, T, V] of [B, T] int64, or [B, K, V] at the positions `kept` [K]; without any cache."""
         extra: dict[str, Any] = {"use_cache": False} if self._takes_use_cache else {}
         if kept is not None and self._keeps_logits:
             extra["logits_to_keep"] = kept
@@ -180,17 +174,17 @@ class _Probe:
         self._tolerance = model.shared.tolerance
 
     def agrees_on_prefixes(self) -> bool:
-        """Whether the sequences and beginnings of them, read together, end in the same logprobs."""
+        """Return whether the sequences and beginnings of them, read together, end in the same logprobs."""
         length = len(self._sequences[0])
         cases = [(0, length), (1, length), (0, max(1, length // 2)), (1, max(1, length - 3)), (0, 1)]
         logits = self._model.read([self._sequences[which][:stop] for which, stop in cases])
         return self._agrees(logits, [self._expected[which][stop - 1] for which, stop in cases])
 
     def agrees_with_cache(self, caching: Caching) -> bool:
-        """Whether the sequences, read by turns in parts and each with its own cache, give the same logprobs.
+        """Return whether the sequences, read by turns in parts with separate caches, give the same logprobs.
 
-        The tolerance should be sharp by now: a model that hardly looks at its context, untrained, shows hardly anything
-        of a cache that loses it.
+        The tolerance should be sharp by now: an untrained model hardly looks at its context, so the loss of it shows
+        little.
         """
         length = len(self._sequences[0])
         ends = {length - 3, length - 2, length - 1, length}
@@ -215,7 +209,7 @@ class _Probe:
         return self._model.logits(token_ids[None])[0].float().log_softmax(-1)
 
     def sharpen(self) -> None:
-        """From now on, tolerate what rounding explains, and not what is merely small."""
+        """From now on, tolerate only differences that rounding explains."""
         rounding = self._model.shared.rounding(torch.stack(self._expected))
         self._tolerance = min(self._tolerance, max(rounding, _TIMES_READING * self.difference))
 
@@ -230,7 +224,7 @@ SLOT_ATTENTION = "gspo_gym_slots"
 
 @dataclass(frozen=True, slots=True)
 class SlotStep:
-    """Where the packed tokens of one forward pass belong: `slots` and `positions` [N] int64, on the model's device."""
+    """The places of one pass's packed tokens in the cache: `slots` and `positions` [N] int64, on the model's device."""
 
     cache: SlotCache
     slots: torch.Tensor
@@ -254,7 +248,10 @@ def slot_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store the new keys and values, then attend from the new tokens to all of their own sequence.
+    """Store the new keys and values, then attend from the new tokens to all of their sequence.
+
+    All tokens of a step travel as one packed row, [1, N]: first the sequences that add a single token, then those that
+    add several. So every linear layer sees each token once and nothing is padded.
 
     Args:
         query: [1, Hq, N, D]; key and value: [1, H, N, D], H a divisor of Hq.

@@ -1,4 +1,4 @@
-"""What the engine knows about each request in work, as arrays over slots, so that a step costs no work per request."""
+"""The state of each request in work, as arrays over slots: a step costs no Python work per request."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 class RowTable:
     """Per slot: the token to feed next, how to sample, the random numbers to sample with, and what was sampled.
 
-    The u-th token of a request is decided by the u-th number of the stream that its seed names, however many tokens it
-    may sample and whatever shares its batch.
+    The u-th token of a request is decided by the u-th number of the stream that its seed names, in any batch and with
+    any `max_tokens`.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -60,7 +60,7 @@ class RowTable:
         self._streams[slot] = _mix(np.array([sampling.seed % 2**64], np.uint64))[0]
 
     def sampling(self, slots: Int64Array, device: torch.device) -> RowSampling:
-        """How to sample the next token of each of these slots."""
+        """Return the sampling of the next token of each of these slots."""
         temperature, is_greedy = self._temperature[slots], self._is_greedy[slots]
         top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
         uniforms = uniform_numbers(self._streams[slots], self._num_sampled[slots])
@@ -76,11 +76,11 @@ class RowTable:
         )
 
     def sampled(self, slot: int) -> Int32Array:
-        """The tokens that the slot's request has sampled so far."""
+        """Return the tokens that the slot's request has sampled so far."""
         return self._token_ids[slot, : self._num_sampled[slot]]
 
     def append(self, slots: Int64Array, token_ids: Int64Array, logprobs: NDArray[np.float32]) -> BoolArray:
-        """Add one sampled token to each slot; returns which of them are done with it."""
+        """Add one sampled token to each slot; return which of them are done."""
         index = self._num_sampled[slots]
         self._token_ids[slots, index] = token_ids
         self._logprobs[slots, index] = logprobs
@@ -90,7 +90,7 @@ class RowTable:
         return done
 
     def completion(self, slot: int, weight_version: int) -> Completion:
-        """What the slot's request has sampled."""
+        """Return the completion of the slot's request."""
         num = int(self._num_sampled[slot])
         last = self._token_ids[slot, num - 1]
         return Completion(
@@ -115,7 +115,7 @@ class RowTable:
         )
 
     def _forbidden(self, slots: Int64Array, device: torch.device) -> ForbiddenTokens | None:
-        """The stop tokens of the rows that must go on."""
+        """Return the stop tokens of the rows that must go on."""
         must_go_on = self._num_sampled[slots] < self._min_tokens[slots]
         if not must_go_on.any():
             return None
@@ -141,7 +141,7 @@ class RowTable:
 
 
 def uniform_numbers(streams: NDArray[np.uint64], index: Int64Array) -> NDArray[np.float64]:
-    """Number `index` [B] of each of the streams [B], uniform on the multiples of 2**-53 in [0, 1).
+    """Return number `index` [B] of each of the streams [B], uniform on the multiples of 2**-53 in [0, 1).
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 13), read at any place at once: a generator object for every
     request costs more than sampling a short turn does.
@@ -151,7 +151,7 @@ def uniform_numbers(streams: NDArray[np.uint64], index: Int64Array) -> NDArray[n
 
 
 def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer; arrays of unsigned integers wrap around without a warning."""
+    """Apply SplitMix64's finalizer; arrays of unsigned integers wrap around without a warning."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -1,7 +1,7 @@
 """From logits to tokens: the distribution that `SamplingParams` describe, and a draw from it by inverse CDF.
 
-One uniform number decides one token, so a request's tokens depend on its own seed and logits and on nothing else in the
-batch. Pure functions of tensors; called by the batcher. B = rows, V = vocabulary.
+One uniform number decides one token, so a request's tokens depend on its seed and logits and on nothing else in the
+batch. Pure functions of tensors. B = rows, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_CDF_ELEMENTS = 1 << 24  # 128 MiB of float64 at once; a large vocabulary is
 
 @dataclass(frozen=True, slots=True)
 class RepetitionPenalty:
-    """What each row has said: `history` [B, L] int64 token ids, repeated to fill a row; `penalty` [B] float32 > 0."""
+    """Each row's earlier tokens: `history` [B, L] int64 token ids, repeated to fill a row; `penalty` [B] float32 > 0."""
 
     history: torch.Tensor
     penalty: torch.Tensor
@@ -31,7 +31,7 @@ class ForbiddenTokens:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How to sample each row. None means that no row asks for it, which spares the work.
+    """The sampling of each row. None means that no row asks for it, which spares the work.
 
     Attributes:
         uniforms: [B] float64 in [0, 1).
@@ -75,7 +75,7 @@ def sample(logits: torch.Tensor, rows: RowSampling) -> SampledTokens:
 
 
 def sampling_logprobs(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """The distribution sampled from: [B, V] float32 log-probabilities, -inf where truncated.
+    """Return the distribution sampled from: [B, V] float32 log-probabilities, -inf where truncated.
 
     In vLLM's order: forbidden tokens, repetition penalty, temperature, min-p, top-k, top-p of what those left.
     """
@@ -95,21 +95,21 @@ def sampling_logprobs(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 
 
 def _forbid(logits: torch.Tensor, forbidden: ForbiddenTokens) -> torch.Tensor:
-    """-inf at the pairs. Stop tokens that the model has no logit for cannot be sampled anyway."""
+    """Set -inf at the pairs. Stop tokens that the model has no logit for cannot be sampled anyway."""
     has_logit = forbidden.token_ids < logits.shape[-1]
     minus_infinity = torch.full((), float("-inf"), device=logits.device)
     return logits.index_put((forbidden.rows[has_logit], forbidden.token_ids[has_logit]), minus_infinity)
 
 
 def _penalise(logits: torch.Tensor, repetition: RepetitionPenalty) -> torch.Tensor:
-    """Repeated tokens are penalised once: each place of the history writes the same number."""
+    """Penalise the history's tokens, each once: all its places write the same number."""
     penalty = repetition.penalty[:, None]
     said = logits.gather(-1, repetition.history)
     return logits.scatter(-1, repetition.history, torch.where(said > 0, said / penalty, said * penalty))
 
 
 def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """-inf outside the kept set. Equal logits are ranked by token id, so that the set is always the same."""
+    """Set -inf outside the kept set. Equal logits are ranked by token id: the set is always the same."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     if rows.top_k is not None:
@@ -124,7 +124,7 @@ def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[B] int64: the first token whose cumulative probability exceeds the row's uniform number.
+    """Return [B] int64: the first token with a cumulative probability above the row's uniform number.
 
     A token of probability 0 is never returned. Rows that hold NaN get an arbitrary valid id.
     """

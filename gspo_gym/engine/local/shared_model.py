@@ -1,12 +1,9 @@
-"""The learner's model as the engine runs it: the same weights, but modules of its own.
+"""The learner's model for the engine: the same weights in separate modules.
 
-The engine needs the model in eval mode and perhaps with its own attention; the learner needs it as it is, perhaps at
-the same time. So the module tree is copied and every parameter and buffer in it stays the learner's own tensor object:
-no weight is copied, updates in place are seen at once, and neither side's modes reach the other. Because they *are*
-seen at once, this also watches the weights, so that keys computed under old ones cannot be mixed with new ones
-unnoticed.
-
-How it is run is not decided here: `packed_model.py` is the fast way, `plain_model.py` the one that suits any model.
+The engine needs the model in eval mode and perhaps with another attention; the learner needs it unchanged, perhaps at
+the same time. So the module tree is copied and every parameter and buffer in it stays the learner's tensor object: no
+weight is copied, updates in place are seen at once, and neither side's modes reach the other. Because updates are seen
+at once, this also watches the weights: keys computed under old ones must not be mixed with new ones.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class SharedModel:
 
     @property
     def name(self) -> str:
-        """The model's class."""
+        """The name of the model's class."""
         return type(self.module).__name__
 
     @property
@@ -68,32 +65,32 @@ class SharedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go in, and where the engine's own tensors are."""
+        """The device of the embedding and of the engine's tensors."""
         return self._device
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids the embedding knows."""
+        """The number of token ids that the embedding knows."""
         return int(self.module.get_input_embeddings().weight.shape[0])
 
     @property
     def tolerance(self) -> float:
-        """How far two ways of computing a logprob may lie apart, in nats."""
+        """The largest difference between two ways of computing a logprob, in nats."""
         return _TOLERANCE if self._is_precise else _TOLERANCE_HALF
 
     def rounding(self, logprobs: torch.Tensor) -> float:
-        """How far two ways of computing these may lie apart by rounding alone, in nats; sharper than `tolerance`."""
+        """Return the largest difference of these by rounding alone, in nats; sharper than `tolerance`."""
         if not self._is_precise:
             return self.tolerance
         return min(self.tolerance, _ROUNDINGS * torch.finfo(torch.float32).eps * logprobs.abs().max().item())
 
     @property
     def _is_precise(self) -> bool:
-        """Whether the model computes in float32 or better, and not in TF32 or the like."""
+        """Return whether the model computes in float32 or better, and not in TF32 or the like."""
         return self.module.dtype in (torch.float32, torch.float64) and torch.get_float32_matmul_precision() == "highest"
 
     def weights_changed(self) -> bool:
-        """Whether a parameter that is trained was written in place, or any was moved, since `accept_weights`.
+        """Return whether a trained parameter was written in place, or any was moved, since `accept_weights`.
 
         Reads the version counter that autograd keeps for every tensor, so it costs microseconds. Writes through
         `tensor.data` leave that counter alone, and those of frozen parameters are not read, because PEFT adapts fused
@@ -102,11 +99,11 @@ class SharedModel:
         return [p._version for p in self._trained] != self._versions or self._pointers() != self._addresses
 
     def contents_changed(self) -> bool:
-        """Whether any of a few elements of each parameter differs from what it was; finds writes that hide."""
+        """Return whether any of a few elements of each parameter has changed; finds writes that hide."""
         return not torch.equal(self._samples().view(torch.int64), self._fingerprint.view(torch.int64))  # bits: NaN too
 
     def accept_weights(self) -> None:
-        """Take the learner's model as it is now, whatever became of it: its weights, and its modules too.
+        """Take the learner's present model: its weights, and its modules too.
 
         The modules are copied anew because an adapter may have been put on, merged or switched, which leaves no sure
         trace in the weights. It takes milliseconds.
@@ -143,7 +140,7 @@ class SharedModel:
 
 
 def inner_model(model: Any) -> Any:
-    """The transformers model inside a PEFT model (whose adapters are layers of it), or the model itself.
+    """Return the transformers model inside a PEFT model, adapters included, or the model itself.
 
     Raises:
         ConfigError: the adapter is a learnt prompt, which is no layer of the model.
@@ -157,12 +154,12 @@ def inner_model(model: Any) -> Any:
 
 
 def keeps_logits(model: Any) -> bool:
-    """Whether the model can be asked for the logits of some positions only (Any: transformers is untyped)."""
+    """Return whether the model can compute the logits of some positions only (Any: transformers is untyped)."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 def check_length(model: Any, max_model_len: int) -> None:
-    """Refuse sequences that the model cannot read, or whose tokens would mean something else in longer ones.
+    """Refuse sequences that the model cannot read, or of which the tokens would mean something else in longer ones.
 
     Raises:
         ConfigError: one of the two.
@@ -183,7 +180,7 @@ def check_length(model: Any, max_model_len: int) -> None:
 
 
 def _offloaded(model: Any) -> list[Any]:
-    """Where accelerate keeps weights that are on no device: to be shared like those that are (Any: untyped)."""
+    """Return accelerate's store of weights that are on no device, which are shared like the others (Any: untyped)."""
     maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
     return [weights_map for weights_map in maps if weights_map is not None]
 
@@ -206,7 +203,7 @@ def _int8_state(model: Any) -> list[torch.Tensor]:
 
 
 def _input_device(model: Any) -> torch.device:
-    """Where the embedding runs: what accelerate says of a model that it has spread over devices, else its weight's."""
+    """Return the embedding's device: as accelerate says of a model spread over devices, else that of its weight."""
     embedding = model.get_input_embeddings()
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     device = embedding.weight.device if device is None else torch.device(device)

@@ -33,7 +33,7 @@ class SegmentSpan:
 
     @property
     def total(self) -> int:
-        """The sequence's length with the new tokens."""
+        """The length of the sequence with the new tokens."""
         return self.context + self.num_new
 
 
@@ -44,8 +44,8 @@ class SegmentGroup:
     Attributes:
         slots: [n] int64. contexts: [n] int64.
         packed: [n, num_new] int64, where each query is among the packed tokens; padding repeats a span's last.
-        target: where the outputs go among the packed tokens, and `source` which of the n * num_new they are; both as
-            long as the spans together, so that padding is dropped.
+        target: the outputs' places among the packed tokens, and `source` their places among the n * num_new; both as
+            long as the spans together, which drops padding.
         is_fresh: none of the spans has a context.
     """
 
@@ -60,7 +60,7 @@ class SegmentGroup:
     _masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """[n, 1, groups * num_new, total], added to the scores; made once a step for the layers of one window."""
+        """Return the mask of the scores, [n, 1, groups * num_new, total]; made once a step for the layers of a window."""
         key = (window, groups, dtype)
         if key not in self._masks:
             position = torch.arange(self.total, device=self.slots.device)
