@@ -1,8 +1,8 @@
-"""Whether an engine holds the weights it was given: what it samples, and digests of what it holds.
+"""Checks that an engine holds the weights it was given, by its samples and by digests.
 
 A canary is a handful of short completions, sampled between an update and its commit and scored by the learner. The
-prompts are the same for every version and each keeps its session, so that keys and values left from an earlier version
-are met if the engine would use them.
+prompts are the same for every version and each keeps its session: if the engine used keys and values of an earlier
+version, this would show.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Canary:
             raise ConfigError("Canary.prompts: expected one at least, of one token at least")
 
     async def check(self, engine: Engine) -> float:
-        """The largest difference found between the engine's and the learner's logprobs, nats; asks all prompts.
+        """Return the largest difference between the engine's and the learner's logprobs, in nats, over all prompts.
 
-        If there are more copies of the model than prompts, prompts are asked again, so that every copy answers.
+        If there are more copies of the model than prompts, prompts are asked again until every copy has answered.
 
         Raises:
-            EngineError: it is beyond the tolerance; says where. Or the engine does not answer.
+            EngineError: it is beyond the tolerance, or the engine does not answer.
         """
         num_asked = max(len(self.prompts), engine.capabilities.num_copies)
         with probing():
@@ -102,9 +102,9 @@ class Canary:
 
 
 def canary_prompts(vocab_size: int, max_model_len: int, *, max_tokens: int = 8) -> tuple[tuple[int, ...], ...]:
-    """A short prompt, a middling one and a long one of token ids below vocab_size; the same ones for the same numbers.
+    """Return a short, a middling and a long prompt of token ids below vocab_size, the same ones for the same numbers.
 
-    The long one is longer than the block of 128 tokens by which engines keep keys and values, if the context allows.
+    The long one is longer than the blocks of 128 tokens in which engines keep keys and values, if the context allows.
 
     Raises:
         ConfigError: the context leaves no room.

@@ -1,19 +1,18 @@
-"""Checkpoints that are complete or not there, whatever kills the process and whenever.
+"""Checkpoints that are complete or not there, also when the process is killed.
 
     checkpoints/step_000020/
-        config.json, model.safetensors, ...  the policy as `models.save_policy` writes it; `load_policy` reads it
+        config.json, model.safetensors, ...  the policy as `save_policy` writes it and `load_policy` reads it
         resume/learner.safetensors           optimizer and reference
         resume/state.json                    {"counters": of the learner, "trainer": of the trainer}
         manifest.json                        size and SHA-256 of every file, step and run; written last
 
-A checkpoint is written into a temporary folder, forced to the disk, and renamed. No pickle. What the numbers in it mean
-is the learner's and the trainer's affair; how often one is saved, the trainer's.
+A checkpoint is written into a temporary folder, forced to the disk, and renamed. No pickle. The learner and the trainer
+give the numbers in it their meaning.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,22 +26,21 @@ from torch import Tensor
 from gspo_gym.base.files import sync, writing
 from gspo_gym.errors import CheckpointError
 from gspo_gym.policy.load import Policy, save_policy
-from gspo_gym.policy.manifest import Manifest, is_complete, read_manifest, require_own_name, seal, verify
+from gspo_gym.policy.manifest import Manifest, is_complete, read_manifest, require_own_name, seal, step_of, verify
 
-_STEP_FOLDER = re.compile(r"step_(\d+)")
 _TENSORS = "resume/learner.safetensors"
 _STATE = "resume/state.json"
 
 
 class Resumable(Protocol):
-    """What a checkpoint asks of a learner."""
+    """The part of a learner that is in a checkpoint."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors that a restart needs besides the policy's."""
+        """Return all tensors that a restart needs besides the policy's."""
         ...
 
     def counters(self) -> Mapping[str, int | float]:
-        """All numbers that a restart needs."""
+        """Return all numbers that a restart needs."""
         ...
 
 
@@ -65,7 +63,7 @@ class Checkpoint:
 
     @property
     def model_folder(self) -> Path:
-        """What `models.load_policy` takes."""
+        """The folder that `load_policy` takes."""
         return self.folder
 
 
@@ -117,7 +115,7 @@ class CheckpointStore:
                 seal(draft, step=step, run=self._run_id)
                 self._publish(draft, target)
         except (OSError, TypeError, ValueError) as error:
-            shutil.rmtree(draft, ignore_errors=True)  # what is full stays so otherwise
+            shutil.rmtree(draft, ignore_errors=True)  # a disk that is full would stay full
             reason = str(error).removeprefix(f"{target}: cannot be written: ")
             raise CheckpointError(f"{target}: could not be saved: {reason}") from error
         for old in self.steps()[: -self._keep_last]:
@@ -125,16 +123,16 @@ class CheckpointStore:
         return target
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of all complete checkpoints, ascending. Complete: all files are there in full size."""
+        """Return the steps of all complete checkpoints, ascending. Complete: all files are there in full size."""
         found = []
         for folder in self._folder.glob("step_*"):
-            match = _STEP_FOLDER.fullmatch(folder.name)
-            if match and is_complete(folder):
-                found.append(int(match[1]))
+            step = step_of(folder)
+            if step is not None and is_complete(folder):
+                found.append(step)
         return tuple(sorted(found))
 
     def newest(self) -> Path:
-        """Return the folder of the newest complete checkpoint, whose files are verified by what loads them.
+        """Return the folder of the newest complete checkpoint; loading it verifies the files.
 
         Raises:
             CheckpointError: there is none, or it is another step's or another run's.
@@ -151,11 +149,11 @@ class CheckpointStore:
     def passed_over(self) -> tuple[Path, ...]:
         """Return the folders of steps later than the newest complete checkpoint: they are not complete."""
         last = max(self.steps(), default=-1)
-        later = ((_STEP_FOLDER.fullmatch(folder.name), folder) for folder in self._folder.glob("step_*"))
-        return tuple(sorted(folder for match, folder in later if match and int(match[1]) > last))
+        steps = ((step_of(folder), folder) for folder in self._folder.glob("step_*"))
+        return tuple(sorted(folder for step, folder in steps if step is not None and step > last))
 
     def load_latest(self) -> Checkpoint:
-        """The newest complete checkpoint.
+        """Load the newest complete checkpoint.
 
         Raises:
             CheckpointError: there is none, or it is damaged; names the file.
@@ -171,7 +169,7 @@ class CheckpointStore:
         return self.load(steps[-1])
 
     def load(self, step: int) -> Checkpoint:
-        """The checkpoint of a step, every byte of it verified.
+        """Load the checkpoint of a step, with every byte verified.
 
         Raises:
             CheckpointError: there is none, or it is incomplete or damaged, or another step's or another run's; names
@@ -197,9 +195,8 @@ class CheckpointStore:
 
     def _publish(self, draft: Path, target: Path) -> None:
         replaced = self._folder / f".replaced_{target.name}"
-        if (
-            target.exists()
-        ):  # a folder cannot be renamed onto a full one; if killed in between, load_latest() puts it back
+        if target.exists():
+            # A folder cannot be renamed onto a full one. If killed in between, load_latest() puts it back.
             target.rename(replaced)
         draft.rename(target)
         sync(self._folder)

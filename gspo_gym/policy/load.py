@@ -76,18 +76,18 @@ def load_policy(
     quantization: Quantization = "as_saved",
     tp: int = 1,
 ) -> Policy:
-    """The policy that `base` names, in eval mode.
+    """Load the policy that `base` names, in eval mode.
 
-    An adapter comes as it was saved, its own weights in float32 on a base of that dtype, and on quantized weights if it
-    was trained on such. Training goes on with it through `adapt_policy`.
+    An adapter comes as it was saved, in float32 on a base of that dtype, and on quantized weights if it was trained on
+    such. `adapt_policy` makes it trainable again.
 
     Args:
         base: a folder (transformers or PEFT layout), `tiny:NAME`, `tiny:NAME@SEED`, or a model id of the hub.
         dtype: float32, bfloat16 or float16; of all parameters but an adapter's and quantized ones.
-        device: where a torch device string says.
+        device: a torch device string.
         seed: decides a tiny model's weights, unless the name does; nothing else is random.
         quantization: "nf4" loads the linear layers in 4 bits (QLoRA), "int8" in 8; "as_saved" leaves them as they come.
-        tp: ranks of torch's default process group that share each layer, all of them; see `models_parallel`.
+        tp: ranks of torch's default process group that share each layer, all of them; see `policy/parallel.py`.
 
     Raises:
         UnknownNameError: there is no such tiny model, folder or hub model.
@@ -162,10 +162,9 @@ def known_context(base: str) -> tuple[str, int | None]:
 
 
 def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
-    """The policy with the trainable LoRA adapter that `settings` describe: a new one, or the one it was loaded with.
+    """Return the policy with the trainable LoRA adapter that `settings` describe, a new one or the one it has.
 
-    Strict: an adapter of another shape is an error, or widened; see `models_adapters.adapt_lora`. The policy given must
-    not be used after that.
+    An adapter of another shape is an error, or widened; see `adapt_lora`. The given policy must not be used after that.
 
     Raises:
         ConfigError: the settings do not fit the model or its adapter.
@@ -176,7 +175,7 @@ def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
 
 
 def load_tokenizer(base: str) -> Any:
-    """The tokenizer of the policy that `base` names, without loading the model (Any: transformers is untyped).
+    """Load the tokenizer of the policy that `base` names, without the model (Any: transformers is untyped).
 
     Raises:
         UnknownNameError, CheckpointError: as `load_policy`.
@@ -196,7 +195,7 @@ def load_tokenizer(base: str) -> Any:
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Write the policy so that `load_policy(folder)` gives it back, weights bit for bit.
+    """Write the policy; `load_policy(folder)` gives it back, weights bit for bit.
 
     A full model is written in the transformers layout, an adapter in the PEFT layout. The base of a tiny model's
     adapter exists nowhere else, so it is written beside it, into `base/`; but not a quantized one, which its name and
@@ -266,7 +265,7 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
 
 
 def _require_sound(folder: Path) -> None:
-    """Refuse a run's checkpoint whose files are not those of its manifest; any other folder is as it is."""
+    """Refuse a run's checkpoint with files that do not fit the manifest; other folders are not checked."""
     if (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
         verify(folder)
 
@@ -318,7 +317,7 @@ def _load_hub(base: str, form: _Form) -> Policy:
 
 
 def _options(form: _Form, read_config: Callable[[], Any]) -> dict[str, Any]:
-    """What transformers' `from_pretrained` is told (Any: untyped)."""
+    """Return the options of transformers' `from_pretrained` (Any: untyped)."""
     quantized = (
         {} if form.quantization == "as_saved" else quantization_options(form.quantization, form.dtype, form.device)
     )
@@ -334,7 +333,7 @@ def _require_plain(policy: Policy) -> None:
 
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
-    """What `load` gets from the hub or its local cache (Any: transformers is untyped)."""
+    """Return what `load` gets from the hub or the local cache (Any: transformers is untyped)."""
     check_base(base)
     try:
         return load(base, **options)
@@ -350,7 +349,7 @@ def _unknown_model(base: str, reason: object) -> UnknownNameError:
 
 
 def _may_be_hub_id(base: str) -> bool:
-    """Whether to ask the hub at all: a misspelt path is told apart at once, not after the retries of a dead network."""
+    """Return whether to ask the hub: a misspelt path is refused at once, not after the retries of a dead network."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base):
         return False
     first, slash, _ = base.partition("/")

@@ -28,10 +28,10 @@ _UNKNOWN_TO_SETTINGS = ("use_dora", "modules_to_save", "lora_bias", "trainable_t
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """What is to be adapted.
+    """The matrices to be adapted.
 
     Attributes:
-        modules, parameters: names in PEFT's sense: of every module, or parameter, that is called so or ends so.
+        modules, parameters: names in PEFT's sense: of every module, or parameter, that has this name or ending.
         matrices: the full names of the modules and parameters meant.
     """
 
@@ -42,22 +42,22 @@ class _Targets:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How one matrix is adapted: delta = scale * B @ A, with `rank` rows of A (for each expert, if there are some)."""
+    """The adapter of one matrix: delta = scale * B @ A, with `rank` rows of A (for each expert, if there are some)."""
 
     rank: int
     scale: float
 
 
 def is_adapter(model: Any) -> bool:
-    """Whether PEFT has put an adapter on the model (Any: untyped)."""
+    """Return whether PEFT has put an adapter on the model (Any: untyped)."""
     return hasattr(model, "peft_config")
 
 
 def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
-    """The model with a trainable LoRA adapter put in; its own weights are frozen in place.
+    """Return the model with a trainable LoRA adapter; the model's weights are frozen in place.
 
     The adapter changes nothing before it is trained (B starts at zero); `seed` draws A. The global generator is left as
-    it was. Adapter weights are float32, whatever the model's are. Models are Any: transformers and peft are untyped.
+    it was. Adapter weights are float32 in models of any dtype. Models are Any: transformers and peft are untyped.
 
     The experts of a mixture are one fused parameter a layer, and no modules: each expert is adapted with rank r.
     Routers are left alone unless they are named (`gate.weight`).
@@ -97,7 +97,7 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
 
 
 def load_lora(base: Any, folder: Path, device: str) -> Any:
-    """The base with the adapter in `folder` on it, trainable (Any: transformers and peft are untyped)."""
+    """Return the base with the adapter in `folder`, trainable (Any: transformers and peft are untyped)."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -108,13 +108,13 @@ def load_lora(base: Any, folder: Path, device: str) -> Any:
 
 
 def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
-    """The model with the adapter that `settings` describe: a new one, or the one it has, if that is of their shape.
+    """Return the model with the adapter that `settings` describe, a new one or the one it has.
 
-    What the adapter computes is kept, and `settings.dropout` is what it drops from now on. If rank, scale (alpha / r)
-    or targets differ, `on_mismatch` decides: "error", or "merge", which makes the rank the larger of the two and the
-    targets those of both, puts the old factors into the first ranks, and keeps the adapter's own scale: alpha becomes
-    that times the new rank. (AgileRL 2.7 keeps alpha instead, which changes what the adapter computes: from rank 8 to
-    16 it halves it.) What is new starts as in `add_lora`. The model given must not be used after that.
+    The adapter's function is kept; its dropout becomes `settings.dropout`. If rank, scale (alpha / r) or targets
+    differ, `on_mismatch` decides: "error", or "merge", which takes the larger rank and the targets of both, puts the
+    old factors into the first ranks, and keeps the adapter's scale: alpha becomes that times the new rank. (AgileRL 2.7
+    keeps alpha instead, which changes the function: from rank 8 to 16 it halves it.) New factors start as in
+    `add_lora`. The given model must not be used after that.
 
     Raises:
         ConfigError: another shape and on_mismatch "error", or an adapter that LoRA settings cannot describe.
@@ -139,7 +139,7 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
 
 
 def _find_targets(model: Any, targets: tuple[str, ...] | str) -> _Targets:
-    """What "all-linear" or these names mean in the model.
+    """Find the matrices that "all-linear" or these names mean in the model.
 
     Raises:
         ConfigError: a name means nothing.
@@ -168,13 +168,13 @@ def _is_called(name: str, target: str) -> bool:
 
 
 def _short(names: Iterable[str]) -> tuple[str, ...]:
-    """The last part of each name, each once, sorted; of `mlp.gate.weight`, the last two."""
+    """Return the last part of each name, each once, sorted; of `mlp.gate.weight`, the last two."""
     parts = [name.rsplit(".", 2) for name in names]
     return tuple(sorted({".".join(part[-2:]) if part[-1] == "weight" else part[-1] for part in parts}))
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The full name of each adapted matrix and PEFT's layer around it (Any: untyped)."""
+    """Yield the full name of each adapted matrix and PEFT's layer around it (Any: untyped)."""
     from peft.tuners.lora import LoraLayer
 
     for path, layer in model.get_base_model().named_modules():
@@ -194,7 +194,7 @@ def _target_names(model: Any) -> set[str]:
 
 
 def _weights(layer: Any) -> tuple[Tensor, Tensor]:
-    """The factors of a layer as A [experts, rank, in] and B [out, rank, experts], as PEFT lays them out; views."""
+    """Return the factors of a layer as A [experts, rank, in] and B [out, rank, experts], in PEFT's layout; views."""
     experts, rank = getattr(layer, "num_experts", 1), layer.r[ADAPTER]
     if ADAPTER in layer.lora_embedding_A:
         a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
@@ -208,7 +208,7 @@ def _factors(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _put(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Write old factors into the first ranks. In the others B is zero as drawn, so that they add nothing."""
+    """Write old factors into the first ranks. In the others B is zero as drawn: they add nothing."""
     for name, layer in _layers(model):
         if name in factors:
             (a, b), (old_a, old_b) = _weights(layer), factors[name]

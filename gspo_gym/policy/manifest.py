@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which files it has, their sizes and digests, of which step and which run it is.
+"""The manifest of a checkpoint: its step and run, and the sizes and digests of its files.
 
-Written last, so that a folder with a manifest is complete. What the files mean is `checkpoints.py`'s affair.
+Written last: a folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP_FOLDER = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The contents of a manifest.
 
     Attributes:
         step: after which it was saved.
@@ -77,20 +77,25 @@ def require_own_name(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: the folder was renamed.
     """
-    match = _STEP_FOLDER.fullmatch(folder.name)
-    if match is not None and int(match[1]) != manifest.step:
+    if step_of(folder) not in (None, manifest.step):
         raise CheckpointError(
             f"{folder}: was saved after step {manifest.step}, as its manifest says; the folder was renamed"
         )
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all files are there in full size, which is what a crash could have spoilt."""
+    """Return whether all files are there in full size: a crash can spoil nothing else."""
     try:
         files = read_manifest(folder).files
         return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
     except OSError:  # CheckpointError included
         return False
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step that a checkpoint's folder is named after; None for another name."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return None if match is None else int(match[1])
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -1,7 +1,7 @@
-"""How a policy's forward and backward are computed in training: checkpointed, compiled, with Liger's kernels.
+"""Options of a policy's forward and backward in training: gradient checkpointing, compilation, Liger's kernels.
 
-What is computed stays the same up to rounding, parameter names stay, and so does an engine that shares the weights: its
-modules are copies, without any compiled code.
+Results stay the same up to rounding, and parameter names stay. An engine that shares the weights is not affected: its
+modules are copies, without compiled code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GPU_COMPILERS = ("gcc", "clang")
 
 
 def check_options(*, device: str, torch_compile: bool = False, liger_kernels: bool = False) -> None:
-    """Refuse what cannot be had on this machine; to be called before anything is downloaded.
+    """Refuse options that this machine does not support; to be called before anything is downloaded.
 
     Raises:
         ConfigError: Liger's kernels are not installed or the device is no GPU, or there is no compiler.
@@ -49,7 +49,7 @@ def check_options(*, device: str, torch_compile: bool = False, liger_kernels: bo
 def prepare_for_training(
     model: Any, *, gradient_checkpointing: bool = False, torch_compile: bool = False, liger_kernels: bool = False
 ) -> None:
-    """Switch these on in the model, plain or with an adapter (Any: untyped). Off leaves everything as it is.
+    """Switch options on in the model, plain or with an adapter (Any: untyped).
 
     Args:
         gradient_checkpointing: each decoder layer keeps its input only and is computed again in the backward pass.
@@ -80,7 +80,7 @@ def prepare_for_training(
 
 
 def apply_liger(model: Any) -> None:
-    """Liger's layers in this model only (Any: untyped); the classes it also replaces in transformers are put back.
+    """Put Liger's layers into this model only (Any: untyped); classes that it replaces in transformers are put back.
 
     Raises:
         ConfigError: Liger has no kernels for this kind of model.

@@ -1,8 +1,7 @@
 """A model shared out over processes: each rank holds a part of every layer (tensor parallelism).
 
-It is cut as transformers plans it; a model without a plan, or one whose parts would not be equal, is refused and not
-run in another way. For forward passes only. The logits come whole to every rank, so that who computes with them need
-not know.
+It is cut by transformers' plan; a model without a plan, or with unequal parts, is refused. For forward passes only.
+Every rank gets the whole logits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _WHOLE = "replicated_with_grad_allreduce"  # transformers' word for what every r
 
 
 def parallel_options(config: Any, tp: int) -> dict[str, Any]:
-    """What transformers' `from_pretrained` must be told (Any: untyped, as is the model's configuration).
+    """Return the options of transformers' `from_pretrained` (Any: untyped, as is the model's configuration).
 
     Embeddings and the output head stay whole on every rank if the size of the vocabulary does not divide.
 
@@ -60,7 +59,7 @@ def _require_even_heads(config: Any, kind: str, tp: int) -> None:
 
 
 def require_even_parts(model: nn.Module) -> None:
-    """Refuse a model of which one rank holds more than another: its layers would not fit together.
+    """Refuse a model with unequal parts: its layers would not fit together.
 
     Raises:
         ConfigError: names the parameter.
@@ -78,7 +77,7 @@ def require_even_parts(model: nn.Module) -> None:
 
 
 def copy_into(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Overwrite a parameter; of one that is shared out, this rank's part of it. Nothing travels between ranks."""
+    """Overwrite a parameter, or this rank's part if it is shared out. Nothing travels between ranks."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return

@@ -18,7 +18,7 @@ _DEVICES = ("cpu", "cuda", "xpu")
 
 
 def check_quantization(device: str) -> None:
-    """Refuse what bitsandbytes cannot do here, before anything is downloaded.
+    """Require bitsandbytes and a device that it supports, before anything is downloaded.
 
     Raises:
         ConfigError: bitsandbytes is not installed, or does not support the device.
@@ -36,12 +36,12 @@ def check_quantization(device: str) -> None:
 
 
 def quantization_options(kind: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What transformers' `from_pretrained` must be told for "nf4" or "int8" (Any: untyped).
+    """Return the options of transformers' `from_pretrained` for "nf4" or "int8" (Any: untyped).
 
     nf4 computes in the dtype of the other weights: scored and sampled logprobs then agree as closely as that dtype
-    allows. The paper computes in bfloat16. int8 is LLM.int8 (arXiv 2208.07339) without its outlier columns, because
-    they are chosen by all tokens of a batch, so that a logprob would depend on its neighbours. It rounds activations,
-    too, to 8 bits: a rounding apart becomes 1/127 of a token's largest activation, and logprobs agree less well.
+    allows. The paper computes in bfloat16. int8 is LLM.int8 (arXiv 2208.07339) without its outlier columns: all tokens
+    of a batch choose them, and a logprob would depend on its neighbours. It rounds activations to 8 bits, too: a
+    difference in rounding becomes 1/127 of a token's largest activation, and logprobs agree less well.
     """
     from transformers import BitsAndBytesConfig
 
@@ -59,18 +59,18 @@ def quantization_options(kind: str, dtype: torch.dtype, device: str) -> dict[str
 
 
 def _is_not_about_casting(record: logging.LogRecord) -> bool:
-    """Says no to a line that bitsandbytes logs in every forward of every layer: that it computes as it should."""
+    """Refuse a line that bitsandbytes logs in every forward of every layer although all is well."""
     return "inputs will be cast" not in record.msg
 
 
 def quantization_of(model: Any) -> str:
-    """Which of "nf4" and "int8" it is, of a model that is quantized (Any: untyped)."""
+    """Return the kind of a quantized model, "nf4" or "int8" (Any: untyped)."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return "int8" if base.hf_quantizer.quantization_config.load_in_8bit else "nf4"
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether the model, or the one under its adapter, has quantized weights (Any: untyped)."""
+    """Return whether the model, or the one under its adapter, has quantized weights (Any: untyped)."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return getattr(base, "hf_quantizer", None) is not None
 

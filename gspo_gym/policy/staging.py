@@ -5,9 +5,8 @@
         adapter_config.json, adapter_model.safetensors     the LoRA alone, PEFT layout ("adapter")
         manifest.json                          size and SHA-256 of every file; written last
 
-A path is never written twice: engines read lazily, and some take what they read at a path before for what is there now.
-A folder is complete or not there. Not for resuming a run, which needs the optimizer too (`checkpoints.py`). Called by
-`weight_sync`.
+A path is never written twice: engines read lazily, and some reuse what they read at a path before. A folder is complete
+or not there. Not for resuming a run, which needs the optimizer too (`checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class Staging:
     """The folders of one run; one process writes.
 
     Args:
-        policy: whose weights are staged, as they are when `stage` is called. They are not changed.
-        root: a folder of its own, as `staging_root` gives it; removed by `close`.
+        policy: its weights are staged as they are when `stage` is called, and not changed.
+        root: an empty folder, as `staging_root` gives it; removed by `close`.
         keep: versions that stay: the committed one, those that rollouts may still be sampled from, and one in the
-            making, hence max_staleness + 2. An older one goes one commit later, for an engine may read lazily.
+            making, hence max_staleness + 2. An older one goes one commit later, because an engine may read lazily.
         dtype: "float32", "bfloat16" or "float16", the engine's; None writes weights as they are.
         max_shard_size: of a file of weights, as transformers writes it.
     """
@@ -134,7 +133,7 @@ class Handover:
     """The same interface for engines that take tensors from memory: nothing is written, nothing is kept.
 
     Args:
-        policy: as `Staging`'s. An update is of its weights as they were when it was made, and cannot be had again when
+        policy: as `Staging`'s. An update has the weights of the time when it was made, and cannot be repeated when
             they have changed.
         dtype: as `Staging`'s.
     """
@@ -144,7 +143,7 @@ class Handover:
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
 
     def stage(self, version: int, kind: UpdateKind) -> WeightUpdate:
-        """The policy's present weights, read whenever the update is iterated.
+        """Return an update with the policy's present weights, read whenever it is iterated.
 
         Raises:
             ConfigError: quantized weights, which no merge gives back.
@@ -163,10 +162,10 @@ class Handover:
 
 
 class PolicyTensors:
-    """What `Staging` would write of a model, as a `TensorSource`: merged, cast, tied weights once, named as in files.
+    """The tensors that `Staging` would write, as a `TensorSource`: merged, cast, tied weights once, named as in files.
 
-    No copy is made of what is neither merged nor cast. Where transformers holds tensors that the files have in parts
-    (experts), those parts are made at once and not one after another.
+    Tensors that are neither merged nor cast are not copied. Where transformers holds tensors that the files have in
+    parts (experts), those parts are made at once and not one after another.
 
     Args:
         model: a policy's (Any: untyped). Iterating refuses, at its begin and its end, if its weights are others now.
@@ -190,12 +189,12 @@ class PolicyTensors:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         device: torch.device = self._model.device
         return device
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """What iterating gives, in that order."""
+        """Describe the tensors, in the order of iteration."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -215,11 +214,10 @@ class PolicyTensors:
 
 
 def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a policy under the names of its base, each detached; a LoRA's are merged, and changed nowhere.
+    """Yield all weights of a policy under the names of its base, detached; a LoRA is merged into copies.
 
-    Merged in the precision of the adapter (float32) and then rounded once to the base's, one at a time. PEFT's own
-    `merge_adapter` changes the model, and its `unmerge_adapter` does not give a 16-bit base back. (Any: models are
-    untyped.)
+    Merged in the precision of the adapter (float32) and then rounded once to the base's, one at a time. PEFT's
+    `merge_adapter` changes the model, and `unmerge_adapter` does not give a 16-bit base back. (Any: models untyped.)
     """
     deltas = dict(_deltas(model.get_base_model())) if is_adapter(model) else {}
     for name, tensor in _base_weights(model):
@@ -234,7 +232,7 @@ def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights below an adapter, or all, detached, under the names that they have without one (Any: untyped)."""
+    """Return the weights below an adapter, or all, detached, under their names without one (Any: untyped)."""
     if not is_adapter(model):
         yield from ((name, tensor.detach()) for name, tensor in model.state_dict().items())
         return
@@ -244,7 +242,7 @@ def _base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """What computes the adapter's addition to each matrix, by the matrix's name (Any: peft is untyped)."""
+    """Return functions that compute the adapter's addition to each matrix, by its name (Any: peft is untyped)."""
     from peft.tuners.lora import LoraLayer  # here: it takes seconds to load, and full training needs none of it
 
     for path, layer in base.named_modules():
@@ -254,7 +252,7 @@ def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _names_once(model: Any) -> Iterator[str]:
-    """The names of all weights but those that are another name's memory: a head tied to the embeddings (Any: untyped).
+    """Return the names of all weights, but one name for tied weights, such as head and embeddings (Any: untyped).
 
     In the order of the model, in which the embeddings come first, as transformers and vLLM expect it.
     """
@@ -267,9 +265,9 @@ def _names_once(model: Any) -> Iterator[str]:
 
 
 def _fingerprint(model: Any) -> list[int]:
-    """A number for each parameter that other values would change: the sum of its bits as 64-bit words (Any: untyped).
+    """Return a number for each parameter that other values would change: the sum of its bits as 64-bit words.
 
-    A read of all weights, which is little beside sending them. torch's own count of writes misses fused optimizers.
+    It reads all weights, which costs little beside sending them. torch's count of writes misses fused optimizers.
     """
     return [int(total) for total in torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()]
 
@@ -296,10 +294,10 @@ def _cast_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
-    """A fresh folder for a run's staged weights; what an earlier process of the same run left behind is removed.
+    """Make a fresh folder for a run's staged weights; remove those of earlier processes of the same run.
 
-    In memory if asked for, if this machine has such a file system and `num_bytes` take at most half of what is free
-    there; else in the run's folder. Its name is new each time, for an engine may outlive the process that wrote.
+    In memory if asked for, if this machine has such a file system and `num_bytes` take at most half of the free space
+    there; else in the run's folder. Its name is new each time, because an engine may outlive the process that wrote.
     """
     run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()
     for above, prefix in ((_MEMORY, f"gspo_gym-{run}-"), (run_folder, ".weights-")):
@@ -312,12 +310,12 @@ def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
 
 
 def num_weight_bytes(model: Any) -> int:
-    """What all weights of a model take (Any: untyped)."""
+    """Return the bytes of all weights of a model (Any: untyped)."""
     return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
 
 
 def tensor_digests(update: WeightUpdate) -> dict[str, str]:
-    """SHA-256 of the bytes of each tensor, by name; an engine that says the same of its own holds just these."""
+    """Return the SHA-256 of the bytes of each tensor, by name; equal digests of an engine prove equal tensors."""
     tensors = _staged_tensors(update.folder) if update.tensors is None else update.tensors
     return {name: hashlib.sha256(_bytes_of(tensor)).hexdigest() for name, tensor in tensors}
 

@@ -81,7 +81,7 @@ _TINY_SHAPES = {
 
 
 def list_tiny() -> tuple[str, ...]:
-    """The names that `load_policy` builds from nothing.
+    """Return the names of models that `load_policy` builds from nothing.
 
     >>> list_tiny()[0]
     'tiny:qwen3-128'
@@ -90,7 +90,7 @@ def list_tiny() -> tuple[str, ...]:
 
 
 def parse_tiny(base: str) -> tuple[str, int | None]:
-    """The shape's name, and the seed or None, in `tiny:NAME@SEED`.
+    """Return the shape's name, and the seed or None, in `tiny:NAME@SEED`.
 
     Raises:
         UnknownNameError: there is no such tiny model.
@@ -109,7 +109,7 @@ def parse_tiny(base: str) -> tuple[str, int | None]:
 
 
 def build_tiny(name: str, seed: int) -> Any:
-    """The model of that shape (Any: transformers is untyped), its weights drawn from `seed` and from nothing else."""
+    """Build the model of that shape (Any: transformers is untyped), its weights drawn from `seed` alone."""
     tokenizer = tiny_tokenizer()
     config_class, model_class, sizes = _tiny_config(_TINY_SHAPES[name], tokenizer)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights of its own, which are replaced below
@@ -120,7 +120,7 @@ def build_tiny(name: str, seed: int) -> Any:
 
 
 def tiny_tokenizer() -> Any:
-    """The tiny models' tokenizer: ids 0..255 are the bytes of UTF-8, then the special tokens of ChatML and Qwen3.
+    """Build the tiny models' tokenizer: ids 0..255 are the bytes of UTF-8, then the special tokens of ChatML and Qwen3.
 
     A transformers `PreTrainedTokenizerFast` (Any: untyped). Padding is <|endoftext|>, end of turn <|im_end|>; the tags
     of tool calls and reasoning are single tokens that decoding keeps.
@@ -146,7 +146,7 @@ def tiny_tokenizer() -> Any:
 
 
 def _byte_symbols() -> list[str]:
-    """The printable stand-in of each byte in the byte-level alphabet of GPT-2, by byte value."""
+    """Return the printable stand-in of each byte in the byte-level alphabet of GPT-2, by byte value."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unprintable = (byte for byte in range(256) if byte not in printable)
     stand_ins = {byte: chr(256 + rank) for rank, byte in enumerate(unprintable)}
@@ -180,10 +180,10 @@ def _tiny_config(shape: TinyShape, tokenizer: Any) -> tuple[Any, Any, dict[str, 
 
 
 def _initialize(model: Any, seed: int) -> None:
-    """Draw every weight anew, each from a generator of its own name, so that no global state or order matters.
+    """Draw every weight anew, each from a generator that its name seeds: no global state or order matters.
 
     Matrices get variance 1 / fan_in, those that write into the residual stream 1 / (fan_in * 2 * layers) (GPT-2's depth
-    scaling). The tied embedding is small, so that the first predictions are nearly uniform: a logit has a standard
+    scaling). The tied embedding is small, which makes the first predictions nearly uniform: a logit has a standard
     deviation of about sqrt(hidden) * 0.02.
     """
     depth_scale = (2 * model.config.num_hidden_layers) ** -0.5

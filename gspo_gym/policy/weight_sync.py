@@ -40,19 +40,19 @@ class WeightSync:
     """Publishes the learner's weights to one engine or several, which commit a version together or not at all.
 
     Args:
-        targets: whose weights change.
-        mode: what becomes of requests in flight.
-        kind: how weights reach the engines; see `choose_kind`.
+        targets: the engines.
+        mode: the fate of requests in flight.
+        kind: the way by which weights reach the engines; see `choose_kind`.
         staging: writes them, or hands them over; needed unless they are shared.
         canary: asked of every engine before a version is committed; None: never, for engines that share the learner's
             memory.
-        verify_every_k: updates between comparisons of checksums, of what was staged and, where engines have them, of
-            what they hold; 0 compares none.
+        verify_every_k: updates between comparisons of checksums, of the staged files and, where engines have them, of
+            their tensors; 0 compares none.
         interval: steps between updates by `after_step`.
         on_event: told of every failed update and every rebuild.
 
     Attributes:
-        committed: every version that an engine was ever allowed to sample under; 0 is what engines begin with.
+        committed: every version that an engine was ever allowed to sample under; engines begin with 0.
         num_rebuilds: engines that were replaced after a failed update.
     """
 
@@ -134,15 +134,15 @@ class WeightSync:
                 await self._canary.check(target.engine)
 
     async def restore(self, engine: Engine) -> None:
-        """Give a fresh engine the last committed version; for one that died between updates.
+        """Give a fresh engine the last committed version, in the place of an engine that died between updates.
 
         If another version is committed meanwhile, the engine gets that one as well. Its canary is not compared with the
         learner, which may be ahead by now; the files are compared with what was staged. Weights that were handed over
         can be handed over again as long as they are the learner's present ones.
 
         Raises:
-            EngineError: nothing was staged: what was shared is no longer known to be what was committed. Or what was
-                handed over is no longer there.
+            EngineError: nothing was staged: shared weights may have changed since the commit. Or the weights that were
+                handed over are no longer there.
         """
         given: WeightUpdate | None = None
         while given is not self._last or (given is None and self.committed != {0}):
@@ -156,11 +156,11 @@ class WeightSync:
             self._tell("engine_restored", {"version": given.version})
 
     def is_committed(self, version: int) -> bool:
-        """Whether tokens of this version may exist."""
+        """Return whether tokens of this version may exist."""
         return version in self.committed
 
     def close(self) -> None:
-        """Remove what was staged; the engines are closed by who made them."""
+        """Remove staged weights; the engines are not closed."""
         if self._staging is not None:
             self._staging.close()
 
@@ -182,7 +182,7 @@ class WeightSync:
         return tensor_digests(update)
 
     async def _prepare(self, engine: Engine, update: WeightUpdate) -> None:
-        """All but the commit."""
+        """Take all steps of an update before the commit."""
         await engine.pause(self._mode)
         await engine.apply_weights(update)
         if self._staged_tensors is not None:
@@ -197,7 +197,7 @@ class WeightSync:
     async def _mend(
         self, target: Target, update: WeightUpdate, failure: BaseException | None, bring_up: BringUp
     ) -> None:
-        """Put another engine in the place of one that failed; None: it did not."""
+        """Replace the engine if it failed."""
         if failure is None:
             return
         if target.rebuild is None or not isinstance(failure, Exception):
@@ -215,16 +215,16 @@ class WeightSync:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Committed:
-    """Groups of which every token was sampled under committed weights; num_dropped: trajectories that were not so."""
+    """Groups with tokens of committed versions only; num_dropped: trajectories with others."""
 
     groups: tuple[TrajectoryGroup, ...]
     num_dropped: int
 
 
 def require_committed(groups: Sequence[TrajectoryGroup], is_committed: Callable[[int], bool]) -> Committed:
-    """Drop the trajectories with a token whose version was never committed; they are counted, and named in their group.
+    """Drop the trajectories with a token of an uncommitted version; count them, and name them in their group.
 
-    The last gate before the learner: engines that keep their contract let nothing through that it could catch.
+    The last gate before the learner: it catches engines that break their contract.
     """
     kept = tuple(_without_uncommitted(group, is_committed) for group in groups)
     before, after = (sum(len(group.trajectories) for group in some) for some in (groups, kept))
@@ -233,7 +233,7 @@ def require_committed(groups: Sequence[TrajectoryGroup], is_committed: Callable[
 
 
 def versions_of(trajectory: Trajectory) -> frozenset[int]:
-    """The versions of the weights that sampled its tokens; -1 stands for one that is not known."""
+    """Return the versions of the weights that sampled its tokens; -1 stands for an unknown one."""
     found = [np.unique(segment.weight_version[segment.action_mask]) for segment in trajectory.segments]
     return frozenset(int(version) for versions in found for version in versions)
 
@@ -241,13 +241,13 @@ def versions_of(trajectory: Trajectory) -> frozenset[int]:
 def choose_kind(
     engine: Engine, *, is_adapter: bool, mode: Literal["direct", "full"], direct: bool, is_handed_over: bool = False
 ) -> UpdateKind:
-    """How weights reach this engine with the least copying that the settings allow.
+    """Choose the way by which weights reach this engine with the least copying that the settings allow.
 
-    `direct` allows to share memory. Of what is staged, mode "direct" sends the adapter alone if the policy is one, and
+    `direct` allows to share memory. Of staged weights, mode "direct" sends the adapter alone if the policy is one, and
     "full" sends all weights, an adapter merged into them. `is_handed_over` is for engines that were started for that.
 
     Raises:
-        ConfigError: none of these is a way that the engine has.
+        ConfigError: the engine has none of these ways.
     """
     wanted: list[UpdateKind] = ["shared"] if direct else []
     wanted += ["adapter"] if is_adapter and mode == "direct" else []
@@ -300,7 +300,7 @@ def _reason(update: WeightUpdate, error: BaseException) -> str:
 
 
 async def _outcome(step: Awaitable[None]) -> Exception | None:
-    """What a step raised; None if nothing."""
+    """Return the error that a step raised; None if it raised none."""
     try:
         await step
     except Exception as error:

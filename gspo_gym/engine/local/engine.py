@@ -259,7 +259,7 @@ class _Worker:
         self._failure: BaseException | None = None
 
     def post(self, command: Callable[[Batch], object], *, key: object = None, future: Any = None) -> None:
-        """Queue a command for the thread, to be run between two steps; `key` names the future that is to be settled.
+        """Queue a command for the thread, to be run between two steps; `key` names the future to be settled.
 
         Raises:
             EngineError: the thread has ended.

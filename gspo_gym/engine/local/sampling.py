@@ -15,7 +15,7 @@ _MAX_CDF_ELEMENTS = 1 << 24  # 128 MiB of float64 at once; a large vocabulary is
 
 @dataclass(frozen=True, slots=True)
 class RepetitionPenalty:
-    """Each row's earlier tokens: `history` [B, L] int64 token ids, repeated to fill a row; `penalty` [B] float32 > 0."""
+    """Rows' earlier tokens: `history` [B, L] int64 token ids, repeated to fill a row; `penalty` [B] float32 > 0."""
 
     history: torch.Tensor
     penalty: torch.Tensor

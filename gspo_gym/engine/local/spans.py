@@ -60,7 +60,7 @@ class SegmentGroup:
     _masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask of the scores, [n, 1, groups * num_new, total]; made once a step for the layers of a window."""
+        """Return the mask of the scores, [n, 1, groups * num_new, total]; once a step for the layers of a window."""
         key = (window, groups, dtype)
         if key not in self._masks:
             position = torch.arange(self.total, device=self.slots.device)
@@ -89,7 +89,7 @@ def attend_group(
     store: KeyValueStore,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Outputs of the group's spans, [tokens, Hq, D], in the order of `group.target`.
+    """Return the outputs of the group's spans, [tokens, Hq, D], in the order of `group.target`.
 
     Args:
         queries: [N, Hq, D], all packed tokens'.

@@ -11,7 +11,7 @@ from gspo_gym.engine.vllm.worker import TRANSFER_BACKENDS, WorkerExtension
 
 
 class TransferWorkerExtension(WorkerExtension):
-    """What every worker gains, and what importing this module did."""
+    """The methods that every worker gains; importing this module has registered the transfer."""
 
 
 WeightTransferEngineFactory.register_engine(

@@ -1,1 +1,1 @@
-"""A frozen model in a process of its own, which scores token ids for the KL term."""
+"""A frozen model in a separate process, which scores token ids for the KL term."""

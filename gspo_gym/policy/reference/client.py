@@ -1,9 +1,7 @@
-"""A reference policy that is served: what the learner asks of it, over HTTP.
+"""The client of a reference server, and the server's process, which belongs to the run.
 
-Each score is one request; nothing is retried, for what fails on this machine's loopback has died. Made by
-`build_reference`; the learner knows it as a `learning.reference.ReferencePolicy`.
-
-The process of a reference server: started, watched and ended by the run that it belongs to.
+Scoring is one synchronous request with tensors as its body, so this is not `base.http`'s client for JSON. Nothing is
+retried: a server that fails on this machine's loopback has died.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ class ReferenceClient:
     """Talks to one reference server.
 
     Args:
-        url: where it answers. token: allows changing its weights; None for servers of others.
-        explain: what may have gone wrong, for errors: the last lines of the server's log; "" if not known.
+        url: of the server. token: allows changing its weights; None for servers of others.
+        explain: returns the last lines of the server's log, for errors; "" if not known.
     """
 
     def __init__(self, url: str, *, token: str | None = None, explain: Callable[[], str] = lambda: "") -> None:
@@ -52,10 +50,10 @@ class ReferenceClient:
         self._explain = explain
 
     def health(self) -> Mapping[str, Any] | None:
-        """What the server says of itself (Any: JSON values); None while it does not answer or is loading.
+        """Return the server's description of itself (Any: JSON); None while it does not answer or is loading.
 
         Raises:
-            ServiceError: what answers is no reference server.
+            ServiceError: the answer is not that of a reference server.
         """
         try:
             status, body = self._request("GET", "/health", b"", _HEALTH_SECONDS)
@@ -73,11 +71,11 @@ class ReferenceClient:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> Mapping[str, Any]:
-        """What the server says of itself once it is ready (Any: JSON values).
+        """Return the server's description of itself once it is ready (Any: JSON).
 
         Raises:
-            ServiceError: it is not ready in time; or `require_alive`, asked before each check, says it never will be;
-                or what answers is another process than `pid`, where that is known.
+            ServiceError: it is not ready in time; or `require_alive`, called before each check, raises it; or another
+                process than `pid` answers, where that is known.
         """
         begun = clock()
         while True:
@@ -92,7 +90,7 @@ class ReferenceClient:
             sleep(interval_seconds)
 
     def score(self, batch: TokenBatch, settings: ScoringSettings) -> Tensor:
-        """[B, T] logprobs of the sampled tokens, on the batch's device.
+        """Return [B, T] logprobs of the sampled tokens, on the batch's device.
 
         Raises:
             ServiceError: the server does not answer, or refuses.
@@ -164,9 +162,9 @@ class ServedReference:
 
     Args:
         model: the policy that is trained; its parameters become the reference's in `refresh`.
-        settings: of which distribution logprobs are.
-        folder: where the parameters of a reference that is a copy of the policy are held; None: it never changes, and
-            restarts need nothing.
+        settings: the distribution of the logprobs.
+        folder: for the parameters of a reference that is a copy of the policy; None: it never changes, and restarts
+            need nothing.
     """
 
     def __init__(
@@ -182,7 +180,7 @@ class ServedReference:
             self._hold(dict(model.named_parameters()))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """[B, T] of the sampled tokens.
+        """Return [B, T] logprobs of the sampled tokens.
 
         Raises:
             ServiceError: the server does not answer, or refuses.
@@ -201,13 +199,13 @@ class ServedReference:
         self._send()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The parameters that the server holds, named `reference.<parameter>`; empty if they never change."""
+        """Return the parameters that the server holds, named `reference.<parameter>`; empty if they never change."""
         if self._file is None:
             return {}
         return {f"reference.{name}": tensor for name, tensor in load_file(self._file).items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors()` gave; also of a reference that was in the learner's process.
+        """Take back the tensors of `tensors()`, also those of a reference in the learner's process.
 
         Raises:
             CheckpointError: the copy of other parameters. ServiceError: the server does not take it.
@@ -218,7 +216,7 @@ class ServedReference:
             self._send()
 
     def _hold(self, parameters: Mapping[str, Tensor]) -> None:
-        """Write parameters to a new file, and let go of the last one.
+        """Write parameters to a new file, and remove the last one.
 
         Raises:
             StorageError: the disk refuses (full, read-only).
@@ -244,13 +242,13 @@ _DYING_SECONDS = 1.0  # a process that dies breaks its connections a moment befo
 
 
 class ReferenceProcess:
-    """`python -m gspo_gym.policy.reference.server` with these arguments, in a process group of its own.
+    """`python -m gspo_gym.policy.reference.server` with these arguments, in a separate process group.
 
-    It also ends when this process does, however that is.
+    It also ends when this process ends or is killed.
 
     Args:
-        log: the file that its output is written to.
-        visible_gpus: what CUDA_VISIBLE_DEVICES lists; None: as here.
+        log: the file for its output.
+        visible_gpus: for CUDA_VISIBLE_DEVICES; None: as here.
 
     Attributes:
         token: lets its client change the weights.
@@ -281,13 +279,13 @@ class ReferenceProcess:
         """Raise if it has ended.
 
         Raises:
-            ServiceError: says what it said last.
+            ServiceError: repeats the last lines of the log.
         """
         if self._process.poll() is not None:
             raise ServiceError(f"the reference server could not run\n{self.explain()}")
 
     def explain(self) -> str:
-        """How it is, and the last lines of its log."""
+        """Return its state and the last lines of its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_DYING_SECONDS)
         code = self._process.poll()
@@ -296,7 +294,7 @@ class ReferenceProcess:
         return "\n".join([f"({state}; the last lines of {self._log}:)", *lines])
 
     def close(self) -> None:
-        """End it and all that it started. Closing twice is fine."""
+        """End it and its children. Closing twice is fine."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

@@ -1,7 +1,4 @@
-"""What a reference server computes: the frozen model, or this process's part of one that ranks share.
-
-No HTTP and no other process is known here.
-"""
+"""The frozen model of a reference server, or this process's part of a model that ranks share."""
 
 from __future__ import annotations
 
@@ -42,10 +39,10 @@ class FrozenModel:
 
     @torch.no_grad()
     def score(self, tensors: Mapping[str, Tensor], settings: ScoringSettings) -> Tensor:
-        """[B, T] logprobs, on the processor.
+        """Return [B, T] logprobs, on the processor.
 
         Raises:
-            RecordError, ConfigError: what is asked for cannot be scored.
+            RecordError, ConfigError: the request cannot be scored.
         """
         device = next(self._model.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -2,10 +2,10 @@
 
 Rank 0 is the server. It starts the others (`python -m gspo_gym.policy.reference.ranks`) and tells them what it does
 through their standard input: frames of eight bytes that count and then JSON, or tensors as safetensors. Each answers
-when it is done. What the model sends between its parts goes through torch.distributed, gloo on processors and NCCL on
-GPUs, on the loopback interface or from GPU to GPU. Started by `reference_server` with --tp 2 or more.
+when it is done. The parts of the model talk through torch.distributed, gloo on processors and NCCL on GPUs, on the
+loopback interface or from GPU to GPU.
 
-Nobody waits for a rank that is gone: if one ends, the server says which and ends; if the server does, so do they.
+If a rank ends, the server says which and ends; if the server ends, so do the others.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Ranks:
     def together(
         self, order: Mapping[str, object], tensors: Mapping[str, Tensor] | None = None, *, is_timed: bool = True
     ) -> Iterator[None]:
-        """What the block does here, the others do, too; over when all are done.
+        """Let the other ranks do what the block does here; return when all are done.
 
-        What the block refuses with a GymError, every rank must have refused in the same words. After any other error,
-        or if the ranks do not agree, the server ends: what a rank waits for may never come.
+        Where the block raises a GymError, every rank must have raised the same one. After any other error, or if the
+        ranks do not agree, the server ends: a rank might wait forever.
         """
         if not self._others:
             yield
@@ -175,7 +175,7 @@ def _prepare_devices(size: int, device: str) -> None:
 def _join(store: Store, rank: int, size: int, device: str) -> None:
     """Become that rank of torch's default process group.
 
-    On the processor this is tested; with "cuda" it was never run, for want of a machine with two GPUs.
+    Tested on the processor; with "cuda" it was never run, because no machine had two GPUs.
     """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # transformers asks these
     own = torch.device("cuda", rank) if device == "cuda" else None
@@ -198,7 +198,7 @@ def _write(stream: IO[bytes], *frames: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> bytes:
-    """One frame.
+    """Read one frame.
 
     Raises:
         EOFError: the other end is closed.
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listen(orders: queue.SimpleQueue[tuple[bytes, bytes]]) -> None:
-    """Rank 0 may end while this rank waits for it in a collective: then nobody but this thread is told."""
+    """Watch standard input: if rank 0 ends while this rank waits in a collective, only this thread is told."""
     with contextlib.suppress(EOFError):
         while True:
             orders.put((_read(sys.stdin.buffer), _read(sys.stdin.buffer)))

@@ -1,8 +1,8 @@
-"""`python -m gspo_gym.policy.reference.server --model FOLDER`: a frozen policy in its own process, which scores tokens.
+"""`python -m gspo_gym.policy.reference.server --model FOLDER`: a frozen policy in a process, which scores tokens.
 
-It answers on the loopback interface only: who comes from another machine brings a tunnel. Started by `build_reference`
-for runs with reference.placement = "dedicated", or by hand for [services] reference_url. The protocol is in
-`policy/reference/wire.py`. With --tp, other processes share the model with this one: `policy/reference/ranks.py`.
+It answers on the loopback interface only: other machines need a tunnel. Runs with reference.placement = "dedicated"
+start it; for [services] reference_url it is started by hand. The protocol is in `policy/reference/wire.py`. With --tp,
+other processes share the model with this one: `policy/reference/ranks.py`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class ReferenceModel:
         self._model = model
 
     def info(self) -> Mapping[str, Any]:
-        """What `/health` says (Any: JSON values)."""
+        """Return the answer of `/health` (Any: JSON)."""
         return {"status": "loading"} if self._model is None else {**self._model.info, "pids": self._ranks.pids}
 
     def score(self, tensors: Mapping[str, Tensor], settings: ScoringSettings) -> Tensor:
-        """[B, T] logprobs, on the processor.
+        """Return [B, T] logprobs, on the processor.
 
         Raises:
-            RecordError, ConfigError: what is asked for cannot be scored.
+            RecordError, ConfigError: the request cannot be scored.
         """
         assert self._model is not None
         check_inputs(tensors, self._model.info["vocab_size"])
@@ -78,7 +78,7 @@ class ReferenceModel:
 
 
 def make_server(port: int, model: ReferenceModel, token: str | None) -> ThreadingHTTPServer:
-    """A server on the loopback interface; `token` allows `/load` to who knows it, None forbids it.
+    """Make a server on the loopback interface; requests with `token` may `/load`, none if it is None.
 
     Raises:
         OSError: the port is taken.
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.secret is not None and hmac.compare_digest(given.encode(), self.secret.encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002  # the base class has it
-        """As the base class's for what is no request of this protocol; a method that is not here is 405, not 501."""
+        """Answer what is not in this protocol as the base class does, but an unknown method with 405, not 501."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self.close_connection = True  # what follows in the stream is of the request that was not read
         self._say(status, message or status.phrase)
@@ -215,7 +215,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _end_with_stdin() -> None:
-    """A run that is killed cannot stop its server, but its end of the pipe is closed."""
+    """End the server when its standard input closes: a run that is killed cannot stop it otherwise."""
     while sys.stdin.buffer.read(1024):
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What a learner and a reference server say to each other: safetensors bodies for numbers, JSON for the rest.
+"""The protocol of learner and reference server: safetensors bodies for numbers, JSON for the rest.
 
     GET  /health     {"status": "loading"}, with 503, or "ready" and what the model is
     POST /score?temperature=...    token_ids [B, T] int64, attention_mask and action_mask [B, T] bool
@@ -21,7 +21,7 @@ from torch import Tensor
 from gspo_gym.errors import RecordError
 from gspo_gym.learning.scoring import Truncation
 
-TOKEN_HEADER = "X-Reference-Token"  # of who may change the weights
+TOKEN_HEADER = "X-Reference-Token"  # of clients that may change the weights
 TOKEN_VARIABLE = "GSPO_GYM_REFERENCE_TOKEN"  # where a run's server finds its token
 MAX_BODY_BYTES = 1 << 30  # of a micro-batch: 17 bytes a token
 
@@ -33,20 +33,20 @@ _TRUNCATION = {name: type(value) for name, value in asdict(Truncation()).items()
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """Of which distribution the logprobs are; see `learning.scoring.Scorer`."""
+    """The distribution of the logprobs; see `learning.scoring.Scorer`."""
 
     temperature: float
     chunk_tokens: int
     truncation: Truncation
 
     def to_query(self) -> str:
-        """As part of an address; floats are written so that they are read back exactly."""
+        """Return the query of an address; floats are written in full and read back exactly."""
         values = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
         return urlencode({**values, **asdict(self.truncation)})
 
     @staticmethod
     def from_query(query: str) -> ScoringSettings:
-        """What `to_query` wrote.
+        """Read a query of `to_query`.
 
         Raises:
             RecordError: a name or a number is missing, unknown or unreadable.
