@@ -1,9 +1,10 @@
 """How many small faults the tests notice: `python -m benchmarks mutants FILE...`, in the root of a checkout.
 
-Every mutant is one small change of a file (see `mutations`), written into a temporary copy of the checkout,
-where the tests of that file run until the first failure. A mutant dies if a test fails, if nothing can be imported, or
-if the tests take longer than `TIMEOUT_FACTOR` times what they take without it (times in which no core was free are not
-counted). Those that only a time-out ended are counted apart: that proves less than a failure. One process at a time.
+Every mutant is one small change of a file (see `mutations`), written into a temporary copy of the checkout, where the
+tests of that file run until the first failure, one test file after another. A mutant dies if a test fails, if nothing
+can be imported, or if the tests take longer than `TIMEOUT_FACTOR` times what they take without it (times in which no
+core was free are not counted). Those that only a time-out ended are counted apart: that proves less than a failure.
+One process at a time.
 
 The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; `tests/**/test_name.py` and
 `test_name_*.py`; the test files that import the module, those that import the fewest other modules first; the same of
@@ -53,7 +54,7 @@ class FileReport:
 
     Attributes:
         path: the file, relative to the checkout.
-        tests: the test files that ran, relative to the checkout.
+        tests: the test files that ran until no mutant was left, relative to the checkout.
         num_mutants: mutants that were tried.
         num_timed_out: those that died only because their tests took too long.
         survivors: those that no test noticed.
@@ -223,24 +224,36 @@ def copied_checkout(root: Path) -> Iterator[CheckoutCopy]:
 def try_mutants(copied: CheckoutCopy, path: Path, *, tests: Sequence[Path], count: int, seed: int) -> FileReport:
     """Try `count` mutants of one file of the copy, and put the file back.
 
+    A test file runs for the mutants that survived those before it: nearly all die in the nearest one, and to collect
+    the others would take most of the time.
+
     Raises:
         UsageError: there are no tests, or they fail without a mutant.
     """
     text = (copied.copy / path).read_text(encoding="utf-8")
-    whole = copied.run(tests, seconds=_BASELINE_SECONDS) if tests else TestRun(_NO_TESTS, 0.0)
-    if whole.status == _NO_TESTS:
+    mutants = survivors = draw_mutants(text, path.as_posix(), count=count, seed=seed)
+    ran: list[Path] = []
+    num_timed_out = 0
+    for test in tests:
+        whole = copied.run([test], seconds=_BASELINE_SECONDS)
+        if whole.status == _NO_TESTS:
+            continue
+        if whole.status:
+            raise UsageError(f"{path}: {test} ends with status {whole.status} without a mutant\n{copied.output_tail()}")
+        ran.append(test)
+        limit = max(_TIMEOUT_FLOOR_SECONDS, TIMEOUT_FACTOR * whole.seconds)
+        statuses = []
+        for mutant in survivors:
+            copied.write(path, mutant.text)
+            statuses.append(copied.run([test], seconds=limit).status)
+        copied.write(path, text)
+        num_timed_out += statuses.count(TIMED_OUT)
+        survivors = [mutant for mutant, status in zip(survivors, statuses, strict=True) if status == 0]
+        if not survivors:
+            break
+    if not ran:
         raise UsageError(f"{path}: no test imports {module_name(path)} or is named after it; name some with --tests")
-    if whole.status:
-        raise UsageError(f"{path}: its tests end with status {whole.status} without a mutant\n{copied.output_tail()}")
-    mutants = draw_mutants(text, path.as_posix(), count=count, seed=seed)
-    limit = max(_TIMEOUT_FLOOR_SECONDS, TIMEOUT_FACTOR * whole.seconds)
-    statuses = []
-    for mutant in mutants:
-        copied.write(path, mutant.text)
-        statuses.append(copied.run(tests, seconds=limit).status)
-    copied.write(path, text)
-    survivors = [mutant for mutant, status in zip(mutants, statuses, strict=True) if status == 0]
-    return FileReport(path, tuple(tests), len(mutants), statuses.count(TIMED_OUT), tuple(survivors))
+    return FileReport(path, tuple(ran), len(mutants), num_timed_out, tuple(survivors))
 
 
 def render(reports: Sequence[FileReport]) -> Table:
@@ -276,7 +289,7 @@ def run_mutants(files: Sequence[str], *, count: int, seed: int, tests: Sequence[
                 continue
             reports.append(report)
             share = f"{report.num_died} of {report.num_mutants} died, {report.num_timed_out} by time-out"
-            console.print(f"{path}: {share}, {time.monotonic() - started:.0f} s; {' '.join(map(str, chosen))}")
+            console.print(f"{path}: {share}, {time.monotonic() - started:.0f} s; {' '.join(map(str, report.tests))}")
             for mutant in report.survivors:
                 console.print(escape(f"  {path}:{mutant.line} {mutant.kind}\n{mutant.diff}"), highlight=False)
     console.print(render(reports))
