@@ -1,6 +1,6 @@
-"""Dynamic sampling: which groups a step asks for, keeps, and counts.
+"""What a step trains on: which groups it asks for, keeps, and counts (dynamic sampling); and the warm-up before it.
 
-A group here is its number; `run` says which numbers are constant, empty (all its episodes were dropped) or fail.
+A group of the sampling tests is its number; `run` says which are constant, empty (all episodes dropped) or fail.
 """
 
 from __future__ import annotations
@@ -8,16 +8,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import pytest
 
 from gspo_gym.errors import EnginePoisonedError, RolloutError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import BatchCounts, BuiltBatch
+from gspo_gym.learning.settings import OptimizerSettings, UpdateSettings
+from gspo_gym.policy.load import load_policy
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.rollout.schedule import OnDemand
-from gspo_gym.run.collect import Collected, batch_metrics, collect_groups
-from gspo_gym.run.settings import ConstantGroups
-from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
+from gspo_gym.run.collect import Collected, WarmupPlan, batch_metrics, collect_groups, warm_up
+from gspo_gym.run.settings import ConstantGroups, WarmupSettings
+from gspo_gym.seeding import child_seed, training_seed
+from gspo_gym.types import (
+    DroppedEpisode,
+    FinishReason,
+    Outcome,
+    Segment,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 
 class Groups:
@@ -161,3 +174,59 @@ def test_a_batch_of_which_nothing_was_compared_has_no_mean_return() -> None:
     assert metrics["batch/constant_group_fraction"] == 1.0
     assert "batch/mean_return" not in metrics
     assert "batch/overlong_fraction" not in metrics
+
+
+class Told:
+    """Progress that keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Demonstrations:
+    """A pool that plays, for each request, one episode that samples the token 7 twice."""
+
+    def __init__(self) -> None:
+        self.requests: list[GroupRequest] = []
+
+    async def collect(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
+        self.requests += requests
+        sampled = np.array([False, True, True])
+        segment = Segment([5, 7, 7], sampled, [0.0, -1.0, -1.0], [-1, 0, 0], [-1, 0, 0])  # type: ignore[arg-type]
+        turn = Turn(0, 0, (0, 1), (1, 3), FinishReason.STOP)
+        return [
+            TrajectoryGroup(
+                r.task, (Trajectory(r.group_id, 0, r.task, 0, (segment,), (turn,), (), Outcome.TERMINATED),), 1
+            )
+            for r in requests
+        ]
+
+
+def test_warm_up_imitates_one_episode_of_each_of_its_own_training_tasks() -> None:
+    pool, told = Demonstrations(), Told()
+    policy = load_policy("tiny:qwen3-64", seed=1)
+    plan = WarmupPlan(
+        "test/Env-v0",
+        run_seed=3,
+        warmup=WarmupSettings(learning_rate=1e-2, num_episodes=3, num_epochs=5, batch_size=3),
+        optimizer=OptimizerSettings(),
+        update=UpdateSettings(learning_rate=1e-2),
+    )
+    report = asyncio.run(warm_up(policy.model, pool, plan, told))  # type: ignore[arg-type]
+    assert [(request.group_id, request.size) for request in pool.requests] == [
+        ("warmup/000000", 1),
+        ("warmup/000001", 1),
+        ("warmup/000002", 1),
+    ]
+    own = child_seed(3, "warmup")
+    assert [request.task for request in pool.requests] == [Task("test/Env-v0", training_seed(own, i)) for i in range(3)]
+    # 3 episodes of 2 tokens, 5 times, one step each time.
+    assert (report.num_tokens, report.num_steps) == (30, 5)
+    first, last = report.epoch_losses[0], report.epoch_losses[-1]
+    assert last < first
+    assert told.notes == [
+        f"warm-up: 3 demonstrations, loss per token {first:.3f} in the first pass, {last:.3f} in the last"
+    ]
