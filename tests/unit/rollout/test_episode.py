@@ -408,12 +408,14 @@ def test_the_time_in_which_the_environment_is_made_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "outcome"), [(20.0, Outcome.EPISODE_TIMEOUT), (30.0, Outcome.ACTION_LIMIT)], ids=str
+    ("seconds", "outcome"),
+    [(20.0, Outcome.EPISODE_TIMEOUT), (25.0, Outcome.EPISODE_TIMEOUT), (30.0, Outcome.ACTION_LIMIT)],
+    ids=str,
 )
 def test_a_late_episode_is_the_actions_doing_if_answers_took_more_than_half_of_it(
     seconds: float, outcome: Outcome
 ) -> None:
-    """Two answers of 20 or 30 seconds, of 100; whenever they are played again they take 30 each."""
+    """Two answers of 20, 25 or 30 seconds, of 100; whenever they are played again they take 30 each."""
     now, num_made = 0.0, 0
 
     def make_env(task: Task) -> Any:
