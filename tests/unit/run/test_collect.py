@@ -18,8 +18,9 @@ from gspo_gym.learning.settings import OptimizerSettings, UpdateSettings
 from gspo_gym.policy.load import load_policy
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.rollout.schedule import OnDemand
-from gspo_gym.run.collect import Collected, WarmupPlan, batch_metrics, collect_groups, warm_up
-from gspo_gym.run.settings import ConstantGroups, WarmupSettings
+from gspo_gym.run.collect import Collected, Collector, WarmupPlan, batch_metrics, collect_groups, warm_up
+from gspo_gym.run.plan import TrainPlan
+from gspo_gym.run.settings import ConstantGroups, LoopSettings, RunSize, WarmupSettings
 from gspo_gym.seeding import child_seed, training_seed
 from gspo_gym.types import (
     DroppedEpisode,
@@ -91,6 +92,7 @@ def test_keep_plays_one_round_and_keeps_all_of_it() -> None:
     assert rounds == [[0, 1, 2, 3]]
     assert numbers(collected.kept) == numbers(collected.groups) == [0, 1, 2, 3]
     assert (collected.num_dropped, collected.num_refilled) == (0, 0)
+    assert (collected.num_uncommitted, collected.num_late) == (0, 0)
 
 
 def test_drop_leaves_constant_groups_out_and_asks_for_no_others() -> None:
@@ -187,7 +189,7 @@ class Told:
 
 
 class Demonstrations:
-    """A pool that plays, for each request, one episode that samples the token 7 twice."""
+    """A pool that plays, for each request, one episode that samples the token 7 twice and is worth 0.5."""
 
     def __init__(self) -> None:
         self.requests: list[GroupRequest] = []
@@ -196,7 +198,7 @@ class Demonstrations:
         self.requests += requests
         sampled = np.array([False, True, True])
         segment = Segment([5, 7, 7], sampled, [0.0, -1.0, -1.0], [-1, 0, 0], [-1, 0, 0])  # type: ignore[arg-type]
-        turn = Turn(0, 0, (0, 1), (1, 3), FinishReason.STOP)
+        turn = Turn(0, 0, (0, 1), (1, 3), FinishReason.STOP, reward=0.5)
         return [
             TrajectoryGroup(
                 r.task, (Trajectory(r.group_id, 0, r.task, 0, (segment,), (turn,), (), Outcome.TERMINATED),), 1
@@ -230,3 +232,15 @@ def test_warm_up_imitates_one_episode_of_each_of_its_own_training_tasks() -> Non
     assert told.notes == [
         f"warm-up: 3 demonstrations, loss per token {first:.3f} in the first pass, {last:.3f} in the last"
     ]
+
+
+def test_the_returns_by_which_groups_were_left_out_are_handed_on() -> None:
+    plan = TrainPlan(
+        "test/Env-v0", RunSize(1, 1, 2, batch_size=2, group_size=1), loop=LoopSettings(constant_groups="drop")
+    )
+    collected = asyncio.run(Collector(plan, Demonstrations()).collect(1))  # type: ignore[arg-type]
+    names = [trajectory.trajectory_id for group in collected.groups for trajectory in group.trajectories]
+    assert len(names) == 2
+    assert {name: known.episode_return for name, known in collected.returns.items()} == dict.fromkeys(names, 0.5)
+    assert (collected.kept, collected.num_dropped) == ((), 2)  # an only episode is worth what its group is
+    assert (collected.num_uncommitted, collected.num_late) == (0, 0)
