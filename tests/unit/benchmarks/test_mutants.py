@@ -93,7 +93,7 @@ def test_tests_that_hang_are_ended_with_every_process_they_started(tmp_path: Pat
         while is_running(child):  # until the kernel has ended it
             pass
         (copied.copy / "tests/test_age.py").write_text("def test_fails() -> None:\n    assert 1 == 2\n")
-        with pytest.raises(UsageError, match="tests/test_age.py ends with status 1 without a mutant"):
+        with pytest.raises(UsageError, match=r"tests/test_age\.py ends with status 1 without a mutant"):
             try_mutants(copied, Path("gspo_gym/age.py"), tests=[Path("tests/test_age.py")], count=1, seed=0)
 
 
