@@ -94,8 +94,8 @@ class TrainBatch(TokenBatch):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScoredBatch(TrainBatch):
-    """A TrainBatch that was scored before the update; another type, so that scoring cannot be forgotten.
+class LabelledBatch(TrainBatch):
+    """A TrainBatch with the old and reference logprobs; another type, because computing them must not be forgotten.
 
     Attributes:
         old_logprobs: [B, T], the learner's own, of the policy before the update; 0 where action_mask is False.

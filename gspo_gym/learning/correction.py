@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gspo_gym.errors import EngineMismatchError
-from gspo_gym.learning.batching import ScoredBatch, TokenBatch
+from gspo_gym.learning.batching import LabelledBatch, TokenBatch
 from gspo_gym.learning.losses import Pools, turn_keys
 from gspo_gym.learning.settings import CorrectionSettings
 
@@ -48,7 +48,7 @@ class Correction:
     num_off_policy: int
 
 
-def correct(batch: ScoredBatch, logprobs: Tensor, settings: CorrectionSettings) -> Correction | None:
+def correct(batch: LabelledBatch, logprobs: Tensor, settings: CorrectionSettings) -> Correction | None:
     """The correction of a micro-batch whose present logprobs are these [B, T]; None: the settings ask for none.
 
     `off_policy_threshold` (off-policy sequence masking, arXiv 2512.02556, as TRL has it but token by token) looks at

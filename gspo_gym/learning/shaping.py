@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import CheckpointError, RecordError
-from gspo_gym.learning.batching import ScoredBatch, TrainBatch
+from gspo_gym.learning.batching import LabelledBatch, TrainBatch
 from gspo_gym.learning.correction import pool_tokens
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 
@@ -160,7 +160,7 @@ def _token_weights(part: TrainBatch, over: str) -> Tensor:
 
 def _log_ratios(part: TrainBatch) -> Tensor:
     """[A] kl_t."""
-    if not isinstance(part, ScoredBatch) or part.ref_logprobs is None:
+    if not isinstance(part, LabelledBatch) or part.ref_logprobs is None:
         raise RecordError("AdvantageShaper: a KL term needs old and reference logprobs, got a batch without them")
     return (part.old_logprobs - part.ref_logprobs)[part.action_mask].double()
 

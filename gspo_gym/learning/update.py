@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gspo_gym import seeding
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.batching import (
-    ScoredBatch,
+    LabelledBatch,
     TrainBatch,
     select_trajectories,
     split_microbatches,
@@ -255,7 +255,7 @@ class Learner:
             if self._recomputes_old:
                 with torch.no_grad(), self._scorer.adapter_dropout(part.dropout_seed):
                     old = self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
-            parts.append(_Part(_scored(batch, old, self._reference_logprobs(batch)), part.dropout_seed))
+            parts.append(_Part(_labelled(batch, old, self._reference_logprobs(batch)), part.dropout_seed))
         return _Minibatch(minibatch.denominators, tuple(parts))
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
@@ -288,30 +288,32 @@ class Learner:
     ) -> PartFacts:
         """Add the gradients of a micro-batch, scored before or not."""
         batch = part.batch
-        ref = None if isinstance(batch, ScoredBatch) else self._reference_logprobs(batch)
+        ref = None if isinstance(batch, LabelledBatch) else self._reference_logprobs(batch)
         with self._scorer.adapter_dropout(part.dropout_seed):
             with router_load.watching(batch.attention_mask[:, :-1]):
                 scores = self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask)
             now = scores.logprobs.detach()
-            scored = (
-                batch if isinstance(batch, ScoredBatch) else _scored(batch, now if self._recomputes_old else None, ref)
+            labelled = (
+                batch
+                if isinstance(batch, LabelledBatch)
+                else _labelled(batch, now if self._recomputes_old else None, ref)
             )
-            correction = correct(scored, now, self._correction)
+            correction = correct(labelled, now, self._correction)
             output = policy_loss(
                 scores.logprobs,
-                scored.old_logprobs,
-                action_mask=scored.action_mask,
-                turn_index=scored.turn_index,
-                trajectory_index=scored.trajectory_index,
-                advantages=scored.advantages,
+                labelled.old_logprobs,
+                action_mask=labelled.action_mask,
+                turn_index=labelled.turn_index,
+                trajectory_index=labelled.trajectory_index,
+                advantages=labelled.advantages,
                 settings=self._loss,
                 denominators=denominators,
-                ref_logprobs=scored.ref_logprobs,
+                ref_logprobs=labelled.ref_logprobs,
                 entropy=scores.entropy,
                 correction=None if correction is None else correction.weights,
             )
             torch.autograd.backward(output.loss)
-        own = scored.old_logprobs if self._recomputes_old else now
+        own = labelled.old_logprobs if self._recomputes_old else now
         return PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
 
     @property
@@ -327,11 +329,11 @@ def _require_no_comparison(correction: CorrectionSettings) -> None:
         )
 
 
-def _scored(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> ScoredBatch:
+def _labelled(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> LabelledBatch:
     """old_logprobs None: the engine's stand for them."""
     old_logprobs = part.rollout_logprobs if old_logprobs is None else old_logprobs
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(TrainBatch)}
-    return ScoredBatch(**fields, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    return LabelledBatch(**fields, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
 def _trainable(batch: TrainBatch, *, with_advantage: bool) -> list[int]:

@@ -28,7 +28,7 @@ from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
 from gspo_gym.judge.scorer import RubricsOf
 from gspo_gym.learning.settings import StepRewardSettings
-from gspo_gym.learning.step_rewards import step_rewards
+from gspo_gym.learning.credit import turn_rewards
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.judging import Judging, OnEventOfStep
 from gspo_gym.seeding import child_seed
@@ -130,7 +130,7 @@ def _env_rewards(config: RunConfig) -> EnvRewards:
     settings = config.step_reward_settings
     if settings.mode != "decision_stepwise":
         return env_rewards
-    return lambda trajectory: step_rewards(trajectory, settings)
+    return lambda trajectory: turn_rewards(trajectory, settings)
 
 
 def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> RubricsOf:

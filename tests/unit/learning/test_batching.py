@@ -10,7 +10,7 @@ from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import (
     BatchCounts,
-    ScoredBatch,
+    LabelledBatch,
     TrainBatch,
     batch_tokens,
     build_batch,
@@ -263,7 +263,7 @@ def test_a_batch_that_contradicts_itself_cannot_be_built(field, value, message):
 
 def test_a_scored_batch_is_checked_too():
     with pytest.raises(RecordError, match="old_logprobs"):
-        ScoredBatch(**valid(), old_logprobs=torch.zeros(2, 2), ref_logprobs=None)
+        LabelledBatch(**valid(), old_logprobs=torch.zeros(2, 2), ref_logprobs=None)
 
 
 def test_a_trajectory_all_of_whose_rows_lack_sampled_tokens_is_refused():
@@ -292,7 +292,7 @@ def test_selected_trajectories_are_renumbered_in_the_order_asked_for(mixed_batch
 
 
 def test_selecting_keeps_a_scored_batch_scored():
-    scored = ScoredBatch(**valid(), old_logprobs=torch.arange(6.0).reshape(2, 3), ref_logprobs=None)
+    scored = LabelledBatch(**valid(), old_logprobs=torch.arange(6.0).reshape(2, 3), ref_logprobs=None)
     chosen = select_trajectories(scored, [1])
     assert chosen.old_logprobs.tolist() == [[3.0, 4.0]]
     assert chosen.ref_logprobs is None

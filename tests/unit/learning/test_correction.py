@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gspo_gym.learning.batching import ScoredBatch
+from gspo_gym.learning.batching import LabelledBatch
 from gspo_gym.learning.correction import correct, pool_tokens
 from gspo_gym.learning.settings import CorrectionSettings
 
@@ -25,7 +25,7 @@ def batch():
     gap = torch.tensor([[9.0, 1, 3, 9, -2], [9, 2, 9, 9, 9], [9, 9, -4, 0, 9]], dtype=torch.float64) * LN2
     mask = turn_index >= 0
     rollout = torch.where(mask, -1.5, 0.0)
-    return ScoredBatch(
+    return LabelledBatch(
         token_ids=torch.ones(3, 5, dtype=torch.int64),
         attention_mask=torch.ones(3, 5, dtype=torch.bool),
         action_mask=mask,
@@ -98,7 +98,7 @@ def test_a_long_episode_is_weighted_as_a_short_one():
     """5,000 tokens each 1 % likelier for the learner: w = 1.01, not 1.01^5000 = 4e21."""
     T = 5001
     mask = torch.arange(T)[None] > 0
-    long = ScoredBatch(
+    long = LabelledBatch(
         token_ids=torch.ones(1, T, dtype=torch.int64), attention_mask=torch.ones(1, T, dtype=torch.bool),
         action_mask=mask, turn_index=mask.long() - 1, trajectory_index=torch.tensor([0]),
         rollout_logprobs=torch.where(mask, -1.0, 0.0), advantages=torch.zeros(1, T),

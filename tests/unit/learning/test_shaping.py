@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gspo_gym.errors import CheckpointError, RecordError
-from gspo_gym.learning.batching import ScoredBatch, TrainBatch, select_trajectories
+from gspo_gym.learning.batching import LabelledBatch, TrainBatch, select_trajectories
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 from gspo_gym.learning.shaping import AdvantageShaper, whiten
 
@@ -30,7 +30,7 @@ def make_batch(kl=KL, advantages=ADVANTAGES):
         gap[b, places] = torch.tensor(kl_b)
         advantage[b, places] = torch.tensor(advantages_b)
     old = torch.where(mask, -1.0, 0.0)
-    return ScoredBatch(
+    return LabelledBatch(
         token_ids=torch.ones(len(rows), T, dtype=torch.int64),
         attention_mask=torch.ones(len(rows), T, dtype=torch.bool),
         action_mask=mask,

@@ -8,8 +8,8 @@ import pytest
 
 from gspo_gym.env.rewards import Achievements
 from gspo_gym.errors import UnscoredError
+from gspo_gym.learning.credit import turn_rewards
 from gspo_gym.learning.settings import StepRewardSettings
-from gspo_gym.learning.step_rewards import step_rewards
 from gspo_gym.types import Outcome
 
 
@@ -21,7 +21,7 @@ def earn(make_trajectory):
         trajectory = make_trajectory(rewards or [0.0] * len(events), outcome=outcome)
         turns = [dataclasses.replace(t, events=tuple(e)) for t, e in zip(trajectory.turns, events, strict=True)]
         trajectory = dataclasses.replace(trajectory, turns=tuple(turns))
-        return list(step_rewards(trajectory, StepRewardSettings(**settings)))
+        return list(turn_rewards(trajectory, StepRewardSettings(**settings)))
 
     return run
 
@@ -144,5 +144,5 @@ def test_an_episode_that_does_not_report_events_is_worth_its_return_and_not_0(ma
     settings = StepRewardSettings(mode="decision_stepwise", strategy=strategy)
     trajectory = make_trajectory([0.5, 1.0])
     silent = dataclasses.replace(trajectory, reports_events=False)
-    assert step_rewards(trajectory, settings) == (0.0, 0.0)  # it achieved nothing, which is known
-    assert step_rewards(silent, settings) == (0.0, 1.5)
+    assert turn_rewards(trajectory, settings) == (0.0, 0.0)  # it achieved nothing, which is known
+    assert turn_rewards(silent, settings) == (0.0, 1.5)
