@@ -176,7 +176,7 @@ class _Probe:
     def agrees_on_prefixes(self) -> bool:
         """Return whether the sequences and beginnings of them, read together, end in the same logprobs."""
         length = len(self._sequences[0])
-        cases = [(0, length), (1, length), (0, max(1, length // 2)), (1, max(1, length - 3)), (0, 1)]
+        cases = [(0, length), (1, length), (0, length // 2), (1, max(1, length - 3)), (0, 1)]
         logits = self._model.read([self._sequences[which][:stop] for which, stop in cases])
         return self._agrees(logits, [self._expected[which][stop - 1] for which, stop in cases])
 

@@ -77,7 +77,7 @@ def group_spans(spans: Sequence[SegmentSpan], device: torch.device) -> tuple[Seg
     """Put spans of like size together."""
     alike: dict[tuple[bool, int, int], list[SegmentSpan]] = {}
     for span in spans:
-        key = (bool(span.context), -(-span.num_new // _NEW_STEP), -(-span.total // _TOTAL_STEP))
+        key = (bool(span.context), (span.num_new - 1) // _NEW_STEP, (span.total - 1) // _TOTAL_STEP)
         alike.setdefault(key, []).append(span)
     return tuple(_make_group(members, device) for members in alike.values())
 

@@ -162,3 +162,13 @@ def test_the_cache_grows_for_what_may_be_sampled_too(model: Any) -> None:
     batch = batcher(model)
     [finished] = run(batch, request(list(range(5, 255)), max_new=20))
     assert len(completion(finished).token_ids) == 20
+
+
+def test_a_packed_model_is_compared_over_a_prompt_its_continuation_and_two_single_tokens(model: Any) -> None:
+    packed = PackedModel(model, max_model_len=MAX_LEN)
+    read: list[int] = []
+    packed.shared.module.register_forward_pre_hook(
+        lambda module, _, options: read.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    packed.verify()
+    assert read == [12, 5, 5, 1, 1]  # the first by the model's own attention

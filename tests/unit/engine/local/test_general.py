@@ -42,6 +42,17 @@ def _gpt() -> Any:
     return transformers.OpenAIGPTLMHeadModel(config)
 
 
+def _whole_gpt() -> Any:
+    return _WholeGPT(_gpt().config)
+
+
+class _WholeGPT(transformers.OpenAIGPTLMHeadModel):
+    """Cannot be asked for the logits of some tokens only."""
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return super().forward(input_ids=input_ids)
+
+
 MODELS: dict[str, Callable[[], Any]] = {"turns": _falcon, "tokens": _mamba, "none": _gpt}
 
 
@@ -285,16 +296,37 @@ def test_the_learners_model_keeps_its_modes_its_adapter_is_sampled_with_and_no_w
     assert np.abs(base - completion.logprobs).max() > 0.01
 
 
-@pytest.mark.parametrize("limit", [1, 20, 10_000])
+@pytest.mark.parametrize(
+    ("limit", "shapes"),
+    [
+        (1, [(1, 9), (1, 9), (1, 5), (1, 3), (1, 1)]),
+        (20, [(2, 9), (3, 5)]),  # a third row of nine would be 27 tokens; three of five are 15
+        (10_000, [(5, 9)]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("make", "constant", "size"), [(_gpt, "_MAX_TOKENS_AT_ONCE", 1), (_whole_gpt, "_MAX_LOGITS_AT_ONCE", 64)]
+)
 def test_sequences_are_read_together_as_far_as_memory_goes_with_the_same_result(
-    limit: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Any],
+    constant: str,
+    size: int,
+    limit: int,
+    shapes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = PlainModel(_build(_gpt), max_model_len=MAX_LEN)
+    """Of a model that gives the logits of every token, these are bounded, too: 64 numbers each."""
+    plain = PlainModel(_build(make), max_model_len=MAX_LEN)
     sequences = [np.array(_prompt(length, length), np.int32) for length in (3, 9, 9, 1, 5)]
     with torch.inference_mode():
         expected = torch.stack([plain.logits(torch.tensor(s)[None])[0, -1] for s in sequences])
-        monkeypatch.setattr(plain_model, "_MAX_TOKENS_AT_ONCE", limit)
+        monkeypatch.setattr(plain_model, constant, limit * size)
+        read: list[tuple[int, ...]] = []
+        plain.shared.module.register_forward_pre_hook(
+            lambda module, _, options: read.append(tuple(options["input_ids"].shape)), with_kwargs=True
+        )
         torch.testing.assert_close(plain.read(sequences), expected)
+    assert read == shapes
 
 
 def test_a_model_that_looks_into_the_padding_is_read_in_rows_of_one_length(

@@ -44,6 +44,14 @@ def test_tokens_beyond_a_slots_length_match_nothing() -> None:
     assert cache.longest_prefix(_prompt(0, 0))[1] == 0
 
 
+def test_a_prompt_longer_than_any_slot_yet_is_compared_as_far_as_they_go() -> None:
+    cache = _cache([1, 2, 3], list(range(1, 257)))
+    assert cache.tokens.shape == (4, 256)  # of 600, as long as none is longer
+    assert cache.longest_prefix(np.arange(1, 400, dtype=np.int32)) == (1, 256)
+    cache.reserve(1, 257)
+    assert cache.tokens.shape == (4, 512)
+
+
 def test_after_clearing_nothing_matches() -> None:
     cache = _cache([1, 2, 3])
     cache.clear()

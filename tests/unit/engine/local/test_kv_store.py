@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_gym.engine.local.kv_store import BLOCK, AttentionOptions, BlockStore, KeyValueStore, PlainStore, SingleRows
+from gspo_gym.engine.local.kv_store import (
+    BLOCK,
+    AttentionOptions,
+    BlockStore,
+    KeyValueStore,
+    PlainStore,
+    SingleRows,
+    make_store,
+)
 from gspo_gym.engine.local.spans import SegmentSpan, attend_group, group_spans
 
 NUM_SLOTS, NUM_HEADS, NUM_TOKENS, SIZE = 9, 2, 3 * BLOCK, 8
@@ -79,7 +87,7 @@ def test_single_tokens_attend_to_their_own_slot_and_no_further(
 
 @STORES
 @OPTIONS
-@pytest.mark.parametrize("contexts", [[0] * 5, [0, 30, 70], [50, 52, 51]])  # of five, four attend together
+@pytest.mark.parametrize("contexts", [[0] * 5, [0, 1, 70], [50, 52, 51]])  # of five, four attend together
 def test_the_tokens_of_a_prompt_attend_causally_after_their_context(
     store_class: type[PlainStore] | type[BlockStore], options: AttentionOptions, contexts: list[int]
 ) -> None:
@@ -133,6 +141,11 @@ def test_padding_is_at_most_sixteen_queries_and_a_hundred_and_twenty_eight_keys(
 ) -> None:
     spans = [SegmentSpan(slot, 50 * slot, 50 * slot + new, context) for slot, (context, new) in enumerate(sizes)]
     assert len(group_spans(spans, torch.device("cpu"))) == num_groups
+
+
+def test_the_layout_for_a_cpu_is_for_its_own_precision_only() -> None:
+    made = [type(make_store(*torch.zeros(2, 1, 2, 8, dtype=dtype), 1, 1)) for dtype in (torch.float32, torch.bfloat16)]
+    assert made == [BlockStore, PlainStore]
 
 
 @STORES
