@@ -137,7 +137,7 @@ def test_an_answer_becomes_a_completion() -> None:
 def test_an_answer_of_full_length_was_cut_off_unless_its_last_token_is_a_stop_token() -> None:
     answer = copy.deepcopy(COMPLETIONS)
     assert completion_of(answer, max_tokens=3).finish_reason is FinishReason.STOP
-    answer["choices"][0] |= {"token_ids": [8, 9, 9], "finish_reason": "length"}
+    answer["choices"][0] |= {"token_ids": [0, 9, 9], "finish_reason": "length"}
     assert completion_of(answer, max_tokens=3).finish_reason is FinishReason.LENGTH
 
 
