@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gspo_gym.engine.vllm.ranks import SessionRanks, binding_of, environment
+from gspo_gym.engine.vllm.ranks import SessionRanks, allowed_cores, binding_of, environment
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,15 @@ from gspo_gym.engine.vllm.ranks import SessionRanks, binding_of, environment
 )
 def test_workers_have_as_many_cores_each_and_none_twice(num_workers: int, cores: list[int], binding: str) -> None:
     assert binding_of(num_workers, cores) == binding
+
+
+def test_cores_are_those_of_this_process_or_all_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 3} if process == 0 else {0}, raising=False)
+    assert allowed_cores() == [3, 5]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for count, cores in ((3, [0, 1, 2]), (None, [0])):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert allowed_cores() == cores
 
 
 def test_variables_are_there_within_and_those_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

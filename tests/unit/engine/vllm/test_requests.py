@@ -49,7 +49,8 @@ def test_a_tokenizer_is_loaded_only_for_schemas(structured_output: bool) -> None
 
 
 def test_no_seed_is_the_one_that_vllm_takes_for_none() -> None:
-    assert sampling_fields(dataclasses.replace(SAMPLING, seed=-1), max_new=1)["seed"] == 2**63 - 1
+    for seed, sent in ((-1, 2**63 - 1), (2**63 - 2, 2**63 - 2), (2**63 + 5, 5)):
+        assert sampling_fields(dataclasses.replace(SAMPLING, seed=seed), max_new=1)["seed"] == sent
 
 
 def test_min_tokens_is_cut_to_what_the_context_leaves() -> None:
@@ -57,7 +58,9 @@ def test_min_tokens_is_cut_to_what_the_context_leaves() -> None:
     assert sampling_fields(sampling, max_new=2)["min_tokens"] == 2
 
 
-@pytest.mark.parametrize(("temperature", "is_refused"), [(0.0, False), (0.009, True), (0.01, False), (2.1, True)])
+@pytest.mark.parametrize(
+    ("temperature", "is_refused"), [(0.0, False), (0.009, True), (0.01, False), (2.0, False), (2.1, True)]
+)
 def test_a_temperature_that_vllm_would_change_is_refused(temperature: float, is_refused: bool) -> None:
     sampling = dataclasses.replace(SAMPLING, temperature=temperature)
     if is_refused:
@@ -135,11 +138,29 @@ def test_an_answer_that_cannot_be_true_is_an_engines_error(
         )
 
 
+def test_the_first_and_the_last_token_of_a_vocabulary_are_taken() -> None:
+    completion = completion_of([0, 9], [-1.0, -2.0], finish_reason=FinishReason.LENGTH, versions=[3, 4], vocab_size=10)
+    assert completion.token_ids.tolist() == [0, 9]
+    assert completion.logprobs.tolist() == [-1.0, -2.0]
+    assert completion.weight_version.tolist() == [3, 4]
+
+
 def test_settings_leave_no_sampling_default_to_the_models_files() -> None:
     fields = VllmSettings(model="org/name", max_model_len=64, kv_cache_gib=0.5).engine_args()
     assert (fields["logprobs_mode"], fields["generation_config"]) == ("processed_logprobs", "vllm")
     assert fields["kv_cache_memory_bytes"] == 2**29
     assert "enable_lora" not in fields
+    assert (fields["max_num_seqs"], fields["tensor_parallel_size"], fields["data_parallel_size"]) == (256, 1, 1)
+    if not torch.cuda.is_available():  # prompts are read whole, however long
+        assert (fields["enable_chunked_prefill"], fields["max_num_batched_tokens"] >= 64) == (False, True)
+
+
+def test_the_smallest_settings_and_every_rank_that_vllm_knows_are_taken() -> None:
+    least = VllmSettings(model="m", max_model_len=2, max_num_seqs=1, max_loras=1, gpu_memory_utilization=1.0)
+    assert least.engine_args()["max_model_len"] == 2
+    assert VllmSettings(model="m", max_model_len=2).max_loras == 2
+    for rank in (0, 1, 8, 16, 32, 64, 128, 256, 320, 512):
+        assert dataclasses.replace(least, max_lora_rank=rank).max_lora_rank == rank
 
 
 def test_gpus_are_passed_on_as_vllm_numbers_them_and_otherwise_left_to_it() -> None:
