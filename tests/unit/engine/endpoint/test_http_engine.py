@@ -6,6 +6,7 @@ import asyncio
 import math
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import hash_model
@@ -113,6 +114,13 @@ def test_a_request_names_its_call_its_attempt_and_its_cache() -> None:
     assert seen.path == "/v1/completions"
     assert (seen.body["model"], seen.body["prompt"], seen.body["cache_salt"]) == (MODEL, PROMPT, "mine")
     assert seen.body["request_id"] == seen.headers["x-request-id"] == f"{seen.headers['idempotency-key']}-0"
+
+
+def test_an_endpoint_is_tried_with_eight_tokens_that_are_no_text() -> None:
+    with FaultyServer() as server:
+        ask(server)
+        first = next(seen.body for seen in server.seen if seen.path == "/v1/completions")
+    assert (first["prompt"], first["seed"], first["max_tokens"]) == (list(range(11, 19)), 1, 8)
 
 
 # --- what an endpoint can do ------------------------------------------------------------------------------------------
@@ -453,6 +461,32 @@ def test_a_text_of_many_more_tokens_than_the_endpoint_sampled_is_padded() -> Non
         use(server, generate, TOKENIZER, max_model_len=100, tier="text", retries=RetrySettings(max_attempts=1))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choices": []}, "expected one choice with a text"),
+        ({"choices": [{"text": "A", "finish_reason": "length"}] * 2}, "expected one choice with a text"),
+        ({"choices": {"text": "A", "finish_reason": "length"}}, "expected one choice with a text"),
+        ({"choices": [{"finish_reason": "length"}]}, "expected one choice with a text"),
+        ({"choices": [{"text": "A", "finish_reason": "abort"}]}, "expected finish reason .* got 'abort'"),
+        ({"choices": [{"text": "", "finish_reason": "length"}]}, "expected a text, got an empty one"),
+    ],
+)
+def test_a_text_answer_that_is_no_sample_is_refused(change: Json, message: str) -> None:
+    async def generate(engine: HttpEngine) -> None:
+        await engine.generate(PROMPT, SAMPLING)
+        body = server.seen[-1].body
+        stop = TOKENIZER.decode([STOP], skip_special_tokens=False)
+        assert (body["n"], body["max_tokens"], body["stop"]) == (1, 12, [stop])
+        server.spoil = lambda answer: answer | change
+        with pytest.raises(EngineError, match=message):
+            await engine.generate(PROMPT, SAMPLING)
+
+    with FaultyServer(dialect="text") as server:
+        settings = {"max_model_len": 100, "tier": "text", "retries": RetrySettings(max_attempts=1)}
+        use(server, generate, TOKENIZER, **settings)
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 0.5, None, "x"])
 def test_a_spoilt_answer_is_asked_for_again_and_never_returned(value: Any) -> None:
     async def spoil_two_then_all(engine: HttpEngine) -> None:
@@ -643,6 +677,19 @@ def test_redirects_are_refused_and_not_followed() -> None:
 
 
 # --- weights and settings ---------------------------------------------------------------------------------------------
+
+
+def test_the_last_token_of_a_vocabulary_is_sent_and_none_beyond_it() -> None:
+    async def generate(engine: HttpEngine) -> None:
+        assert len((await engine.generate([0, 63], SAMPLING)).token_ids) > 0
+        for outside in (-1, 64):
+            with pytest.raises(EngineError, match=rf"expected prompt tokens in \[0, 64\), got {outside}"):
+                await engine.generate([1, outside], SAMPLING)
+        with pytest.raises(ConfigError, match=r"HttpEngine cannot obey SamplingParams\.json_schema"):
+            await engine.generate(PROMPT, replace(SAMPLING, json_schema="{}"))
+
+    with FaultyServer() as server:
+        use(server, generate)
 
 
 def test_somebody_elses_weights_cannot_be_updated() -> None:
