@@ -1,1 +1,1 @@
-"""Task apps that we train on: client, episodes, rewards, probes."""
+"""Task apps to train on: client, episodes, rewards, probes."""

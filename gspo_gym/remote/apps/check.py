@@ -1,8 +1,8 @@
-"""Probe rollouts of a task app: with the real gateway, and a model that is a script.
+"""Play probe rollouts of a task app, with the real gateway and a scripted model.
 
-The script says what models say: plausible words, the same word for ever, nonsense, nothing; or the model is down, or
-the trainer hangs up. Each time the app must end with a result that can be trained on, or with none at all, and go on.
-Nothing is trained here.
+The script answers as models do: plausible words, the same word for ever, nonsense, nothing; or the model is down, or
+the trainer hangs up. Each time the app must end with a result that can be trained on, or with none, and go on. Nothing
+is trained here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "arr
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
-    """How an app is probed.
+    """Settings of the probes.
 
     Attributes:
-        env_name: the app's name of its environment. env_config: for the app as it stands (Any: each has its own).
+        env_name: the app's name of its environment. env_config: passed to the app unchanged.
         seed: of the task. max_turns: decisions of an episode.
         timeout_seconds: of one rollout.
-        gateway_host: where the gateway listens. gateway_url: how the app reaches it; None: there.
+        gateway_host: the address that the gateway listens at. gateway_url: its URL for the app; None: the same address.
     """
 
     env_name: str
@@ -60,7 +60,7 @@ class CheckSettings:
 
 
 class Script:
-    """What the model says, by `mode`: "words", "repeats", "nonsense", "nothing", "fails once" or "is down".
+    """A scripted model; `mode` is "words", "repeats", "nonsense", "nothing", "fails once" or "is down".
 
     `has_begun` is set when a call arrives.
     """
@@ -73,12 +73,12 @@ class Script:
         self._num_calls = 0
 
     def begin(self, mode: str) -> None:
-        """Say other things from now on."""
+        """Switch to another mode."""
         self.mode, self._num_calls = mode, 0
         self.has_begun.clear()
 
     def reply(self, prompt: tuple[int, ...], _turn: int) -> Sequence[int]:
-        """The ids of the next answer.
+        """Return the ids of the next answer.
 
         Raises:
             EngineError: the mode says so.
@@ -114,14 +114,14 @@ def _called(name: str, arguments: str) -> str:
 
 
 def _arguments(parameters: str, word: str) -> dict[str, Any]:
-    """A value for each parameter of `name: type, name: type` (Any: JSON)."""
+    """Return a value for each parameter of `name: type, name: type`."""
     found = re.findall(r"([\w.-]+)(?::\s*([\w\[\]', ]+?))?(?:,\s|$)", parameters)
     return {name: _VALUES.get(kind, word) for name, kind in found}
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One probe: how the script goes, what the app is to cope with, and how its report is judged."""
+    """One probe: the script's mode, what the app has to cope with, and the judgement of its report."""
 
     name: str
     mode: str
@@ -130,14 +130,14 @@ class _Probe:
 
 
 def _may_give_up(report: ProbeReport) -> ProbeReport:
-    """An app that does not ask again fails, which costs an attempt and is no mistake."""
+    """Accept an app that does not ask again and fails: that costs an attempt and is no mistake."""
     if is_result(report):
         return report
     return replace(report, problems=(), notices=("the app gives up when a call of the model fails once (HTTP 503)",))
 
 
 def _must_have_no_result(report: ProbeReport) -> ProbeReport:
-    """Without a model there is no result; whatever else the app says is not believed."""
+    """Require an app without a model to have no result; any other claim is not believed."""
     if report.episode_return is not None:
         return replace(report, problems=("the model was never there, and the episode has a return all the same",))
     said = report.app_return
@@ -159,7 +159,7 @@ async def check_app(url: str, settings: CheckSettings, *, keys: AppKeys | None =
     """Play all probes against the app at `url`, one after another; `keys` are sent to it.
 
     Raises:
-        AppError: the app cannot be reached, or takes no call of ours. ConfigError: the gateway cannot listen.
+        AppError: the app cannot be reached, or refuses our calls. ConfigError: the gateway cannot listen.
     """
     script = Script()
     engine = ScriptedEngine(script.reply, max_model_len=MAX_MODEL_LEN)
@@ -177,7 +177,7 @@ async def check_app(url: str, settings: CheckSettings, *, keys: AppKeys | None =
 
 
 class _Checker:
-    """Plays probes, each with counters of its own."""
+    """Plays probes, each with new counters."""
 
     def __init__(
         self, app: TaskAppClient, gateway: Gateway, script: Script, settings: CheckSettings, gateway_url: str
@@ -198,7 +198,7 @@ class _Checker:
         )
 
     async def probe(self, probe: _Probe) -> ProbeReport:
-        """One rollout."""
+        """Play one rollout and report."""
         self._script.begin(probe.mode)
         answers: list[AppRollout] = []
         episodes = AppEpisodes(self._app, self._gateway, self._episodes, on_answer=answers.append)
@@ -214,7 +214,7 @@ class _Checker:
         return probe.judge(report) if self._script.has_begun.is_set() else report
 
     async def _death(self) -> str | None:
-        """What to say of an app that does not answer any more; None: it does."""
+        """Describe an app that does not answer any more; None if it does."""
         try:
             await self._app.health()
         except AppError as error:

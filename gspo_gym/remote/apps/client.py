@@ -1,12 +1,7 @@
-"""TaskAppClient: speaks to one remote task app. It plays nothing and retries no rollout; `remote/apps/episodes.py`
-does.
+"""Client of one task app. It retries no rollout; `remote/apps/episodes.py` does.
 
-Requests go to the operator's base URL and nowhere else: no redirects, no proxies of the environment. An answer is
-limited in size while it comes in and in time until its last byte, and is believed only as far as `contracts.py` says.
-
-The keys of task apps: where they come from, in which headers they travel, and how an app says that it wants others.
-
-A key is in no error, log or repr.
+Requests go to the operator's base URL only: no redirects, no proxies of the environment. An answer is limited in size
+as it comes in and in time until its last byte, and is read as `contracts.py` says. A key is in no error, log or repr.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class TaskAppSettings(Settings):
-    """How patiently an app is spoken to."""
+    """Timeouts, sizes and retries of an app's requests."""
 
     request_timeout_seconds: float = Field(default=30.0, gt=0, description="for any answer but a rollout's")
     rollout_timeout_seconds: float = Field(default=600.0, gt=0, description="for a rollout, its last byte included")
@@ -56,12 +51,12 @@ class TaskAppSettings(Settings):
 
 
 class TaskAppClient:
-    """One app. `async with TaskAppClient(url) as app:`, or close it; use it within one event loop.
+    """Client of one app: `async with TaskAppClient(url) as app:`, or close it; use it within one event loop.
 
     Args:
         url: base URL of the app, from the operator's configuration.
-        settings: time, size and number of attempts; None: the defaults.
-        keys: sent in all three headers that apps look at; None: none are sent.
+        settings: timeouts, sizes and retries; None: the defaults.
+        keys: sent in all three headers that apps read; None: none are sent.
         retry_seed: of the jitter between attempts.
         sleep: replaces the clock between attempts.
 
@@ -95,21 +90,21 @@ class TaskAppClient:
         await self.close()
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._client.close()
 
     async def health(self) -> None:
-        """Ask whether the app is well, and takes our key.
+        """Check that the app is well, and accepts our key.
 
         Raises:
-            AppUnauthorisedError: it does not take it. AppError: it is not well, or not there.
+            AppUnauthorisedError: it does not accept it. AppError: it is not well, or not there.
         """
         answer = await self._get("/health")
         if answer.get("healthy") is False:
             raise AppError(f"{self.url}/health: the app says that it is not healthy: {self._shown(answer)}")
 
     async def info(self) -> AppInfo:
-        """What the app says of itself, as far as it can be read.
+        """Return the app's description of itself, as far as it can be read.
 
         Raises:
             AppError: as `health`.
@@ -117,7 +112,7 @@ class TaskAppClient:
         return read_info(await self._get("/info"))
 
     async def taskset(self) -> Mapping[str, Any]:
-        """The app's description of its tasks, in its own words (Any: JSON): names, splits, sizes, a range of seeds.
+        """Return the app's own description of its tasks: names, splits, sizes, a range of seeds.
 
         Raises:
             AppError: as `health`; AppAnswerError: there is none.
@@ -129,10 +124,10 @@ class TaskAppClient:
         return described
 
     async def task_info(self, seeds: Sequence[int]) -> tuple[TaskInfo, ...]:
-        """The tasks of these seeds, in their order.
+        """Return the tasks of these seeds, in order.
 
         Raises:
-            AppError: as `health`; AppAnswerError: not one task a seed, or not of the contract.
+            AppError: as `health`; AppAnswerError: not one task per seed, or not of the contract.
         """
         infos: list[TaskInfo] = []
         for start in range(0, len(seeds), _SEEDS_PER_CALL):
@@ -149,7 +144,7 @@ class TaskAppClient:
         return tuple(infos)
 
     async def done(self) -> None:
-        """Tell the app that nothing more is coming. For apps that wait for it; others answer 404.
+        """Tell the app that no more requests come. For apps that wait for it; others answer 404.
 
         Raises:
             AppError: as `health`.
@@ -157,16 +152,16 @@ class TaskAppClient:
         await self._retries.run(lambda _: self._send("POST", "/done", {}, self.settings.request_timeout_seconds))
 
     async def rollout(self, request: RolloutRequest, *, timeout_seconds: float | None = None) -> AppRollout:
-        """Let the app play one episode. One request, never repeated: what it may have begun is known to nobody.
+        """Let the app play one episode, by a single request that is never repeated: the app may have begun already.
 
         Args:
-            request: what to play; `run_id` names this attempt and no other.
+            request: what to play; `run_id` names this attempt only.
             timeout_seconds: until the answer's last byte; None: `rollout_timeout_seconds`.
 
         Raises:
             AppAttemptError: no connection, 429 or 5xx. A new attempt needs a new run id and a new inference URL.
             AppTimeoutError: no complete answer in time.
-            AppUnauthorisedError, AppRefusedError: the app will not do it.
+            AppUnauthorisedError, AppRefusedError: the app refuses.
             AppAnswerError: the answer is not of the contract, or is to another attempt.
         """
         body = request.model_dump(mode="json", exclude_none=True)
@@ -197,10 +192,10 @@ class TaskAppClient:
 
     # Any, here and below: JSON of unknown shape.
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        """The JSON of one answer with a good status.
+        """Return the JSON of one answer with a good status.
 
         Raises:
-            AppError: anything else; AppAttemptError: another attempt may have it.
+            AppError: anything else; AppAttemptError: another attempt may succeed.
         """
         answer = await self._client.request(method, path, body, timeout_seconds=seconds)
         try:
@@ -276,7 +271,7 @@ _MIN_SHOWN_PREFIX = 4  # characters: shorter beginnings of a key are in any text
 
 
 class AppKeys:
-    """The keys that are sent to an app, all of them with every request; none is fine on loopback.
+    """The keys for an app, all sent with every request; an app on loopback may need none.
 
     Args:
         keys: the first is the key, the others are its aliases.
@@ -299,7 +294,7 @@ class AppKeys:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> AppKeys:
-        """The keys that the environment variables hold.
+        """Read the keys from the environment variables.
 
         Raises:
             ConfigError: a key could not stand in a header.
@@ -318,21 +313,21 @@ class AppKeys:
         return len(self._keys)
 
     def headers(self) -> dict[str, str]:
-        """The three headers in which apps look for a key."""
+        """Return the three headers in which apps look for a key."""
         if not self._keys:
             return {}
         first = self._keys[0]
         return {"x-api-key": first, "x-api-keys": ",".join(self._keys), "authorization": f"Bearer {first}"}
 
     def redacted(self, text: str) -> str:
-        """The text without our keys and their beginnings, which some apps write into their answers."""
+        """Return the text without our keys and their beginnings, which some apps write into their answers."""
         for key in self._keys:
             for length in range(len(key), _MIN_SHOWN_PREFIX - 1, -1):
                 text = text.replace(key[:length], "***")
         return text
 
     def what_to_set(self, *, app_has_no_key: bool) -> str:
-        """What to do about an app that takes no call of ours."""
+        """Say what to do about an app that refuses our calls."""
         name = KEY_VARIABLES[0]
         if app_has_no_key:
             return f"the app was started without a key; set {name} where the app runs, and to the same here"
@@ -342,12 +337,12 @@ class AppKeys:
 
 
 def is_missing_key(status: int, code: str) -> bool:
-    """Whether an app says that it was started without a key."""
+    """Return whether an app says that it was started without a key."""
     return status == 503 and code == "missing_environment_api_key"
 
 
 def is_unauthorised(status: int, code: str) -> bool:
-    """Whether an app says, in one of the ways that there are, that it does not take our key.
+    """Return whether an app says, in any of the known ways, that it does not accept our key.
 
     >>> is_unauthorised(400, "unauthorised"), is_unauthorised(400, "bad_seed"), is_unauthorised(401, "")
     (True, False, True)
@@ -356,7 +351,7 @@ def is_unauthorised(status: int, code: str) -> bool:
 
 
 def error_of(answer: Any) -> tuple[str, str]:
-    """The code and the message of an error answer (Any: JSON); "" where there is none.
+    """Return the code and the message of an error answer; "" if missing.
 
     >>> error_of({"detail": {"error": {"code": "unknown_env", "message": "no crafter"}}})
     ('unknown_env', 'no crafter')

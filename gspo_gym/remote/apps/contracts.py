@@ -1,21 +1,21 @@
-"""The wire of a remote task app: what is sent to it and what it answers, in both generations of the contract.
+"""The wire format of task apps, in both generations of the contract, and the errors of an app. No I/O.
 
 The contract is that of the `synth-ai` package, releases 0.2.16 to 0.4.1 (generation A: run id, ops, trajectories,
 metrics), whose requests are sent and served here; answers of later releases (generation B: `outcome_reward` in
-`metrics` or `reward_info`) are read, too. Fields that nobody here knows are ignored on both sides. What a reward
-depends on is read strictly: a number is a finite number, neither text nor a truth value. No I/O.
+`metrics` or `reward_info`) are read, too. Unknown fields are ignored on both sides. Everything that a reward depends on
+is read strictly: a number is a finite number, neither text nor a truth value.
 
-How a task app fails, as exceptions::
+The exceptions::
 
     ServiceError
     └── AppError                  RuntimeError  the app failed, or cannot be reached
         ├── AppAttemptError       (AttemptError) another attempt may succeed: no connection, 429, 5xx
         ├── AppTimeoutError       TimeoutError  no complete answer before the deadline
-        ├── AppUnauthorisedError                the app takes no call of ours; says what to set
-        ├── AppRefusedError                     the app understood the request and will not do it (4xx, redirects)
+        ├── AppUnauthorisedError                the app refuses our key; says what to set
+        ├── AppRefusedError                     the app understood the request and refuses it (4xx, redirects)
         └── AppAnswerError                      the answer is too long, no JSON, or not of the contract
 
-No key, nor the beginning of one, is in any of their texts.
+None of their texts holds a key, nor the beginning of one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Wire(BaseModel):
 
 
 class _Answer(_Wire):
-    """What an app says: null stands for an absent field, as many languages write an empty list or map."""
+    """An app's answer: null stands for an absent field, because many languages write an empty list or map so."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,7 +56,7 @@ class _Answer(_Wire):
 
 
 class RolloutEnv(_Wire):
-    """Which environment plays. `config` is `[rollout.env_config]` as it stands; an absent seed is the app's choice."""
+    """The environment to play. `config` is `[rollout.env_config]` unchanged; the app chooses a missing seed."""
 
     env_id: str | None = None
     env_name: str | None = None
@@ -65,7 +65,7 @@ class RolloutEnv(_Wire):
 
 
 class RolloutPolicy(_Wire):
-    """Who plays. `config` is `[rollout.policy_config]` and where the model is: see `PolicyInjection`."""
+    """The policy. `config` is `[rollout.policy_config]` and the model's URL: see `PolicyInjection`."""
 
     policy_id: str | None = None
     policy_name: str | None = None
@@ -94,7 +94,7 @@ class RolloutRequest(_Wire):
 
     Attributes:
         run_id: of this attempt; the answer repeats it.
-        ops: "agent" and "env" in turn, once a decision.
+        ops: "agent" and "env" in turn, once per decision.
         on_done: "terminate" ends the rollout with the episode; "reset" begins another one with the ops that are left.
         mode: "rl" demands a correlation id; "eval" does not.
         trace_correlation_id: not of generation A, which ignores it; an app of generation B demands it.
@@ -114,13 +114,13 @@ class RolloutRequest(_Wire):
 
 
 class PolicyInjection(_Wire):
-    """What a trainer writes into `policy.config`, over what stands there.
+    """The trainer's entries in `policy.config`, over what stands there.
 
     Attributes:
         model: name to ask the inference server for.
-        inference_url: where the model answers, of this rollout alone.
+        inference_url: the model's URL for this rollout alone.
         trace_correlation_id: the same id that stands in `inference_url`.
-        temperature, top_p, max_tokens: how to sample; None says nothing.
+        temperature, top_p, max_tokens: how to sample; None sends nothing.
     """
 
     model: str
@@ -147,20 +147,20 @@ class RolloutStep(_Answer):
 
 
 class StepDetails(_Answer):
-    """What a server of this library says of a step beyond the contract, so that nothing is lost on the way."""
+    """Fields of a step beyond the contract, sent by servers of this library to lose nothing on the way."""
 
     reward_terms: dict[str, Number] = Field(default_factory=dict)
     events: list[Text] = Field(default_factory=list)
 
 
 class EpisodeDetails(_Answer):
-    """What a server of this library says of an episode beyond the contract. `outcome` is an `Outcome`'s value."""
+    """Fields of an episode beyond the contract, sent by servers of this library. `outcome` is an `Outcome`'s value."""
 
     outcome: Text | None = None
 
 
 class RolloutTrajectory(_Answer):
-    """The episode as the app saw it. `inference_url` is demanded by the contract and not needed here."""
+    """The episode as the app saw it. The contract demands `inference_url`; it is not needed here."""
 
     env_id: str | None = None
     policy_id: str | None = None
@@ -173,7 +173,7 @@ class RolloutTrajectory(_Answer):
 
 
 class RolloutMetrics(_Answer):
-    """What the rollout is worth. The contract demands the first three; apps of other languages leave some out."""
+    """The rollout's return. The contract demands the first three; apps of other languages leave some out."""
 
     episode_returns: list[Number] | None = None
     mean_return: Number | None = None
@@ -199,7 +199,7 @@ class RolloutResponse(_Answer):
 
 
 class OutcomeMetrics(_Answer):
-    """What the rollout is worth, generation B."""
+    """The rollout's return, generation B."""
 
     outcome_reward: Number
     event_rewards: list[Number | None] | None = None
@@ -218,7 +218,7 @@ class OutcomeResponse(_Answer):
 
 
 class TaskInfo(_Answer):
-    """GET /task_info?seed=N: one task. Unknown fields are kept: they may be what a judge is shown."""
+    """GET /task_info?seed=N: one task. Unknown fields are kept for a judge."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -232,7 +232,7 @@ class TaskInfo(_Answer):
 
 
 class AppInfo(_Wire):
-    """GET /info, read leniently: whatever is no object is taken as empty.
+    """GET /info, read leniently: anything but an object counts as empty.
 
     An app of the contract's own server may write "<circular type=dict>" where an object belongs.
     """
@@ -245,14 +245,14 @@ class AppInfo(_Wire):
 
     @property
     def task_id(self) -> str | None:
-        """What the app calls its task; None if it does not say."""
+        """Return the app's name of its task; None if it has none."""
         task = self.service.get("task")
         name = task.get("id") if isinstance(task, Mapping) else None
         return name if isinstance(name, str) else None
 
 
 def read_info(value: Mapping[str, Any]) -> AppInfo:
-    """The parts of an /info answer that can be read.
+    """Return the readable parts of an /info answer.
 
     >>> read_info({"service": {"task": {"id": "math"}}, "dataset": "<circular type=dict>"}).task_id
     'math'
@@ -261,10 +261,10 @@ def read_info(value: Mapping[str, Any]) -> AppInfo:
 
 
 def read_response(value: Mapping[str, Any]) -> RolloutResponse | OutcomeResponse:
-    """An answer to POST /rollout, of the generation that its keys are of.
+    """Read an answer to POST /rollout, in the generation of its keys.
 
     Raises:
-        pydantic.ValidationError: it is of neither, or a field that matters is wrong.
+        pydantic.ValidationError: it is of neither, or a needed field is wrong.
     """
     metrics = value.get("metrics")
     if "reward_info" in value:
@@ -279,7 +279,7 @@ class AppError(ServiceError):
 
 
 class AppAttemptError(AttemptError, AppError):
-    """One request failed in a way that another one may not. Whether the app has begun something is not known."""
+    """One request failed in a way that another one may not. It is not known whether the app has begun something."""
 
 
 class AppTimeoutError(AppError, TimeoutError):
@@ -287,12 +287,12 @@ class AppTimeoutError(AppError, TimeoutError):
 
 
 class AppUnauthorisedError(AppError):
-    """A task app takes no call of ours: the key is missing or wrong, here or there."""
+    """A task app refuses our calls: the key is missing or wrong, here or there."""
 
 
 class AppRefusedError(AppError):
-    """A task app understood the request and will not do it; asking again changes nothing."""
+    """A task app understood the request and refuses it; asking again changes nothing."""
 
 
 class AppAnswerError(AppError):
-    """An answer that cannot be believed."""
+    """An answer that is not of the contract."""

@@ -1,9 +1,8 @@
-"""AppEpisodes: lets a task app play episodes, and makes of what the gateway captured what `run_episode` would have.
+"""Let a task app play episodes, and make of the gateway's capture the trajectory that `run_episode` would make.
 
-One attempt is one gateway session and one request. Whatever went wrong is in the record; what an app says after its
-model failed is no reward. An attempt that the app turned away (no connection, 429, 5xx) is made again with a fresh
-session and a fresh run id, so that an earlier one that was begun after all talks to a closed session and its answer
-goes nowhere.
+One attempt is one gateway session and one request. Failures are in the record; what an app says after its model failed
+is no reward. An attempt that the app turned away (no connection, 429, 5xx) is made again with a fresh session and a
+fresh run id: if the earlier one was begun after all, it talks to a closed session and its answer is lost.
 """
 
 from __future__ import annotations
@@ -126,20 +125,20 @@ class AppCounters:
     first_warnings: dict[str, str] = field(default_factory=dict)
 
     def note_return(self, trajectory_id: str, attempt: int, episode_return: float) -> None:
-        """Remember what the app said that an attempt is worth."""
+        """Keep the return that the app gave for an attempt."""
         self.returns[trajectory_id, attempt] = episode_return
         if len(self.returns) > _MAX_RETURNS:
             del self.returns[next(iter(self.returns))]
 
     @property
     def trained_fraction(self) -> float:
-        """The share of sampled tokens that reach training; 0 if none was sampled."""
+        """Return the share of sampled tokens that reach training; 0 if none was sampled."""
         return self.num_trained_tokens / max(1, self.num_sampled_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """One request that has ended: what the gateway captured meanwhile, and the app's word or why there is none."""
+    """One request that has ended: the gateway's capture, and the app's answer or the reason for none."""
 
     capture: Capture
     rollout: AppRollout | None
@@ -148,7 +147,7 @@ class _Played:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How an attempt ended; `error` is None unless it is a failure."""
+    """The end of an attempt; `error` is None unless it is a failure."""
 
     outcome: Outcome
     error: str | None = None
@@ -239,7 +238,7 @@ class AppEpisodes:
         )
 
     async def _play(self, request: EpisodeRequest) -> _Played:
-        """The first request that the app did not turn away, or the last one; all within the episode's time."""
+        """Return the first request that the app did not turn away, or the last one, within the episode's time."""
         ended: list[_Played] = []
         deadline = self._clock() + self.settings.episode_timeout_seconds
 
@@ -301,7 +300,7 @@ class AppEpisodes:
         )
 
     def _scored(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
-        """The turns with their rewards; counts and says what does not fit together."""
+        """Return the turns with their rewards; count and report what does not fit together."""
         joined = join_rewards(parts.turns, rollout, parts.decision_turns)
         warnings = [*rollout.warnings, *([joined.warning] if joined.warning else [])]
         if "step_rewards" in self.settings.env_config and self.settings.mode == "rl" and not rollout.reports_events:
@@ -320,7 +319,7 @@ class AppEpisodes:
 
 
 def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
-    """How the attempt ended: by what the gateway saw first, and by what the app says only then.
+    """Return the end of the attempt: what the gateway saw first, else what the app says.
 
     Raises:
         EnginePoisonedError: a call met an engine that will never answer again.
@@ -352,7 +351,7 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
 
 
 def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollout) -> str | None:
-    """Why the app's reward is not of what the model did; None if it is."""
+    """Explain why the app's reward does not follow from what the model did; None if it does."""
     if failed is not None:
         return f"the last call failed ({failed.kind}): {failed.error}"
     if not capture.calls:
@@ -364,7 +363,7 @@ def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollou
 
 
 def _failure_of(error: AppError | None, failed: FailedCall | None) -> _Ending:
-    """The ending of an attempt that the app gave no result for."""
+    """Return the end of an attempt without a result."""
     text = f"{type(error).__name__}: {error}"
     if failed is not None:
         text += f"; the last call of the model had failed ({failed.kind}): {failed.error}"
@@ -375,7 +374,7 @@ def _failure_of(error: AppError | None, failed: FailedCall | None) -> _Ending:
 
 
 def _unanswered(capture: Capture) -> FailedCall | None:
-    """The last call, if the app got no answer to it, nor to another one that asked the same."""
+    """Return the last call if the app got no answer to it, nor to another one that asked the same."""
     answered = {call.request_key for call in capture.calls if call.is_delivered}
     lost = [
         FailedCall(call.index, "cancelled", "its answer reached nobody")
@@ -388,7 +387,7 @@ def _unanswered(capture: Capture) -> FailedCall | None:
 
 
 def _went_on_without(failed: FailedCall, parts: CaptureBuild) -> bool:
-    """Whether the agent chose not to wait for a call, so that its result is of what the model did until then.
+    """Return whether the agent chose not to wait for a call; its result then follows from what the model did before.
 
     It asked twice at once and took one answer, gave its last call up, or ended its rollout while that was open. An app
     for which that was a failure says so (`AppRollout.ends_in_error`).

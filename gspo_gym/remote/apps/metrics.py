@@ -1,4 +1,4 @@
-"""What the rollouts of task apps came to, step by step, as metrics by name. Nothing here feeds back into training."""
+"""Metrics of task apps' rollouts, step by step. Nothing here feeds back into training."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _NAMED = {
 
 
 class AppMetrics:
-    """Reads counters step by step; several apps are one."""
+    """Reads the counters of all apps, added up, step by step."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
 
     def since_last(self, counters: Sequence[AppCounters]) -> dict[str, float]:
-        """The metrics of what was counted since the last call; the fraction only if anything was sampled."""
+        """Return the metrics since the last call; the fraction only if anything was sampled."""
         totals = _totals(counters)
         new = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._before = totals
@@ -71,7 +71,7 @@ def take_returns(counters: Sequence[AppCounters], groups: Sequence[TrajectoryGro
 
 
 def return_metrics(returns: PlayedReturns) -> dict[str, float]:
-    """The two means, where there are any."""
+    """Return the two means, if there are any."""
     means = {"gateway/played_return_mean": returns.mean_played, "gateway/kept_return_mean": returns.mean_kept}
     return {name: mean for name, mean in means.items() if mean is not None}
 

@@ -50,7 +50,7 @@ class ProbeReport:
     notices: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values (hence Any)."""
+        """Return the report as JSON."""
         return {"ok": not self.problems, **asdict(self)}
 
 
@@ -79,7 +79,7 @@ def report_of(
 
 
 def _findings(trajectory: Trajectory, counters: AppCounters, rollout: AppRollout | None) -> tuple[list[str], list[str]]:
-    """Problems and notices."""
+    """Return problems and notices."""
     if trajectory.error is not None:
         return [f"the episode is a failure and would be played again: {trajectory.error}"], []
     problems: list[str] = []
@@ -114,7 +114,7 @@ def _kinds_of(rollout: AppRollout | None) -> dict[str, int]:
 
 
 def is_result(report: ProbeReport) -> bool:
-    """Whether the app finished the episode, so that it says something about the app's contract."""
+    """Return whether the app finished the episode; otherwise it tells nothing about the app's contract."""
     return report.error is None and report.outcome not in _FAILURES
 
 

@@ -1,10 +1,10 @@
-"""What a task app's answer says an episode is worth: its return, the rewards of its decisions, its achievements.
+"""Read an episode's return, the rewards of its decisions and its achievements from a task app's answer. No I/O.
 
 The return is the first of these that the app gives: `metrics.mean_return`, `metrics.outcome_score`, the sum of the
-steps' rewards (generation B: `outcome_reward`). Where the steps' rewards sum to something else, a warning says so; a
-score beside a return may well be on another scale. A decision is one call of the model with the steps that it sets off;
-`Turn.events` gets the achievements that became true in it. Decision rewards that an app computed itself are not taken
-for rewards: the names in them are events, from which the learner computes its own. No I/O.
+steps' rewards (generation B: `outcome_reward`). If the steps' rewards sum to something else, a warning says so; a score
+beside a return may be on another scale. A decision is one call of the model with the steps that it sets off;
+`Turn.events` gets the achievements that became true in it. Decision rewards that an app computed itself are not used as
+rewards: the names in them are events, from which the learner computes its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ENDINGS = {
 class AppDecision:
     """One call of the model as the app saw it. `reward` None means not scored, which is not 0.
 
-    `reward_terms` sum to `reward`, where the app says them.
+    `reward_terms` sum to `reward`, if the app gives them.
     """
 
     reward: float | None = None
@@ -55,25 +55,25 @@ class AppDecision:
 
 @dataclass(frozen=True, slots=True)
 class AppRollout:
-    """One episode as the app tells it, read and checked.
+    """A task app's answer about one episode, read and checked.
 
     Attributes:
         generation: of the answer.
         episode_return: None if the app scored nothing.
         return_source: the field that it is from, such as "metrics.mean_return"; "" without one.
         decisions: in order; () if the app lists no steps.
-        outcome: how the episode ended, as far as the answer says: TERMINATED, TRUNCATED, MAX_TURNS (it goes on, but the
+        outcome: the end of the episode as the answer gives it: TERMINATED, TRUNCATED, MAX_TURNS (it goes on, but the
             ops were used up) or, from a server of this library, CONTEXT_OVERFLOW.
-        success: `metrics.details.success`, or else `.correct`, where that is a truth value.
-        aborted: the app was told to stop, so that what it says is no result.
-        errors: what `info.error` of its steps and `metrics.details.error` say: often the only trace of a call of the
-            model that failed.
-        ends_in_error: the last step or `metrics.details` has one; an error before is one that the app went on from.
-        warnings: what does not fit together, one line each; what stands before the colon names the kind.
-        reports_events: the app says what its decisions achieved: a step has `decision_rewards`, `stepwise` or the
+        success: `metrics.details.success`, or else `.correct`, if that is a truth value.
+        aborted: the app was told to stop, so its answer is no result.
+        errors: texts of `info.error` of its steps and `metrics.details.error`: often the only trace of a failed call of
+            the model.
+        ends_in_error: the last step or `metrics.details` has one; the app went on from an earlier one.
+        warnings: what does not fit together, one line each; the part before the colon names the kind.
+        reports_events: the app reports what its decisions achieved: a step has `decision_rewards`, `stepwise` or the
             events of a server of this library, which may all be empty. Without it, there are no step rewards.
-        details: `metrics.details` as it stands.
-        final_messages: what the environment answered to the last action, which no model read; () from apps that are no
+        details: `metrics.details` unchanged.
+        final_messages: the environment's answer to the last action, which no model read; () from apps that are not
             servers of this library, whose last observation may be anything.
     """
 
@@ -93,15 +93,15 @@ class AppRollout:
 
     @property
     def turn_rewards(self) -> tuple[float | None, ...]:
-        """The reward of each decision; None where it was not scored."""
+        """Return the reward of each decision; None if it was not scored."""
         return tuple(decision.reward for decision in self.decisions)
 
 
 def read_rollout(response: RolloutResponse | OutcomeResponse, request: RolloutRequest) -> AppRollout:
-    """The episode that an answer tells of.
+    """Read the episode of an answer.
 
     Raises:
-        AppAnswerError: it tells of several episodes, or what rewards depend on cannot be read.
+        AppAnswerError: it has several episodes, or something that rewards depend on cannot be read.
         pydantic.ValidationError: the details of a server of this library are wrong.
     """
     if isinstance(response, OutcomeResponse):
@@ -172,12 +172,12 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
 
 
 def _success_in(details: Mapping[str, Any]) -> bool | None:
-    """The first of `success` and `correct` that is a truth value."""
+    """Return the first of `success` and `correct` that is a truth value."""
     return next((value for key in ("success", "correct") if isinstance(value := details.get(key), bool)), None)
 
 
 def _final_messages(response: RolloutResponse) -> tuple[Message, ...]:
-    """Those of a server of this library."""
+    """Return those of a server of this library."""
     final = response.trajectories[0].final if response.trajectories else None
     if final is None:
         return ()
@@ -202,7 +202,7 @@ def _sum_of(decisions: Sequence[AppDecision], name: str) -> list[tuple[str, floa
 def _first_of(
     sources: Sequence[tuple[str, float | None]], warnings: list[str], decisions: Sequence[AppDecision]
 ) -> tuple[float | None, str]:
-    """The first value that is there, and its name; warns if the last, the sum of the decisions' rewards, is another."""
+    """Return the first value that is there, and its name; warn if the last, the sum of the rewards, differs."""
     parts = [decision.reward for decision in decisions if decision.reward is not None]
     present = [(name, value) for name, value in sources if value is not None]
     if not present:
@@ -236,7 +236,7 @@ def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Out
 
 
 def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[AppDecision, ...]:
-    """The steps, those of one decision together where every step says to which turn it belongs."""
+    """Return the decisions: the steps of a turn together if every step names its turn."""
     unnamed: list[str] = []
     single = [_decision_of(step, number, unnamed) for number, step in enumerate(steps)]
     if unnamed:
@@ -260,7 +260,7 @@ def _decision_of(step: RolloutStep, number: int, unnamed: list[str]) -> AppDecis
 
 
 def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
-    """The steps of one decision as one."""
+    """Return the steps of one decision as one."""
     if len(decisions) == 1:
         return decisions[0]
     rewards = [decision.reward for decision in decisions if decision.reward is not None]
@@ -273,10 +273,10 @@ def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
 
 
 def _achievements(step: RolloutStep, number: int, unnamed: list[str]) -> tuple[str, ...]:
-    """The names that became true in a step: `decision_rewards.all`, or what stands in for it.
+    """Return the names that became true in a step: `decision_rewards.all`, or what stands in for it.
 
-    Where there are only counts, names are made up and added to `unnamed`: `unique_delta` new ones, and of those before
-    as many as `ach_delta` is more, so that both kinds of counting come to what the app says.
+    If there are only counts, names are made up and added to `unnamed`: `unique_delta` new ones, and of those before as
+    many as `ach_delta` is more. Both kinds of counting then give the app's numbers.
     """
     block, stepwise = _decision_block(step), _part(step.info, "stepwise")
     places = ((block, "all"), (block, "unique"), (stepwise, "new_achievements"))
@@ -303,7 +303,7 @@ def _count(block: Mapping[str, Any], key: str, number: int) -> int:
 
 
 def _reports_events(step: RolloutStep) -> bool:
-    """Whether a step says what was achieved in it, nothing included."""
+    """Return whether a step reports what was achieved in it, even if nothing."""
     ours = (step.info or {}).get(EXTENSION)
     return bool(_decision_block(step) or _part(step.info, "stepwise") or isinstance(ours, Mapping))
 
@@ -319,7 +319,7 @@ def _part(holder: Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class JoinedTurns:
-    """Turns with what the app gave for them; `warning` if they could not be told apart."""
+    """Turns with the app's rewards and events; `warning` if they could not be told apart."""
 
     turns: tuple[Turn, ...]
     warning: str | None = None
@@ -328,11 +328,11 @@ class JoinedTurns:
 def join_rewards(
     turns: Sequence[Turn], rollout: AppRollout, decision_turns: Sequence[int | None] | None = None
 ) -> JoinedTurns:
-    """The captured turns with the app's rewards and events; their rewards sum to its return.
+    """Return the captured turns with the app's rewards and events; their rewards sum to its return.
 
-    Where the app lists as many decisions as there are turns, the k-th belongs to the k-th turn; what its return is more
-    or less than their sum is the last turn's, in a reward term of its own. Where it lists as many as `decision_turns`
-    (see `CaptureBuild`; None: the turns), a decision without a turn counts with the turn before it, or the first one.
+    If the app lists as many decisions as there are turns, the k-th belongs to the k-th turn; the difference between its
+    return and their sum is the last turn's, as a reward term of its own. If it lists as many as `decision_turns` (see
+    `CaptureBuild`; None: the turns), a decision without a turn counts with the turn before it, or the first one.
     Otherwise the last turn gets the whole return, and all events.
     """
     if not turns:
@@ -362,7 +362,7 @@ def join_rewards(
 def _folded(
     decisions: Sequence[AppDecision], decision_turns: Sequence[int | None], num_turns: int
 ) -> list[AppDecision]:
-    """One decision a turn; that of a call without a turn counts with the turn before it, or the first."""
+    """Return one decision per turn; that of a call without a turn counts with the turn before it, or the first."""
     of_turn: list[list[AppDecision]] = [[] for _ in range(num_turns)]
     latest = 0
     for decision, turn in zip(decisions, decision_turns, strict=True):
@@ -372,9 +372,9 @@ def _folded(
 
 
 def _with_rest(decisions: Sequence[AppDecision], episode_return: float) -> AppDecision:
-    """The last decision, with what the return is more or less than the sum of all rewards.
+    """Return the last decision with the difference between the return and the sum of all rewards.
 
-    Where no decision was scored, it gets the whole return, 0 included: the episode was scored, and is worth that.
+    If no decision was scored, it gets the whole return, 0 included, because the episode was scored.
     """
     last = decisions[-1]
     rewards = [decision.reward for decision in decisions if decision.reward is not None]

@@ -1,8 +1,8 @@
-"""Which URLs are called: those that the operator wrote into the configuration, and of any others only allowed ones.
+"""The URLs that may be called: the operator's own, and of any others only allowed ones.
 
-A URL that a request or an answer carries could make this process call what only it can reach (a cloud's metadata, a
-neighbour's admin port). So it must name an allowed host, or resolve to public addresses only; and the address that was
-checked is the one that is called, whatever the name resolves to later. No I/O but the lookup.
+A URL in a request or an answer could make this process call what only it can reach (a cloud's metadata, a neighbour's
+admin port). It must name an allowed host, or resolve to public addresses only; and the checked address is the one that
+is called, whatever the name resolves to later. No I/O but the lookup.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TRANSLATED = tuple(ipaddress.IPv6Network(network) for network in ("64:ff9b::/96
 
 
 class UrlError(ServiceError, ValueError):
-    """A URL is not called: it is none, or not an allowed one."""
+    """A URL is invalid, or not allowed, and is not called."""
 
 
 def operator_url(url: str) -> str:
-    """A base URL from the configuration, checked and without a slash at its end; any host, as the operator says so.
+    """Return a base URL from the configuration, checked and without a slash at its end; any host is allowed.
 
     Raises:
         ConfigError: no http or https URL with a host, or one with a user, a query or a fragment.
@@ -58,8 +58,8 @@ class PinnedUrl:
 
     Attributes:
         url: as it was given.
-        scheme, host, port: of it, the defaults filled in.
-        address: the one that is called.
+        scheme, host, port: of it, with defaults.
+        address: the one to call.
     """
 
     url: str
@@ -69,9 +69,9 @@ class PinnedUrl:
     address: str
 
     async def pin(self, request: Any) -> None:
-        """For the `request` event hooks of httpx or httpx2 (hence Any): send the request to the checked address.
+        """Send the request to the checked address; a `request` event hook of httpx or httpx2.
 
-        The `Host` header and the name that the certificate must be of stay the URL's.
+        The `Host` header and the name that the certificate must have stay the URL's.
 
         Raises:
             UrlError: the request is to another scheme, host or port than this URL's.
@@ -84,7 +84,7 @@ class PinnedUrl:
 
 
 class UrlPolicy:
-    """Decides about URLs that did not come from the operator.
+    """Decides about URLs that do not come from the operator.
 
     Args:
         allowed_hosts: names and addresses ("127.0.0.1", "gateway.lan", "10.0.0.5:8003", "10.0.0.0/8") that may be
@@ -93,7 +93,7 @@ class UrlPolicy:
         resolve: replaces the lookup of names.
 
     Raises:
-        ConfigError: an allowed host is none.
+        ConfigError: an allowed host is invalid.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class UrlPolicy:
         self._hosts.add((_host(parts), parts.port))
 
     async def check(self, url: str) -> PinnedUrl:
-        """The URL with an address at which it may be called.
+        """Return the URL with an address at which it may be called.
 
         Raises:
             UrlError: it may not, it is no URL, or its name is not known.
@@ -164,7 +164,7 @@ async def _resolve(host: str, port: int) -> list[str]:
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of an http(s) URL whose host is a name or an address, spelt in the one usual way."""
+    """Return the parts of an http(s) URL with a host in its usual spelling."""
     if not isinstance(url, str) or any(c <= " " or c == "\\" or c >= "\x7f" for c in url):
         raise UrlError(f"expected a URL of printable ASCII without spaces or backslashes, got {_shown(url)}")
     try:
@@ -204,6 +204,6 @@ def _is_public(address: IPAddress) -> bool:
 
 
 def _shown(url: object) -> str:
-    """A URL as an error repeats it: short, and without what could be a secret in its query."""
+    """Format a URL for an error: short, and without its query, which may hold a secret."""
     text = repr(url.split("?", 1)[0] if isinstance(url, str) else url)
     return text if len(text) <= 120 else f"{text[:117]}..."
