@@ -5,6 +5,7 @@ Its messages have no token ids and are not trained on. A failure is always an ex
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,8 +86,6 @@ class ChatModel:
             EnvTimeoutError: no answer within timeout_seconds.
             EnvError: the endpoint refused, or its answer is not a chat completion.
         """
-        import asyncio
-
         import openai
 
         settings = self.settings

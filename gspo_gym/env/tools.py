@@ -19,8 +19,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic_core import PydanticSerializationError
 
-from gspo_gym.errors import ContractError, nearest_name, shortened
+from gspo_gym.errors import ContractError, described, nearest_name, shortened
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MARK = "__gspo_tool__"
@@ -242,14 +243,29 @@ def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str,
 
 def _property(parameter: inspect.Parameter, hint: Any, descriptions: Mapping[str, str], where: str) -> dict[str, Any]:
     """Return the JSON schema of one parameter."""
-    schema = _schema(hint, f"{where}, parameter {parameter.name!r}")
+    place = f"{where}, parameter {parameter.name!r}"
+    schema = _schema(hint, place)
     if description := descriptions.get(parameter.name):
         schema["description"] = description
-    default = parameter.default
     # A default of None is left out: the parameter is not required, which says enough.
-    if default is not parameter.empty and default is not None:
-        schema["default"] = default.value if isinstance(default, enum.Enum) else default
+    if parameter.default is not parameter.empty and parameter.default is not None:
+        schema["default"] = _default(parameter.default, hint, place)
     return schema
+
+
+def _default(value: Any, hint: Any, place: str) -> Any:
+    """Return a parameter's default as a JSON value."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    try:
+        json.dumps(value)
+        return value  # as written; pydantic would turn the 10 of a float into 10.0
+    except (TypeError, ValueError):
+        pass
+    try:
+        return TypeAdapter(hint).dump_python(value, mode="json", by_alias=True, warnings=False)
+    except PydanticSerializationError as error:
+        raise ContractError(f"{place}: expected a default that JSON can hold, got {described(value)}") from error
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:

@@ -206,14 +206,13 @@ def _ask(http_url: str, headers: Mapping[str, str], timeout_seconds: float) -> S
                 raise ContractError(
                     f"{where}: expected the schemas of action and observation, got {schema!r:.{_SHOWN}}"
                 )
-            facts = ServerFacts(action, observation)
+            facts = ServerFacts(action)
             if not facts.may_take_tool_calls:
                 return facts
             where = f"{http_url}/mcp"  # over HTTP, which takes no place of a session
             request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-            return ServerFacts(
-                action, observation, tool_schemas_of(_json(client.post(where, json=request), where), where=where)
-            )
+            tools = tool_schemas_of(_json(client.post(where, json=request), where), where=where)
+            return ServerFacts(action, tools)
     except httpx.TimeoutException as error:
         raise EnvTimeoutError(f"{where}: no answer within {timeout_seconds:g} seconds") from error
     except httpx.HTTPError as error:
@@ -244,12 +243,11 @@ class ServerFacts:
     """A server's description of its environment.
 
     Attributes:
-        action_schema, observation_schema: JSON schemas.
+        action_schema: JSON schema.
         tool_schemas: OpenAI function schemas; () if actions are not tool calls.
     """
 
     action_schema: JsonObject
-    observation_schema: JsonObject
     tool_schemas: tuple[JsonObject, ...] = ()
 
     @property

@@ -31,13 +31,14 @@ class Making:
 
     Attributes:
         timeout: context manager to enter around waiting for the environment.
+        is_given_up: nothing waits for the environment any more.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self.timeout = asyncio.timeout(seconds)
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._is_given_up = False
+        self.is_given_up = False
         self._depth = 0  # of nested `stopped` blocks
 
     def run(self, factory: Callable[[], Any]) -> Any:
@@ -51,11 +52,11 @@ class Making:
     def give_up(self) -> None:
         """Give the environment up: stop waiting for loads and let the clock run. Call it in the event loop."""
         self.restart(self._seconds)
-        self._is_given_up = True
+        self.is_given_up = True
 
     def restart(self, seconds: float | None) -> None:
         """Allow `seconds` from now on. Call it in the event loop."""
-        if not self._is_given_up:
+        if not self.is_given_up:
             with contextlib.suppress(RuntimeError):  # the timeout has expired already
                 self.timeout.reschedule(None if seconds is None else self._loop.time() + seconds)
 
@@ -69,10 +70,6 @@ class Making:
         finally:
             self._depth -= 1
             self._restart_from_thread(None if self._depth else self._seconds)
-
-    @property
-    def is_given_up(self) -> bool:
-        return self._is_given_up
 
     def _restart_from_thread(self, seconds: float | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits

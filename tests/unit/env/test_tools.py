@@ -384,6 +384,26 @@ def test_a_model_is_an_object_of_its_fields_without_references_and_titles() -> N
     assert parameters["required"] == ["order"]
 
 
+def test_a_default_that_is_a_model_or_holds_enums_is_json_in_the_schema() -> None:
+    def order(
+        first: Order = Order(lines=[], town="Rome"),  # noqa: B008 - the default is what is under test
+        colors: list[Color] = [Color.BLUE],  # noqa: B006
+    ) -> str:
+        return ""
+
+    properties = Tool.from_function(order).parameters["properties"]
+    assert properties["first"]["default"] == {"lines": [], "colour": None, "town": "Rome"}
+    assert properties["colors"]["default"] == ["blue"]
+
+
+def test_a_default_that_json_cannot_hold_is_refused() -> None:
+    def order(count: int = object()) -> str:  # type: ignore[assignment]
+        return ""
+
+    with pytest.raises(ContractError, match="'count': expected a default that JSON can hold, got object <object"):
+        Tool.from_function(order)
+
+
 def test_a_model_s_arguments_arrive_as_the_model() -> None:
     checked = Tool.from_function(place).check_arguments({"order": {"lines": [{"title": "ball"}], "town": "Rome"}})
     assert checked == {"order": Order(lines=[Line(title="ball")], town="Rome")}
