@@ -99,12 +99,12 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         StorageError: see `writing`.
     """
-    draft = path.with_name(f".{path.name}.tmp")
+    draft = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename within a file system is atomic
     with writing(path):
         draft.write_text(text, encoding="utf-8")
         sync(draft)
         draft.replace(path)
-        sync(path.parent)
+        sync(path.parent)  # else a power cut may undo the rename
 
 
 def sync(path: Path) -> None:

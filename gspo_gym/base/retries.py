@@ -144,7 +144,7 @@ class Retries:
         settings = self.settings
         longest = min(settings.first_delay_seconds * 2.0**number, settings.max_delay_seconds)
         drawn = float(generator(self._seed, "retry", call, number).uniform(0.5, 1.0)) * longest
-        return max(drawn, error.retry_after_seconds or 0.0)
+        return max(drawn, error.retry_after_seconds or 0.0)  # never earlier than the server asks
 
 
 BreakerState = Literal["closed", "open", "half_open"]

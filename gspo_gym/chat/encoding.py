@@ -16,7 +16,7 @@ from gspo_gym.errors import TemplateError
 
 _MAX_REMEMBERED = 4096  # texts
 _MAX_REMEMBERED_CHARACTERS = 2048  # of each, which bounds the memory to 8 million characters
-_MARKER = re.compile(r"zx\d{7}")
+_MARKER = re.compile(r"zx\d{7}")  # stands for a special token's text until the rest is tokenised
 
 
 class Escapes:

@@ -22,8 +22,9 @@ _PYTHON_TAG = "<|python_tag|>"
 _CALL_LIST = "[TOOL_CALLS]"
 # An answer that is one JSON object with a name and arguments is a call in Llama's format; other JSON is an answer.
 _BARE_CALL = re.compile(r'\s*\{(?=.*"name")(?=.*"(?:parameters|arguments)")', re.DOTALL)
-_MAX_NESTING = 32
+# The beginning of such a call, which `max_tokens` cut off before its arguments.
 _BARE_CALL_CUT_OFF = re.compile(r'\s*\{\s*"name"\s*:')
+_MAX_NESTING = 32  # levels of JSON; deeper values could exhaust the stack of recursive readers
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from gspo_gym.chat.template import ChatTemplate
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 
+# Stand for a tool's name and an argument, to be found in a rendered call.
 _ANY_TOOL, _ARGUMENT = mark(9_000_010), mark(9_000_011)
 _CALL_NAME = re.compile(rf'\s*"{_ANY_TOOL}"')
 _CALL_ARGUMENTS = re.compile(rf'\s*\{{\s*"key"\s*:\s*"{_ARGUMENT}"')
