@@ -59,9 +59,7 @@ class Message:
             raise RecordError(f"Message.reasoning_content: only an assistant reasons, got role {self.role!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the OpenAI wire shape without absent fields, and with tool arguments as a mapping (as templates
-        want).
-        """
+        """Return the OpenAI wire shape without absent fields, tool arguments as a mapping (as templates want)."""
         wire: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning_content is not None:
             wire["reasoning_content"] = self.reasoning_content

@@ -1,7 +1,7 @@
-"""The JSON-over-HTTP client: one request to one server, and what its failure means.
+"""The JSON-over-HTTP client: one request to one server, with its failures as exceptions.
 
-Nothing is tried twice here; `retries.py` does that, for failures that are an `AttemptError`. Proxies and `.netrc` of
-the environment are not used and redirects not followed: prompts and keys go where the URL says and nowhere else.
+Nothing is tried twice here; `retries.py` does that for an `AttemptError`. Proxies and `.netrc` of the environment are
+not used and redirects not followed, so prompts and keys go only to the URL.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.retries import AttemptError
-from gspo_gym.errors import GymError, MissingExtraError, ServiceError
+from gspo_gym.errors import GymError, MissingExtraError, ServiceError, shortened
 
 if TYPE_CHECKING:
     import httpx
 
-_SHOWN = 300  # characters of a body that an error repeats
-_INLINE_BYTES = 200_000  # parsing a longer answer in the event loop would hold up every other episode
-# Below the 5 seconds after which uvicorn closes an idle connection, so that no request is sent into one that closes.
+_SHOWN = 300  # characters of a body in an error
+_INLINE_BYTES = 200_000  # parsing a longer answer in the event loop would block every other episode
+# uvicorn closes an idle connection after 5 seconds; a shorter time sends no request into a closing one.
 _KEEP_ALIVE_SECONDS = 2.0
 
 
 class RefusedError(ServiceError):
-    """The server understood the request and will not do it (4xx): asking again changes nothing.
+    """The server refuses the request (4xx); asking again changes nothing.
 
     Attributes:
-        status: of HTTP; 0 where it is not known.
-        answer: the whole body; the message repeats a part of it at most. No error shows it.
+        status: HTTP's; 0 if unknown.
+        answer: the whole body, of which the message repeats only a part. No error shows it.
     """
 
     def __init__(self, message: str, *, status: int = 0, answer: str = "") -> None:
@@ -44,7 +44,7 @@ class RefusedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """An answer whose last byte has come.
+    """A complete answer.
 
     Attributes:
         where: the URL that was asked, without its query.
@@ -61,7 +61,7 @@ class HttpAnswer:
         return self.content.decode(errors="replace")
 
     async def json(self) -> Any:
-        """Return the parsed body (Any: a server may answer with anything).
+        """Return the parsed body.
 
         Raises:
             ValueError: it is not complete JSON, or nested too deeply.
@@ -75,24 +75,24 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Sends JSON and gives back JSON. Use one within one event loop, and close it.
+    """Sends JSON and returns JSON. Use one within one event loop, and close it.
 
     Attributes:
-        attempt_error, refused_error: what is raised; a subclass may name others.
-        needs: what to install where httpx is missing.
+        attempt_error, refused_error: exceptions to raise; a subclass may set others.
+        needs: error text if httpx is not installed.
 
     Args:
         base_url: such as "http://127.0.0.1:8000/v1"; with `uds`, "http://localhost".
-        timeout_seconds: for one request, the answer's last byte included.
-        api_key: sent as the bearer's; None sends the word "none", for servers that insist on a key. It is in no error.
+        timeout_seconds: limit of one request, to the last byte of the answer.
+        api_key: sent as the bearer token; None sends "none", for servers that insist on a key. It appears in no error.
         headers: of every request, instead of the one with the key.
-        uds: path of the Unix socket that the server listens at.
+        uds: path of the server's Unix socket.
         reuses_connections: keep them open between requests. A connection that the server closes meanwhile fails a
             request that was never read, which matters where nothing is tried twice.
-        max_connections: at once; None is without limit.
-        max_connect_seconds: until a connection stands; None: as long as the request may take.
-        max_answer_bytes: of one answer; None is without limit.
-        accepts_compression: otherwise a compressed answer is a failure, and never unpacked.
+        max_connections: at the same time; None for no limit.
+        max_connect_seconds: limit of connecting; None for the limit of the request.
+        max_answer_bytes: limit of one answer; None for no limit.
+        accepts_compression: if not, a compressed answer is a failure, and never unpacked.
 
     Raises:
         MissingExtraError: httpx is not installed.
@@ -131,7 +131,7 @@ class HttpClient:
             max_keepalive_connections=None if reuses_connections else 0,
             keepalive_expiry=_KEEP_ALIVE_SECONDS,
         )
-        # Nothing is verified where nothing is TLS; reading the list of authorities takes longest of all.
+        # Plain HTTP verifies nothing, so the slow reading of certificates is skipped.
         verify = _tls() if self.base_url.startswith("https:") else False
         self._http = httpx.AsyncClient(
             headers={
@@ -147,7 +147,7 @@ class HttpClient:
 
     @property
     def cookies(self) -> Mapping[str, str]:
-        """The cookies that the server has set, by name."""
+        """Return the cookies that the server has set, by name."""
         return {cookie.name: cookie.value or "" for cookie in self._http.cookies.jar}
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
@@ -162,7 +162,7 @@ class HttpClient:
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the JSON that answers (Any: unknown shape); the text of another content type, None of an empty answer.
+        """Return the JSON that answers; text for another content type, None for an empty answer.
 
         `path` is below the base URL, or a complete URL. Cancelling this closes the connection.
 
@@ -208,7 +208,7 @@ class HttpClient:
         where = where.partition("?")[0]
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            # httpx's own timeout is for each read: a body that drips would never end.
+            # httpx's timeout is for each read, so a body that drips would never end.
             async with (
                 asyncio.timeout(seconds),
                 self._http.stream(method, url, json=body, params=params, headers=headers) as response,
@@ -229,10 +229,10 @@ class HttpClient:
         """Return the beginning of a body as errors repeat it, without the key."""
         if self._api_key:
             text = text.replace(self._api_key, "***")
-        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+        return shortened(text, _SHOWN)
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def _chunks(self, response: httpx.Response, where: str) -> AsyncIterator[bytes]:
@@ -273,18 +273,15 @@ class HttpClient:
 
 
 def call_headers(call_id: str, attempt: int) -> dict[str, str]:
-    """Return the headers that name a call and its attempt.
-
-    The `Idempotency-Key` is the same for all attempts, so that a gateway that knows such keys makes one sample of them.
-    """
+    """Return the headers that name a call and its attempt."""
+    # The key is the same for all attempts, so a gateway that supports such keys samples once.
     return {"idempotency-key": call_id, "x-request-id": f"{call_id}-{attempt}"}
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
     """Return how long a server asks to wait: `retry-after-ms`, or `retry-after` in seconds or as a date.
 
-    A date (RFC 9110, 10.2.3) counts from the answer's own `date`, so that clocks need not agree. None: it does not say,
-    or not readably.
+    None if it does not say, or not readably.
 
     >>> retry_after_seconds({"retry-after": "2"}), retry_after_seconds({"retry-after-ms": "1500"})
     (2.0, 1.5)
@@ -297,6 +294,7 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
         if math.isfinite(seconds) and seconds >= 0:
             return seconds
     try:
+        # A date (RFC 9110, 10.2.3) counts from the answer's own `date`, because clocks may differ.
         then, now = parsedate_to_datetime(headers["retry-after"]), parsedate_to_datetime(headers["date"])
         return max(0.0, (then - now).total_seconds())
     except (KeyError, ValueError, TypeError):

@@ -177,8 +177,7 @@ def _call(call_id: str) -> Wire:
 
 
 def searched_literals(source: str) -> re.Pattern[str]:
-    r"""Return a pattern of the literals that a template looks for in a message: `'</think>' in content`,
-    `content.split(...)`.
+    r"""Return a pattern of the literals that a template looks for in messages, as by `'</think>' in content`.
 
     Line breaks and spaces are left out, because their effect shows on marked texts.
 

@@ -139,8 +139,7 @@ class Renderer:
         return [*self._codec.encode(text, escapes, after=stop), self._codec.added[stop]]
 
     def call_opening(self, name: str | None) -> list[int]:
-        """Return the beginning of an answer that calls the tool `name`, or any tool if None, for prompts that force a
-        call.
+        """Return the beginning of an answer that calls the tool `name`, or any tool if None, to force a call.
 
         It ends after the key "arguments" (for any tool, "name"). If the prompt opens a reasoning block, it is closed
         first.
@@ -245,9 +244,7 @@ def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:
 
 
 def _conversation(letters: str) -> tuple[Message, ...]:
-    """Return a small conversation, one letter a message: s(ystem), u(ser), a(nswer), r(easoned answer), c(all), d
-    (reasoned call), t(ool).
-    """
+    """Return a small conversation, one letter a message (see `kinds`)."""
     call = (ToolCall("call_0", "probe_tool", {"key": "value"}),)
     kinds = {
         "s": Message("system", "Be brief."),

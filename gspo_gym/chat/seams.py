@@ -127,8 +127,7 @@ class Seams:
         return [to_wire(message, first_index + i, self._facts.style, escapes) for i, message in enumerate(messages)]
 
     def find(self, history: Sequence[Message], new: Sequence[Message], escapes: Escapes) -> Seam | None:
-        """Return the seam between `history`, which ends with the model's answer, and `new`; None if the template
-        rewrites.
+        """Return the seam between `history`, which ends with an answer, and `new`; None if the template rewrites.
 
         Raises:
             TemplateError: the template refuses the conversation or does not show one of its texts.

@@ -33,9 +33,7 @@ Isolation = Literal["thread", "process"]
 
 
 class ScriptedPolicy(Protocol):
-    """A player other than the trained model: it gets the conversation and returns its next message or text, or an
-    awaitable.
-    """
+    """A player other than the trained model: conversation to next message or text, or an awaitable of it."""
 
     def __call__(self, messages: Sequence[Message], /) -> Message | str | Awaitable[Message | str]: ...
 

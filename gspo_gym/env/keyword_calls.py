@@ -1,6 +1,4 @@
-"""Authors' functions that are called with what their parameters name: `def brevity(action): ...` gets the action
-only.
-"""
+"""Functions of authors, called with what their parameters name: `def brevity(action): ...` gets the action."""
 
 from __future__ import annotations
 

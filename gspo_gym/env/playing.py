@@ -119,9 +119,7 @@ async def spoken_by(player: ScriptedPolicy, messages: Sequence[Message]) -> Mess
 
 
 def tool_calling_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """Return a player that calls random tools with random arguments of their schemas; without tools, says random
-    digits.
-    """
+    """Return a player that calls random tools with random arguments, or without tools says random digits."""
     schemas = schemas_of(env)
 
     def play(messages: Sequence[Message]) -> Message | str:
@@ -135,9 +133,7 @@ def tool_calling_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def schemas_of(env: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return name, description and parameters of each tool that an environment takes calls of; () if it takes text
-    only.
-    """
+    """Return name, description and parameters of each tool; () for an environment that takes text only."""
     if not getattr(env, "takes_messages", False):
         return ()
     return tuple(schema["function"] for schema in getattr(env, "tool_schemas", ()))

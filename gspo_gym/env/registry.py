@@ -145,9 +145,7 @@ def _load_plugins() -> tuple[tuple[str, str], ...]:
 
 
 def _matches(name: str) -> list[str]:
-    """Return the ids that match a name (and namespace and version, if given): the newest of each namespace that
-    counts.
-    """
+    """Return the ids that match a name (with its namespace and version, if given), the newest of a namespace."""
     try:
         namespace, wanted, version = parse_env_id(name)
     except gymnasium.error.Error:

@@ -126,8 +126,7 @@ class EnvSession:
         return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
-        """Return the answer to text that could not be parsed; an object without that method shows `error` with reward
-        0.
+        """Return the answer to text that could not be parsed; without such a method, show `error` with reward 0.
 
         Raises:
             as `step`.

@@ -180,9 +180,7 @@ def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 
 def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any]) -> Tool:
-    """Return the tool of all but the first `skip` parameters; annotations may use `names` besides the module's
-    globals.
-    """
+    """Return the tool of all but the first `skip` parameters; annotations may also use `names`."""
     name = getattr(function, "__name__", type(function).__name__)
     where = f"tool {getattr(function, '__qualname__', name)}"
     if not _NAME.fullmatch(name):
@@ -291,9 +289,7 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
-    """Return the JSON schema of a model with its references inlined and titles removed, which would only cost
-    tokens.
-    """
+    """Return the JSON schema of a model without references and titles, which would only cost tokens."""
     try:
         schema = model.model_json_schema()
     except PydanticInvalidForJsonSchema as error:

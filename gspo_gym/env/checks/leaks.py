@@ -99,9 +99,7 @@ def can_count_files() -> bool:
 
 
 async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tuple[list[Leak], int]:
-    """Return the files, threads and children that both halves of `half` episodes leave, and their common growth in
-    bytes.
-    """
+    """Return what both halves of `half` episodes leave (files, threads, children), and their common growth in bytes."""
     gc.collect()
     marks = [Holdings.now()]
     grown = []

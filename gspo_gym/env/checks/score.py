@@ -313,9 +313,7 @@ def _repeating(action: Message) -> PolicyFactory:
 
 
 def _target(subject: Subject) -> float:
-    """Return the least return of the reference, which solves its tasks; without one, the largest possible (may be
-    inf).
-    """
+    """Return the least return of the reference, which solves its tasks; without one, the largest possible."""
     references = [run.episode_return for run in subject.runs_of(subject.settings.reference)]
     earned = [value for value in references if value is not None]
     return min(earned, default=subject.reward_range[1])

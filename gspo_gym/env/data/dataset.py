@@ -223,8 +223,7 @@ def number(completion: str, answer: Any) -> bool:
 
 
 def boxed(completion: str, answer: Any) -> bool:
-    r"""Return whether the last \boxed{...} of the completion holds the answer (or its last \boxed{...}), as text or
-    number.
+    r"""Return whether the last \boxed{...} of completion and answer (or the bare answer) agree as text or number.
 
     >>> boxed(r"Thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), boxed("1/2", "1/2")
     (True, False)

@@ -1,5 +1,4 @@
-"""`NeMoGymEnv`: environments that a NeMo-Gym server plays over HTTP (the protocol of 0.4.0; serving it needs Python
-3.12).
+"""`NeMoGymEnv`: environments that a NeMo-Gym server plays over HTTP (checked against 0.4.0, which needs Python 3.12).
 
 A *resources* server has tools and grades the conversation at its end: POST /seed_session, /{tool}, /verify. A
 *gymnasium* server plays turns: POST /reset, /step, and /close if it has that. In both, a row of a data set is the task

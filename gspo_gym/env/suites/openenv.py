@@ -1,5 +1,4 @@
-"""`OpenEnvEnv`: environments that a server plays over the WebSocket of OpenEnv's protocol (checked against openenv
-0.10).
+"""`OpenEnvEnv`: environments that a server plays over OpenEnv's WebSocket (checked against openenv 0.10).
 
 An episode is one socket, which is one session of the server, reset exactly once. OpenEnv's HTTP /reset and /step are
 not used, because each answers from a fresh environment. OpenEnv has `done` and no `truncated`, so every end is

@@ -1,5 +1,4 @@
-"""The connection to an OpenEnv server: one WebSocket per session, its facts over HTTP, and the translation of its
-answers.
+"""The connection to an OpenEnv server (a WebSocket per session), its facts over HTTP, and readers of its answers.
 
 A lost socket is not reconnected. Proxies of the environment are not used.
 """
@@ -257,9 +256,7 @@ class ServerFacts:
 
     @property
     def may_take_tool_calls(self) -> bool:
-        """Return whether the action is OpenEnv's tool call, or its bare base class, with which a server may accept
-        calls too.
-        """
+        """Return whether the action is OpenEnv's tool call, or its bare base class, which may accept calls too."""
         names = _properties(self.action_schema).keys()
         return {"tool_name", "arguments"} <= names or names <= {"metadata", "type"}
 

@@ -278,9 +278,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class BestMoves:
-    """`moves[k - 1, state]` is the best with k steps left, int [steps, states]; `values` are the returns with all
-    steps.
-    """
+    """Best moves [steps, states] int: `moves[k - 1, state]` with k steps left; `values` are returns with all steps."""
 
     moves: np.ndarray[Any, Any]
     values: np.ndarray[Any, Any]

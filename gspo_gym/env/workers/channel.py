@@ -364,8 +364,7 @@ def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where
 
 
 def refusal_in(error: BaseException | None) -> BaseException | None:
-    """Return the ValueError, TypeError or LookupError in an error's chain of causes by which an environment refused a
-    value.
+    """Return the ValueError, TypeError or LookupError in a chain of causes, by which an environment refused a value.
 
     None if there is none. A ContractError does not count, although it is a ValueError: it blames the environment.
     """

@@ -156,9 +156,7 @@ def spec_of(
 
 
 def user_for(how: Confinement) -> int | None:
-    """Return the user id that a program takes on, None to keep its own. In a user namespace the id is valid inside
-    only.
-    """
+    """Return the user id that a program takes on, or None; in a user namespace it is valid inside only."""
     if how.mechanism == "user namespace":
         return _NOBODY
     # A random one of many, because the kernel counts some limits by user.

@@ -92,9 +92,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class OwnThread:
-    """The thread of one owner: leased at the first call, returned by `release` or when the owner is garbage
-    collected.
-    """
+    """The thread of one owner, from the first call until `release` or garbage collection."""
 
     def __init__(self, pool: WorkerPool = _POOL) -> None:
         self._pool = pool

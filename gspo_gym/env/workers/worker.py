@@ -91,8 +91,7 @@ def _give_up_what_was_inherited(connection: socket.socket, server_pid: int) -> N
 
 
 def _lose_sight_of_others() -> None:
-    """Enter a Landlock domain: processes outside cannot be traced, so the program's /proc/<pid>/environ and mem are
-    closed, to root too.
+    """Enter a Landlock domain, from which the program's /proc/<pid>/environ and mem cannot be read, even by root.
 
     Without Landlock, root keeps its sight.
     """
@@ -231,9 +230,7 @@ class _Worker:
         }
 
     async def _close(self) -> Any:
-        """Close the environment; return how the process has grown since its first `open`, and the generators that
-        changed.
-        """
+        """Close the environment; return the growth since the first `open` and the generators that changed."""
         session, self._session = self._session, None
         self._players.clear()
         if session is not None:
