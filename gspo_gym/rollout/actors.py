@@ -1,7 +1,7 @@
-"""Who plays: an engine, or a policy written by hand.
+"""Actors: an engine or a scripted policy chooses the tokens of a turn.
 
-An actor plays many episodes at once and is asked for one turn at a time. It only chooses tokens; `adapter.py` writes
-them down and `episode.py` asks.
+An actor plays many episodes at once and is asked for one turn at a time. It only chooses tokens: `adapter.py` records
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ActRequest:
         prompt_token_ids: [L] int32, all that the policy reads.
         max_tokens: most tokens to answer with, the stop token included.
         messages: the conversation that the prompt renders.
-        sampling_seed: of the episode; a turn derives its own from it.
+        sampling_seed: of the episode; each turn derives another from it.
         renderer: of the episode's chat template and tools.
         env: the environment being played, for hand-written policies that may look at hidden state (Any: authors need
             not subclass anything).
@@ -51,16 +51,16 @@ class Actor(Protocol):
     """Plays turns of many episodes at once."""
 
     async def __call__(self, request: ActRequest) -> Completion:
-        """The tokens of this turn. Whatever it raises makes the episode an engine failure."""
+        """Return the tokens of this turn; any exception makes the episode an engine failure."""
         ...
 
     async def end_session(self, session_id: str) -> None:
-        """The episode is over, however it ended; forget what was kept for it. Unknown ones are fine."""
+        """Forget what was kept for an episode, however it ended; unknown sessions are fine."""
         ...
 
 
 class EngineActor:
-    """Samples from an engine. Turn k of an episode uses the seed child_seed(sampling_seed, "turn", k).
+    """Actor that samples from an engine. Turn k of an episode uses the seed child_seed(sampling_seed, "turn", k).
 
     Args:
         engine: any `engine.base.Engine`.
@@ -85,7 +85,7 @@ class EngineActor:
 
 
 class ScriptedActor:
-    """Plays a hand-written policy as if a model had sampled its messages: for demonstrations and baselines.
+    """Actor of a scripted policy, as if a model had sampled its messages: for demonstrations and baselines.
 
     The tokens are those that a model would have to sample to say the same. No model sampled them, so their logprobs are
     stored as 0 and their weight version as -1: imitate such episodes, never reinforce them.
@@ -120,7 +120,7 @@ class ScriptedActor:
 
 
 def scripted_completion(token_ids: Sequence[int]) -> Completion:
-    """A completion that no model sampled: logprobs 0, weight version -1, ended by its last token."""
+    """Return a completion that no model sampled: logprobs 0, weight version -1, ended by its last token."""
     count = len(token_ids)
     return Completion(
         token_ids=np.asarray(token_ids, dtype=np.int32),
@@ -131,7 +131,7 @@ def scripted_completion(token_ids: Sequence[int]) -> Completion:
 
 
 def policy_of(env_type: Any, name: str) -> PolicyFactory:
-    """The hand-written policy `name` that an environment (class or instance) brings along.
+    """Return the hand-written policy `name` that an environment (class or instance) brings along.
 
     Raises:
         UnknownNameError: it brings no policy of that name; says the nearest.

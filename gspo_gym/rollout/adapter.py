@@ -181,6 +181,7 @@ class TokenObservationWrapper:
         result = await self._timed(self.session.reset(seed, options))
         messages = with_system_prompt(result.messages, self._system_prompt)
         self._open.messages.extend(messages)
+        # Ten megabytes of text would hold up every other episode while they are encoded, to be refused afterwards.
         is_hopeless = cannot_fit(messages, self._tokenizer, self._max_model_len)
         prompt = None if is_hopeless else self.renderer.start(self._open.messages)
         if prompt is None or len(prompt) >= self._max_model_len:
@@ -208,7 +209,7 @@ class TokenObservationWrapper:
         """
         self._require_open_turn()
         self._require_possible(sampled.token_ids)
-        self._is_turn_open = False
+        self._is_turn_open = False  # before the environment is asked: if it fails, the turn must not be played again
         action = self._record_action(sampled)
         self._actions.append(action.error if isinstance(action, ParseFailure) else action)
         result: StepResult = await self._timed(answer_to(self.session, self._actions[-1]))
@@ -266,7 +267,7 @@ class TokenObservationWrapper:
         return self._is_turn_open
 
     def episode(self) -> EpisodeRecord:
-        """The record of the episode up to now."""
+        """Return the record of the episode up to now."""
         return self._open.freeze(pad_id=self._pad_id)
 
     def _require_open_turn(self) -> None:

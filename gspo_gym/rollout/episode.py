@@ -1,7 +1,7 @@
-"""run_episode: the one loop in which an environment and a player meet.
+"""The loop in which an environment and an actor meet.
 
-It asks the player for tokens, hands them to `TokenObservationWrapper`, watches the deadlines and turns whatever goes
-wrong into a typed record. It retries nothing (the pool does) and scores nothing (the environment does).
+It asks the actor for tokens, hands them to `TokenObservationWrapper`, watches the deadlines and turns failures into
+typed records. It retries nothing (the pool does) and scores nothing (the environment does).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def episode_player(
     limits: EpisodeLimits,
     clock: Clock = time.monotonic,
 ) -> PlayEpisode:
-    """What a pool plays episodes with when we drive them: `run_episode` of environments here; see there."""
+    """Return a player of episodes in environments here, for a pool; see `run_episode`."""
 
     async def play(request: EpisodeRequest) -> Trajectory:
         return await run_episode(request, make_env=make_env, act=act, renderers=renderers, limits=limits, clock=clock)
@@ -122,7 +122,7 @@ class _EpisodeTimeoutError(Exception):
 
 
 class _Episode:
-    """The state of one run of the loop: what is open and has to be closed, and whose turn it is to fail."""
+    """State of one episode: what has to be closed, and which side a failure belongs to."""
 
     def __init__(self, request: EpisodeRequest, *, act: Actor, limits: EpisodeLimits, clock: Clock) -> None:
         self.request = request
@@ -137,7 +137,7 @@ class _Episode:
         self._culprit = Outcome.ENV_ERROR
 
     async def play_and_close(self, make_env: MakeEnv, renderers: RendererCache) -> tuple[Outcome, str | None]:
-        """How the episode ended and the one-line reason if it failed."""
+        """Return how the episode ended, and in one line why if it failed."""
         try:
             outcome, error = await self._play(make_env, renderers)
         except BaseException:
@@ -198,6 +198,7 @@ class _Episode:
         return self.wrapper
 
     async def _play_turn(self, wrapper: TokenObservationWrapper) -> None:
+        # asyncio's time-out needs a wait to act in, and an instant engine and environment have none.
         if self._clock() - self._opened >= self._limits.episode_timeout_seconds:
             raise _EpisodeTimeoutError
         self._culprit = Outcome.ENGINE_ERROR
@@ -208,7 +209,7 @@ class _Episode:
     async def _is_the_actions_doing(
         self, error: Exception, played: TokenObservationWrapper, make_env: MakeEnv, *, is_late: bool
     ) -> bool:
-        """Whether what went wrong is to be laid to the last action, or to all of them; the rule is in `blame.py`."""
+        """Return whether the failure is due to the last action, or to all of them; the rule is in `blame.py`."""
         limits, task = self._limits, self.request.task
         retrial = Retrial(
             lambda: make_env(task),
@@ -252,10 +253,8 @@ class _Episode:
         return self._culprit
 
     async def _close(self) -> tuple[Outcome, str] | None:
-        """Close the environment and the engine's session, whatever happens; the first failure if there is one.
-
-        In a task of its own, so that a cancellation that arrives meanwhile waits until both are closed.
-        """
+        """Close the environment and the engine's session; return the first failure, None if there is none."""
+        # In a separate task: a cancellation that arrives meanwhile must wait until both are closed.
         closing = asyncio.create_task(self._close_both())
         try:
             return await asyncio.shield(closing)
@@ -284,7 +283,7 @@ class _Episode:
 
 
 def _one_line(error: BaseException) -> str:
-    """What an error says, on one line of readable length, with the cause that it was raised from."""
+    """Return an error with its cause on one line of readable length."""
     text = f"{type(error).__name__}: {error}"
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text += f" (from {type(error.__cause__).__name__}: {error.__cause__})"

@@ -1,11 +1,8 @@
-"""A data set of episodes as one file: JSON lines or Parquet, both read back exactly.
+"""Episodes as files, JSON lines or Parquet, both read back exactly.
 
-JSON lines have the shape of a run's own episodes. A Parquet file has flat columns for whoever filters and imitates
-(`messages` as in the OpenAI API, arguments as JSON text), and the whole episode as JSON text in the column `episode`.
-
-An episode as a JSON object and back, exactly: what was said, every token and logprob, every reward.
-
-Whatever was trained on can be rebuilt from it, bit for bit.
+A JSON line holds an episode whole (messages, tokens, logprobs, rewards), from which every batch can be rebuilt.
+A Parquet file has flat columns to filter by and to imitate (`messages` as in the OpenAI API, arguments as JSON text),
+and the same JSON text in the column `episode`.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 
 def require_writable(path: Path) -> None:
-    """Refuse before an episode is played what could not be written afterwards.
+    """Refuse, before an episode is played, a path that could not be written afterwards.
 
     Raises:
         ConfigError: another suffix than .jsonl or .parquet, no such folder, or the file is there already.
@@ -81,7 +78,7 @@ def save_episodes(
 
 
 def load_episodes(path: Path) -> list[Trajectory]:
-    """The episodes of a file that `save_episodes` wrote, equal to what was given.
+    """Return the episodes of a file that `save_episodes` wrote, equal to what was given.
 
     Raises:
         ConfigError: there is no such file, or it ends otherwise.
@@ -131,7 +128,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _schema(pyarrow: Any) -> Any:
-    """Stated and not guessed: a file without a single tool call or reward has the same columns (Any: untyped)."""
+    """Return the columns, also of a file without a single tool call or reward (Any: untyped)."""
     text, number = pyarrow.string(), pyarrow.float64()
     keys = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
     columns = {
@@ -173,11 +170,11 @@ _SEGMENT_ARRAYS = {
 
 
 def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -> dict[str, Any]:
-    """JSON values (hence Any) that `trajectory_from_json` turns into an equal trajectory.
+    """Return JSON values (hence Any) that `trajectory_from_json` turns into an equal trajectory.
 
-    Messages have the shape of the OpenAI chat API. `reward` is there for people; it follows from the turns. So is
-    `policy_name`, the user's name for who played, and `knows_weights`: False where tokens were sampled by weights that
-    nobody here knows (an endpoint's, or a script's), whose logprobs are then not the policy's, or zeros.
+    Messages have the shape of the OpenAI chat API. `reward`, `policy_name` and `knows_weights` are for people and are
+    not read back. `knows_weights` is False where an endpoint or a script chose the tokens: the logprobs are then not
+    the policy's, or zeros.
     """
     task = trajectory.task
     return {
@@ -205,7 +202,7 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
 
 
 def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
-    """The trajectory that was written.
+    """Return the trajectory that was written.
 
     Raises:
         RecordError: another schema, a missing field, or fields that contradict each other.
@@ -249,7 +246,7 @@ def write_episodes(path: Path, trajectories: Iterable[Trajectory], *, policy_nam
 
 
 def read_episodes(path: Path) -> list[Trajectory]:
-    """The trajectories of a file in a run's `episodes` folder.
+    """Return the trajectories of a file in a run's `episodes` folder.
 
     Raises:
         RecordError: a line is not an episode; names file and line.

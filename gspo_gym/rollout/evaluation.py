@@ -1,9 +1,6 @@
-"""Seeded evaluation: the same seeds give the same tasks for ever, so that two evaluations can be compared pair by pair.
+"""Seeded evaluation: one episode per seed. The same seeds are the same tasks for ever, to be compared pair by pair.
 
-Plays one episode per seed and summarises. An episode that failed for infrastructure reasons is counted, never scored 0.
-Anything that acts can be evaluated: give the pool an `EngineActor` or a `ScriptedActor`. Nothing is learned or saved.
-
-The rows of an evaluation, one a seed, as values and as JSON lines. What they say together is not here.
+An episode that failed for infrastructure reasons is counted, never scored 0. Nothing is learned or saved.
 """
 
 from __future__ import annotations
@@ -22,10 +19,10 @@ from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One seed's episode. `episode_return` is None if it failed, and `error` then says why.
+    """The episode of one seed. `episode_return` is None if it failed, and `error` then says why.
 
     `success` is what the environment declared last; None if it never did. `env_return` is the environment's own return
-    where `episode_return` is blended with a judge's scores; None if nobody judges, or it gave none.
+    where `episode_return` is blended with a judge's scores; None without a judge, or if it gave none.
     """
 
     seed: int
@@ -73,12 +70,12 @@ def _ignore(_: PlayedRow) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """How an evaluation goes on after an interruption.
+    """Rows with which an interrupted evaluation goes on.
 
     Attributes:
-        found: rows of an earlier attempt, whose episodes are not played again.
+        found: rows of an earlier attempt; their episodes are not played again.
         add: receives each further row as soon as its episode is over, in no order; must be quick. Episodes that fail
-            give none, so that they are played again.
+            give none and are therefore played again.
     """
 
     found: tuple[PlayedRow, ...] = ()
@@ -90,7 +87,7 @@ ScoreName = Literal["success_rate", "mean_return"]
 
 @dataclass(frozen=True, slots=True)
 class ScoreUnit:
-    """What the scores of a run are measured in: decided once, so that all of them can be compared.
+    """The unit of all scores of a run: decided once, because they are compared.
 
     Attributes:
         name: which number of an evaluation is its score.
@@ -103,12 +100,12 @@ class ScoreUnit:
 
     @classmethod
     def of_first(cls, first: Evaluation, *, has_success_goal: bool) -> ScoreUnit | None:
-        """Return the unit of a run of which this is the first evaluation that tells; None: it does not tell yet.
+        """Return the unit that a run's first evaluations decide; None: not yet.
 
-        It is the success rate of the environments that declared a success or a failure in it. If none did, it is the
-        mean return, unless the run is to stop at a success rate (`has_success_goal`): then all of them have one, and
-        their episodes were merely cut off before it showed. An environment of which every episode was cut off says
-        neither, so that a later evaluation decides; see `restated` for the scores until then.
+        It is the success rate of the environments that declared a success or a failure. If none did, it is the mean
+        return, unless the run is to stop at a success rate (`has_success_goal`): then all of them have one, and their
+        episodes were merely cut off before it showed. Where every episode of an environment was cut off, a later
+        evaluation decides; see `restated` for the scores until then.
         """
         parts, declaring = first.parts or (first,), first.declaring
         if not declaring and has_success_goal:
@@ -222,14 +219,14 @@ class Evaluation:
 
     @property
     def score_name(self) -> ScoreName:
-        """What the score is: as `unit` says; without one, the success rate where there is one."""
+        """Name of the score: that of `unit`; without one, the success rate where there is one."""
         if self.unit is not None:
             return self.unit.name
         return "mean_return" if self.success_rate is None else "success_rate"
 
     @property
     def score(self) -> float:
-        """The one number that says how good; see `score_name`. A success rate over no scored episode is 0."""
+        """The number named by `score_name`. A success rate over no scored episode is 0."""
         return self.mean_return if self.score_name == "mean_return" else self.success_rate or 0.0
 
     def in_unit(self, unit: ScoreUnit) -> Evaluation:
@@ -252,7 +249,7 @@ class Evaluation:
         }
 
     def sentence(self) -> str:
-        """The result on one line, for people."""
+        """Return the result on one line, for people."""
         parts = [f"mean return {self.mean_return:.3f}", f"{self.mean_turns:.2f} turns", f"{self.num_episodes} episodes"]
         if self.success_rate is not None:
             parts.insert(0, f"success {self.success_rate:.3f} (95% {as_text(self.success_interval)})")
@@ -291,13 +288,13 @@ async def evaluate(
     """Play one episode per seed.
 
     Args:
-        pool: who plays, and under which limits; its run seed decides the sampling seeds.
+        pool: plays the episodes; its run seed decides the sampling seeds.
         env_id: the environment.
         seeds: which tasks; see `settings.parse_seeds`.
         label: names the occasion in the ledger, which takes an episode's name only once: change it where one pool
             evaluates repeatedly. It changes no result.
         options: given to every `reset`.
-        env_return_of: the environment's own return of an episode whose rewards are blended with a judge's scores.
+        env_return_of: returns what the environment gave an episode whose rewards are blended with a judge's scores.
         found: rows that an earlier attempt left; their episodes are not played again. Those of other environments or
             seeds are left out.
 
@@ -319,7 +316,7 @@ async def evaluate(
 
 
 def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow]) -> Evaluation | None:
-    """Return the evaluation of which every row is there already; None if one is missing."""
+    """Return an evaluation made of rows that are there already; None if one is missing."""
     known = {(played.env_id, played.row.seed): played for played in found}
     if not all((env_id, seed) in known for env_id in env_ids for seed in seeds):
         return None
@@ -359,7 +356,7 @@ def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
 
 
 def join(parts: Sequence[Evaluation]) -> Evaluation:
-    """Several environments' evaluations as one, in which every episode counts the same; a single one as it is."""
+    """Return the evaluations of several environments as one, in which every episode counts the same."""
     if len(parts) == 1:
         return parts[0]
     rows = tuple(row for part in parts for row in part.rows)
@@ -376,7 +373,7 @@ def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float 
 
 
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
-    """A table for people: one row per named evaluation. Names are folded and not cut: two may begin alike."""
+    """Return a table for people: one row per named evaluation. Names are folded and not cut: two may begin alike."""
     table = Table(Column(overflow="fold"), "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
     for name, result in evaluations.items():
         rate = "-" if result.success_rate is None else f"{result.success_rate:.3f}"

@@ -1,7 +1,4 @@
-"""Two evaluations of the same seeds, pair by pair: what changed, and whether chance explains it.
-
-What a single evaluation says is in `evaluation.py`.
-"""
+"""Two evaluations of the same seeds, pair by pair: what changed, and whether chance explains it."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Comparison:
 
 
 def compare(first: Evaluation, second: Evaluation) -> Comparison:
-    """How `second` does against `first` on the same tasks.
+    """Compare two evaluations on the same tasks.
 
     Raises:
         ConfigError: they are of different environments or seeds, or have no scored seed in common.
@@ -77,12 +74,12 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
 
 
 def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow]:
-    """Its rows by environment and seed."""
+    """Return the rows by environment and seed."""
     return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
 
 
 def comparison_table(comparison: Comparison, *, first: str, second: str) -> Table:
-    """A table for people: what changed from the evaluation named `first` to that named `second`."""
+    """Return a table for people: what changed from the evaluation named `first` to that named `second`."""
     table = Table(Column(f"{second} against {first}", overflow="fold"), "value")
     table.add_row("pairs of episodes", str(comparison.num_pairs))
     table.add_row("mean return, difference", f"{comparison.mean_difference:+.3f}")

@@ -1,7 +1,7 @@
 """The ledger: every attempt that was dispatched, and the one way in which it ended.
 
-Append-only, so that "nothing was lost and nothing counted twice" can be checked afterwards from the file. What it holds
-in memory does not grow with the length of a run. It decides nothing; the pool writes it.
+Append-only: the file shows afterwards that nothing was lost and nothing counted twice. Memory does not grow with the
+length of a run. It decides nothing; the pool writes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gspo_gym.types import Outcome
 
 
 class Disposition(enum.Enum):
-    """What became of a finished attempt."""
+    """Whether a finished attempt is used."""
 
     KEPT = "kept"  # it is in the group that was handed out
     RETRIED = "retried"  # it failed and another attempt follows
@@ -29,7 +29,7 @@ class Disposition(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """An attempt was started."""
+    """Entry of an attempt that starts."""
 
     trajectory_id: str
     attempt: int
@@ -40,7 +40,7 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """An attempt ended; `reason` says why it was not kept, or which limit an action exceeded; None: neither."""
+    """Entry of an attempt that ended; `reason` says why it was not kept, or which limit an action exceeded."""
 
     trajectory_id: str
     attempt: int
@@ -57,7 +57,7 @@ MAX_REMEMBERED = 2**16
 
 
 class Ledger:
-    """Collects entries and refuses those that contradict earlier ones.
+    """Record of attempts, which refuses entries that contradict earlier ones.
 
     Args:
         path: also append each entry to this file, one JSON object a line, before it counts. The folder must exist. What
@@ -125,7 +125,7 @@ class Ledger:
             del self._settled[next(iter(self._settled))]
 
     def counts(self) -> dict[str, int]:
-        """How many attempts were dispatched, and how many ended in each disposition, by name."""
+        """Return the numbers of attempts dispatched and ended in each disposition, by name."""
         return {"dispatched": self._num_dispatched} | {kind.value: self._ended[kind] for kind in Disposition}
 
     def assert_balanced(self) -> None:
@@ -147,7 +147,7 @@ class Ledger:
 
 
 def imbalances(entries: Iterable[Entry]) -> list[str]:
-    """Every attempt that was not dispatched once and settled once, in words; empty if the ledger balances."""
+    """Describe every attempt that was not dispatched once and settled once; empty if the ledger balances."""
     dispatched: Counter[tuple[str, int]] = Counter()
     settled: Counter[tuple[str, int]] = Counter()
     for entry in entries:
@@ -161,7 +161,7 @@ def imbalances(entries: Iterable[Entry]) -> list[str]:
 
 
 def read_ledger(path: Path, *, begin: int = 0) -> tuple[Entry, ...]:
-    """Read the entries of a ledger file from a byte on; a torn last line, of a process that was killed, is left out.
+    """Read the entries of a ledger file from the byte `begin` on, without a torn last line of a killed process.
 
     Raises:
         RecordError: a line other than the last is not an entry.

@@ -8,8 +8,8 @@ Before each turn, in this order; the first that binds decides the outcome:
 4. `episode_timeout_seconds` passed since the environment was made, also during any wait: Outcome.EPISODE_TIMEOUT.
 
 During a turn: at most min(max_output_tokens, max_model_len - prompt) tokens are sampled, and the environment has
-`step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT. What is loaded once for all
-environments has a limit of its own (`env/workers/loading.py`). Where a limit was exceeded because of the action
+`step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT. Loading what
+all environments share has another limit (`env/workers/loading.py`). Where a limit was exceeded because of the action
 (`env/blame.py` says when), the outcome is ACTION_LIMIT, and the episode is scored.
 """
 

@@ -1,8 +1,7 @@
-"""RolloutPool: many episodes at once, in groups of the same task, with retries and a ledger.
+"""Many episodes at once, in groups of the same task, with retries and a ledger.
 
 What is played depends only on the requests and the run seed, never on concurrency, order or timing. The pool knows
-nothing of rewards beyond whether an episode has one, and nothing of who plays it: `episode.episode_player` does here,
-and a task app elsewhere.
+nothing of rewards beyond whether an episode has one, nor whether it is played here or by a task app.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class _Finished:
 
     trajectory: Trajectory
     reason: str | None
-    is_unscored: bool = False  # it was played, and who should have scored it could not
+    is_unscored: bool = False  # it was played, and `scoring` could not score it
 
 
 class RolloutPool:
-    """Plays groups of episodes.
+    """Player of groups of episodes.
 
     An attempt that ends in an infrastructure failure is repeated in a fresh environment with a fresh sampling seed, up
     to `max_attempts`; then it is dropped. Dropped without another attempt, which would end the same way: an episode
@@ -63,13 +62,13 @@ class RolloutPool:
     repeated or dropped as its limits say.
 
     Args:
-        play: plays one attempt, in whatever it needs, afresh.
+        play: plays one attempt in a fresh environment.
         pool_limits: see `limits.py`.
         run_seed: all sampling seeds derive from it.
         ledger: what was dispatched and how it ended; a new one that only counts if None.
         on_episode: called with every finished attempt, for progress; must be quick.
-        keep_unscored: keep episodes in which the environment scored no turn, for whoever scores them afterwards.
-        scoring: who gives finished episodes their rewards, instead of the environment; None: nobody does.
+        keep_unscored: keep episodes in which the environment scored no turn, to be scored afterwards.
+        scoring: gives finished episodes their rewards in place of the environment; None: the environment does.
 
     Attributes:
         ledger: see above.
@@ -101,7 +100,7 @@ class RolloutPool:
         """Play all groups at once; one group per request, in their order, its trajectories in the order of members.
 
         A group that kept fewer than `min_group_fraction` of its episodes (or fewer than 2 where 2 were asked for) is
-        dropped whole: it comes back with no trajectories and all its episodes in `dropped`, so that it can be counted.
+        dropped whole: it comes back, to be counted, with no trajectories and all its episodes in `dropped`.
 
         Calls may overlap; `max_concurrent_rollouts` holds over all of them. If this call is cancelled, every running
         episode is closed and entered as CANCELLED before it returns.
@@ -142,6 +141,7 @@ class RolloutPool:
                 for request, member in members:
                     tasks.create_task(self._play_member(request, member, finished))
         except BaseException as error:
+            # Finished members wait for their group to be settled, and now there will be none.
             for done in finished.values():
                 self._settle(done.trajectory, Disposition.DROPPED, done.reason or "its collection was stopped")
             raise _first_cause(error) from None
@@ -150,8 +150,8 @@ class RolloutPool:
     async def run_tasks(self, tasks: Sequence[Task], *, label: str) -> tuple[TrajectoryGroup, ...]:
         """Play one episode of each task, for evaluation: one group of size 1 per task, in their order.
 
-        `label` names the occasion, so that the same tasks can be played again under another one. It does not enter the
-        sampling seeds: a task is sampled with the same seed on every occasion.
+        `label` names the occasion: the same tasks can be played again under another one. It does not enter the sampling
+        seeds: a task is sampled with the same seed on every occasion.
 
         Raises:
             ConfigError: a task occurs twice.
@@ -161,7 +161,7 @@ class RolloutPool:
         )
 
     async def _play_member(self, request: GroupRequest, member: int, finished: dict[str, _Finished]) -> None:
-        """Play one episode until an attempt is usable or none is left; writes the last one into `finished`."""
+        """Play one episode until an attempt is usable or none is left; write the last one into `finished`."""
         last_attempt = self._pool_limits.max_attempts - 1
         for attempt in range(last_attempt + 1):
             seed_name = request.group_id if request.seed_name is None else request.seed_name
@@ -183,7 +183,7 @@ class RolloutPool:
             return
 
     async def _play_attempt(self, episode: EpisodeRequest) -> _Finished:
-        """The attempt, played and scored. Its slot is another's while it waits for its score, unless too many do."""
+        """Play and score an attempt. It gives up its slot while it waits for a score, unless too many wait."""
         scoring = self._scoring
         async with self._slots.of_this_loop():
             task = episode.task
@@ -194,6 +194,7 @@ class RolloutPool:
                 trajectory = await self._play_episode(episode)
                 if scoring is None or is_failed(trajectory):
                     return _Finished(trajectory, _reason_to_drop(trajectory, keep_unscored=self._keep_unscored))
+                # Waited for inside the slot: where too many episodes wait for a score, no further one begins.
                 await scoring.wait_for_room()
         with self._settling(episode):
             scored, unscored = await scoring.score(trajectory)
@@ -202,7 +203,7 @@ class RolloutPool:
 
     @contextlib.contextmanager
     def _settling(self, episode: EpisodeRequest) -> Iterator[None]:
-        """Ends the attempt in the ledger if it does not come to an end of its own."""
+        """Settle the attempt in the ledger if the body raises."""
         try:
             yield
         except BaseException as error:
@@ -218,9 +219,10 @@ class RolloutPool:
         return done.trajectory.outcome.is_infrastructure_failure
 
     def _assemble(self, request: GroupRequest, finished: dict[str, _Finished]) -> TrajectoryGroup:
-        """The group of what its members came to; settles each of them in the ledger."""
+        """Return the group of these members, and settle each of them in the ledger."""
         members = [finished[_trajectory_id(request, member)] for member in range(request.size)]
         num_good = sum(done.reason is None for done in members)
+        # A hair below the product, because 0.07 * 100 comes out a little above 7.
         needed = max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
         kept, dropped = [], []
         for done in members:
@@ -247,7 +249,7 @@ class RolloutPool:
 
 
 def require_episodes(groups: Sequence[TrajectoryGroup]) -> None:
-    """Refuse groups of which no episode could be used.
+    """Refuse groups without a single usable episode.
 
     Raises:
         RolloutError: says the most frequent reasons.
@@ -257,7 +259,7 @@ def require_episodes(groups: Sequence[TrajectoryGroup]) -> None:
 
 
 def is_failed(trajectory: Trajectory) -> bool:
-    """Whether it is no result. An action that exceeded a limit is one: its error says which limit."""
+    """Return whether the episode is no result. One that ended at an action limit is a result with an error."""
     return trajectory.error is not None and trajectory.outcome is not Outcome.ACTION_LIMIT
 
 
@@ -266,7 +268,7 @@ def _trajectory_id(request: GroupRequest, member: int) -> str:
 
 
 def _reason_to_drop(trajectory: Trajectory, *, keep_unscored: bool) -> str | None:
-    """Why a finished episode cannot be used; None if it can."""
+    """Return why a finished episode cannot be used; None if it can."""
     if is_failed(trajectory):
         return trajectory.error
     if not (trajectory.is_scored or keep_unscored):
@@ -286,7 +288,7 @@ def _describe_total_failure(groups: Sequence[TrajectoryGroup]) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The first single exception in the groups that `asyncio.TaskGroup` wraps around failures."""
+    """Return the first exception inside the groups that `asyncio.TaskGroup` wraps around failures."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -115,6 +115,7 @@ class OpenSegment:
 
     def close(self) -> Segment:
         """Return the segment so far, frozen."""
+        # Everything but the sampled spans has these values, so only the spans had to be remembered.
         mask: BoolArray = np.zeros(self._length, dtype=np.bool_)
         logprobs: Float32Array = np.zeros(self._length, dtype=np.float32)
         turn_index: Int32Array = np.full(self._length, -1, dtype=np.int32)
@@ -159,7 +160,7 @@ class PaddedEpisode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeRecord:
-    """An episode up to now: everything that `types.Trajectory` needs except who asked for it.
+    """An episode up to now: everything that `types.Trajectory` needs besides the request.
 
     `outcome` is None while the episode goes on; `success` is what the environment declared last, None if it never did.
     """
@@ -177,7 +178,7 @@ class EpisodeRecord:
         return tuple(turn.reward for turn in self.turns)
 
     def padded(self, length: int) -> PaddedEpisode:
-        """The episode as arrays of `length` columns, one row a segment.
+        """Return the episode as arrays of `length` columns, one row a segment.
 
         Raises:
             RecordError: a segment is longer than `length`; nothing is ever cut off.
@@ -235,12 +236,12 @@ class OpenEpisode:
         )
 
     def append_meaning(self, message: Message, parse: ParseStatus) -> None:
-        """Note what the last action says, or that it cannot be read."""
+        """Record what the last action says, or that it cannot be parsed."""
         self.messages.append(message)
         self.turns[-1] = dataclasses.replace(self.turns[-1], parse=parse)
 
     def append_answer(self, result: StepResult) -> None:
-        """Note what the environment gave for the last action."""
+        """Record what the environment gave for the last action."""
         self.messages.extend(result.messages)
         self.turns[-1] = dataclasses.replace(
             self.turns[-1], reward=result.reward, reward_terms=result.reward_terms, events=result.events
@@ -249,9 +250,9 @@ class OpenEpisode:
             self.success = result.success
 
     def end_at_limit(self, episode_return: float) -> None:
-        """End the episode at the action that exceeded a limit: its turn is scored so that the return is this.
+        """End the episode at the action that exceeded a limit, with this return in all.
 
-        The turn may have been answered: where it was the sum of all actions that took too long.
+        That turn may have an answer already: where all actions together took too long.
         """
         penalty = episode_return - (self.earned - (self.turns[-1].reward or 0.0))
         self.turns[-1] = dataclasses.replace(
@@ -266,7 +267,7 @@ class OpenEpisode:
         return math.fsum(turn.reward for turn in self.turns if turn.reward is not None)
 
     def freeze(self, *, pad_id: int) -> EpisodeRecord:
-        """The record up to now, which later turns do not change."""
+        """Return the record up to now, which later turns do not change."""
         return EpisodeRecord(
             segments=tuple(segment.close() for segment in self.segments),
             turns=tuple(self.turns),

@@ -1,12 +1,11 @@
-"""Which groups a step gets to train on: played when it asks for them, or ahead, while the learner works.
+"""The groups of a step: played on demand, or ahead, while the learner works.
 
-The trainer's loop is the same for both: `begin` a step, `take` groups as often as it needs some, `finish` collecting.
-Nothing here knows what a group is worth (`collect.py`) or how it is played (`rollout.pool`).
+Collecting is the same for both: `begin` a step, `take` groups as often as it needs some, `finish`. Not for what a group
+is worth (`run/collect.py`) or how it is played (`rollout/pool.py`).
 
-Staleness is counted in versions: a step trains weights of version v, and a sample whose oldest token was sampled from
-version u is v - u versions old. The bound is hard because it is kept twice: a group counts from the version that was
-committed when it was asked for, so that waiting for a free slot and waiting to be taken are included, and what it
-brings back is looked at token by token.
+Staleness is counted in versions: a step trains weights of version v, and a sample is v - u versions old if its oldest
+token was sampled from version u. The bound is hard because it is checked twice: by the version committed when a group
+was asked for, which includes waiting for a slot and waiting to be taken, and by every token that comes back.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class Schedule(Protocol):
         ...
 
     def begin(self, step: int) -> None:
-        """From now on groups are for this step, which trains the weights of version step - 1."""
+        """Begin a step, which trains the weights of version step - 1."""
         ...
 
     async def take(self, count: int) -> Sequence[TrajectoryGroup]:
-        """So many groups, also such as lost all their episodes.
+        """Return so many groups; some may have lost all their episodes.
 
         Raises:
             RolloutError: no episode of them could be used.
@@ -52,16 +51,16 @@ class Schedule(Protocol):
         ...
 
     def finish(self) -> int:
-        """The step has all that it trains on; returns how many episodes were given up as too old since `begin`."""
+        """End a step's collecting; return how many episodes were given up as too old since `begin`."""
         ...
 
     async def close(self) -> None:
-        """End whatever is still being played; closing twice is fine."""
+        """End what is still being played; closing twice is fine."""
         ...
 
 
 class OnDemand:
-    """Plays groups when they are asked for, with the newest weights: strictly on-policy.
+    """Schedule that plays groups on demand with the newest weights: strictly on-policy.
 
     Args:
         collect: plays all of them at once; see `RolloutPool.collect`.
@@ -111,7 +110,7 @@ class OnDemand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Played:
-    """A finished group, and the oldest version among that of its start and those of its tokens."""
+    """A finished group, and the oldest version: that of its start or of one of its tokens."""
 
     group: TrajectoryGroup
     oldest: int
@@ -129,7 +128,7 @@ class _Begun:
 
 
 class PlayedAhead:
-    """Keeps groups of coming steps in play while the learner works, none of which is trained on when it is too old.
+    """Schedule that plays groups of coming steps while the learner works, and gives up those that become too old.
 
     After each step's groups are taken, as many are in play as `num_ahead` further steps need. A step takes those that
     are finished, the longest begun first. So with `num_ahead` 1 it waits for every group, and none is too old; with
@@ -137,8 +136,7 @@ class PlayedAhead:
     as no coming step may train on it: cancelled if it is still played, counted, and replaced by one of a fresh task.
     That favours short episodes a little, and is the price of not waiting for the longest.
 
-    A group is as old as its oldest sample and given up whole: without all its siblings its baseline would be theirs who
-    were quick.
+    A group is as old as its oldest sample and given up whole: a baseline of the quick siblings alone would be biased.
 
     Args:
         play: plays one group; see `RolloutPool.play_group`.
@@ -218,7 +216,7 @@ class PlayedAhead:
         return self._num_late
 
     async def close(self) -> None:
-        """Cancel what is being played and wait until its environments are closed."""
+        """Cancel the groups in play and wait until their environments are closed."""
         for group in self._begun:
             self._end(group)
         self._begun.clear()
@@ -226,10 +224,10 @@ class PlayedAhead:
             await asyncio.wait(self._ending)
 
     def _ready(self) -> list[_Begun]:
-        """Those that are finished and may be trained on, the longest begun first.
+        """Return the finished groups that may be trained on, the longest begun first.
 
         Raises:
-            Exception: whatever ended one of them; RolloutError: one is too old although it was just begun.
+            Exception: that ended one of them; RolloutError: one is too old although it was just begun.
         """
         finished = [group for group in self._begun if group.playing.done()]
         late = [group for group in finished if self._age(group) > self._max_staleness]
@@ -240,11 +238,11 @@ class PlayedAhead:
         return [group for group in finished if group not in late]
 
     def _age(self, group: _Begun) -> int:
-        """How many versions its oldest sample lies behind the weights that this step trains."""
+        """Return how many versions its oldest sample lies behind the weights that this step trains."""
         return self._step - 1 - group.playing.result().oldest
 
     def _ask_for(self, count: int) -> None:
-        version = self._weight_version()
+        version = self._weight_version()  # now and not when play begins: waiting for a free slot makes a group older
         for _ in range(count):
             if self._step - 1 - version > self._max_staleness:
                 self._refuse(self._step - 1 - version, "the engine samples from")
@@ -276,10 +274,8 @@ class PlayedAhead:
         group.playing.cancel()
 
     def _ended(self, playing: asyncio.Task[_Played]) -> None:
-        """Keep what a group that was given up raised instead of ending, for the next `take`: nobody else asks.
-
-        What ends an engine ends the groups that are trained on, too.
-        """
+        """Keep the exception of a group that was given up for the next `take`, which would otherwise miss it."""
+        # An engine's error ends the groups that are trained on, too, and is raised by them.
         self._ending.discard(playing)
         error = None if playing.cancelled() else playing.exception()
         if error is not None and not isinstance(error, EngineError):
@@ -287,7 +283,7 @@ class PlayedAhead:
 
 
 def is_played_again(trajectory_id: str, *, step: int, num_tasks: int, pending_tasks: Collection[int]) -> bool:
-    """Whether a run that goes on after `step` plays this episode again; of both schedules' names.
+    """Return whether a run that goes on after `step` plays this episode again, under either schedule.
 
     `num_tasks` and `pending_tasks` are those of the checkpoint, see `Schedule`.
     """
@@ -299,13 +295,13 @@ def is_played_again(trajectory_id: str, *, step: int, num_tasks: int, pending_ta
 
 
 def oldest_version(trajectory: Trajectory) -> int:
-    """The oldest version that a token of the episode was sampled from; -1 if one is unknown."""
+    """Return the oldest version that sampled a token of the episode; -1 if one is unknown."""
     sampled = [segment.weight_version[segment.action_mask] for segment in trajectory.segments]
     return min((int(versions.min()) for versions in sampled if len(versions)), default=-1)
 
 
 def staleness_metrics(groups: Sequence[TrajectoryGroup], *, version: int, num_dropped: int) -> dict[str, float]:
-    """How old the samples of a batch are that trains weights of `version`; `num_dropped` episodes were older."""
+    """Return the ages of the samples of a batch that trains weights of `version`; `num_dropped` episodes were older."""
     ages = [version - oldest_version(trajectory) for group in groups for trajectory in group.trajectories]
     return {
         "rollout/staleness_mean": sum(ages) / len(ages),

@@ -1,7 +1,4 @@
-"""Who scores episodes after they were played, such as a judge, and what becomes of those that get no score.
-
-What scores and how is decided elsewhere (`judging.py`).
-"""
+"""Bound the episodes that wait for a score, such as a judge's; how they are scored is not decided here."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Score = Callable[[Trajectory], Awaitable[Trajectory]]
 
 
 class ScoringLimits(Settings):
-    """What a pool does about scores that are late or do not come."""
+    """Limits on scores that are late or do not come."""
 
     max_unscored: int = Field(
         default=256,
@@ -37,7 +34,7 @@ class ScoringLimits(Settings):
 
 
 class Slots:
-    """So many at once. A semaphore belongs to one event loop: callers of `asyncio.run` get a fresh one each time."""
+    """Semaphore of a fixed count that can be used in one event loop after another."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -45,7 +42,7 @@ class Slots:
         self._semaphore: asyncio.Semaphore
 
     def of_this_loop(self) -> asyncio.Semaphore:
-        """To be acquired, or entered with `async with`."""
+        """Return the semaphore of the running loop; it is fresh in every loop, because it belongs to one."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._semaphore = loop, asyncio.Semaphore(self._count)
@@ -53,7 +50,7 @@ class Slots:
 
 
 class Scoring:
-    """Scores episodes for one pool.
+    """Scorer of one pool's episodes.
 
     Args:
         score: gives an episode its rewards.
@@ -66,11 +63,11 @@ class Scoring:
         self._room = Slots(self.limits.max_unscored)
 
     async def wait_for_room(self) -> None:
-        """Until one more episode may wait for its score; `score` must follow."""
+        """Wait until one more episode may wait for its score; `score` must follow."""
         await self._room.of_this_loop().acquire()
 
     async def score(self, trajectory: Trajectory) -> tuple[Trajectory, str | None]:
-        """The episode with its rewards; if it gets none, the episode as it was, and why. Call after `wait_for_room`."""
+        """Return the episode with its rewards, or unchanged and why it got none. Call after `wait_for_room`."""
         try:
             return await self._score(trajectory), None
         except UnscoredError as error:

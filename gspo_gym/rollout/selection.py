@@ -43,7 +43,7 @@ NUM_STEPS = 32  # that are tested together
 
 @dataclass(slots=True)
 class AttemptCounts:
-    """How the attempts of a step ended, each of which made one call for the reset and one for every action.
+    """Counts of how a step's attempts ended; each made one call for the reset and one for every action.
 
     Attributes:
         attempts, kept, failed_at_reset, failed_after_action: attempts.
@@ -60,7 +60,7 @@ class AttemptCounts:
 
     @property
     def excess(self) -> float:
-        """How many more failures answered an action than if as many random ones of the calls had failed."""
+        """Failures that answered an action, less those expected if as many random calls had failed."""
         num_failed = self.failed_at_reset + self.failed_after_action
         return self.failed_after_action - num_failed * self.num_actions / (self.attempts + self.num_actions)
 
@@ -159,7 +159,7 @@ _ROUNDING = 1e-9  # of the sum of sizes: draws that give the same sum in another
 
 @dataclass(frozen=True, slots=True)
 class PlayedReturns:
-    """What apps said that the finished attempts at a step's episodes are worth.
+    """The returns that apps stated for the finished attempts at a step's episodes.
 
     Attributes:
         kept: of those that are in the step's groups.
@@ -192,7 +192,7 @@ class Selection:
     p: float
 
     def sentence(self) -> str:
-        """What a person should know of it."""
+        """Return the finding in a sentence, for people."""
         kept = "none of them is kept" if self.mean_kept is None else f"the mean of those kept is {self.mean_kept:.4g}"
         return (
             f"task apps finished {self.num_played} attempts with a mean return of {self.mean_played:.4g}, {kept} "
@@ -202,7 +202,7 @@ class Selection:
 
 
 class SelectionAlarm:
-    """Permutation test of whether what is lost is a draw from what was played, whatever it returned.
+    """Permutation test of whether the lost attempts are a random draw from those played, regardless of their returns.
 
     The statistic is the sum over lost attempts of (return - mean of the step's attempts). Under the null hypothesis,
     given how many are lost, every subset of that size of the step's attempts is as likely to be the lost one. So the
@@ -223,7 +223,7 @@ class SelectionAlarm:
         self._steps: deque[_Tested] = deque(maxlen=NUM_STEPS)
 
     def check(self, returns: PlayedReturns) -> Selection | None:
-        """What a step's returns show; None: nothing beyond chance."""
+        """Return what a step's returns show; None: nothing beyond chance."""
         if not returns.lost or not returns.kept:
             return None
         self._num_tests += 1
@@ -261,7 +261,7 @@ def _tested(returns: PlayedReturns, random: np.random.Generator) -> _Tested:
 def _sums_of_subsets(
     values: NDArray[np.float64], size: int, count: int, random: np.random.Generator
 ) -> NDArray[np.float64]:
-    """[count] sums of random subsets of that size: those whose random keys are the smallest."""
+    """Return [count] sums of random subsets of that size: those with the smallest random keys."""
     keys = random.random((count, len(values)))
     chosen = np.argpartition(keys, size - 1, axis=1)[:, :size]
     sums: NDArray[np.float64] = values[chosen].sum(axis=1)

@@ -1,7 +1,4 @@
-"""Intervals and tests for evaluations: closed forms and seeded resampling, without scipy.
-
-Pure functions of numbers.
-"""
+"""Intervals and tests for evaluations: closed forms and seeded resampling of numbers, without scipy."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class Interval:
 
 
 def wilson_interval(num_successes: int, num_trials: int) -> Interval:
-    """The 95% score interval of a success probability (Wilson 1927, without continuity correction).
+    """Return the 95% score interval of a success probability (Wilson 1927, without continuity correction).
 
     With p = num_successes / num_trials, n = num_trials and z = 1.96: centre (p + z^2/2n) / (1 + z^2/n), half width
     z sqrt(p (1 - p)/n + z^2/4n^2) / (1 + z^2/n). Unlike p +- z sqrt(p (1 - p)/n) it keeps its coverage near 0 and 1.
@@ -52,7 +49,7 @@ def wilson_interval(num_successes: int, num_trials: int) -> Interval:
 
 
 def bootstrap_mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval | None:
-    """The 95% percentile bootstrap interval of the mean (Efron 1979), 10,000 resamples, seeded.
+    """Return the 95% percentile bootstrap interval of the mean (Efron 1979), 10,000 resamples, seeded.
 
     Bootstrap rather than Student's t because returns are often two-valued or skewed. None for fewer than 2 values, from
     which no spread can be seen. If all values are equal the interval is that value, which says nothing about values
@@ -74,7 +71,7 @@ def bootstrap_mean_interval(values: Sequence[float], *, seed: int = 0) -> Interv
 
 
 def mcnemar_exact_p(num_only_first: int, num_only_second: int) -> float:
-    """The two-sided p-value of McNemar's exact test: are successes of one side more frequent on the same tasks?
+    """Return the two-sided p-value of McNemar's exact test: are successes of one side more frequent on the same tasks?
 
     Only pairs that differ count. Under the null hypothesis each of the n = num_only_first + num_only_second goes either
     way with probability 1/2 (the sign test), so p = min(1, 2 P[Binomial(n, 1/2) <= min of the two]); 1 if no pair

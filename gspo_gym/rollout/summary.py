@@ -1,9 +1,7 @@
-"""What a batch of episodes amounts to, as metrics by name. Nothing here feeds back into training.
+"""The metrics of a batch of episodes, and the mixture of environments where a run has several.
 
-Which environment a group plays, where a run has several: decided by the group's number and the shares alone.
-
-So a resumed run and a pipelined one play what an uninterrupted one plays, and every batch holds every environment in
-about its share.
+The number of a group and the shares alone decide which environment it plays: a resumed run and a pipelined one play
+what an uninterrupted one plays, and every batch holds every environment in about its share.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ def rollout_metrics(
 
 
 def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[str] = ()) -> dict[str, float]:
-    """Return what matters of each environment by itself; of one that lost all its episodes, what was lost.
+    """Return the main metrics of each environment by itself; only its losses where no episode was kept.
 
     `success_of`: see `rollout_metrics`.
     """
@@ -135,7 +133,7 @@ def _losses(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 class Mixture:
-    """Allots groups to environments.
+    """Allotment of groups to environments.
 
     Group after group goes to the environment that is furthest behind its share, the earlier one of equals. So none is
     ever a whole group ahead of it, and after any number of groups that gives each a whole number, each has exactly that
@@ -165,7 +163,7 @@ class Mixture:
         self._allotted: list[str] = []
 
     def env_of(self, number: int) -> str:
-        """The environment of the group with that number, from 0."""
+        """Return the environment of the group with that number, from 0."""
         while len(self._allotted) <= number:
             num_groups = len(self._allotted) + 1
             behind = {name: num_groups * share - self._counts[name] for name, share in self._shares.items()}
@@ -176,7 +174,7 @@ class Mixture:
 
 
 def play_by_environment(players: Mapping[str, PlayEpisode]) -> PlayEpisode:
-    """Plays each episode with the player of its environment; `players` are by environment id."""
+    """Return a player that picks the player of an episode's environment; `players` are by environment id."""
     if len(players) == 1:
         return next(iter(players.values()))
 

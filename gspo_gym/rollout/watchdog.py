@@ -1,4 +1,4 @@
-"""Watches a program for an environment that holds the interpreter, from a process outside of it.
+"""Watch a program, from another process, for an environment that holds the interpreter.
 
 Code in a thread that keeps the interpreter's lock (a regular expression that never ends) stops every thread of a
 training, an evaluation, a collection or a server: no deadline, no Ctrl-C and no checkpoint of this process can help.
@@ -46,7 +46,7 @@ class Frozen:
 
 
 def marker_beside(out: Path) -> Path:
-    """Return the marker of the work whose results are to be in the file `out`."""
+    """Return the marker of work that writes the file `out`."""
     return out.with_name(f"{out.name}.{MARKER}")
 
 
@@ -57,14 +57,14 @@ def seconds_until_frozen(step_timeout_seconds: float = 0.0) -> float:
 
 @contextlib.contextmanager
 def watching(marker: Path | None, seconds: float, *, advice: str) -> Iterator[None]:
-    """Have this process watched while the body runs; where that is not possible (no Linux), it is not.
+    """Watch this process while the body runs, on Linux; elsewhere do nothing.
 
-    Inside of another one this does nothing: the outer one watches, and says what its advice is.
+    Nested, only the outer one watches, and gives its advice.
 
     Args:
         marker: the file that names the environment; None: none is written.
         seconds: that the interpreter's lock may be held by an environment.
-        advice: what is told of the end and of what to do, where "{env}" stands for the environment.
+        advice: told at the end; "{env}" in it stands for the environment.
     """
     if sys.platform != "linux" or is_board_open():
         yield
@@ -102,7 +102,7 @@ def watching(marker: Path | None, seconds: float, *, advice: str) -> Iterator[No
 
 
 def read_frozen(path: Path) -> Frozen:
-    """What a marker says; nothing if there is none.
+    """Return what a marker says; an empty record if there is none.
 
     Raises:
         RecordError: the marker cannot be read.
@@ -124,7 +124,7 @@ def _beat(beats: object, is_over: threading.Event, seconds: float) -> None:
 
 @contextlib.contextmanager
 def _dumping_threads() -> Iterator[None]:
-    """On SIGUSR2, write where each thread is; left alone where somebody else handles that signal."""
+    """Write where each thread is on SIGUSR2, unless the program handles that signal already."""
     is_free = signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, None)
     file = sys.__stderr__
     if not is_free or file is None:

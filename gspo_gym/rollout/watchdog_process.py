@@ -4,7 +4,7 @@ It reads a beat a second from the descriptor BEATS, which a thread of the run wr
 lock. When none has come for SECONDS, and the thread of the run that has computed most since then announces on the board
 (a descriptor, too) that it runs an environment, that environment holds the lock: this writes the file MARKER, says
 so, has the run's threads dumped, and kills the run. Anything else that is slow is left alone.
-It ends with the run. Standard library only, and nothing of ours is imported: it starts in some ms.
+It ends with the run. Only the standard library is imported: it starts in some ms.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def cpu_seconds(pid: int) -> dict[int, float]:
-    """What each thread of the process has computed, by its id."""
+    """Return the processor time of each thread of the process, by its id."""
     found: dict[int, float] = {}
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -68,7 +68,7 @@ def cpu_seconds(pid: int) -> dict[int, float]:
 
 
 def holder(now: Mapping[int, float], before: Mapping[int, float], board: bytes, silence: float) -> str | None:
-    """What the busiest thread runs, if it has computed at all and announces an environment."""
+    """Return what the busiest thread runs, if it has computed at all and announces an environment."""
     spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in now.items()}
     busiest = max(spent, key=lambda thread: spent[thread], default=None)
     if busiest is None or spent[busiest] < _SHARE * silence:

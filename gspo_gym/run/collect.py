@@ -35,7 +35,7 @@ from gspo_gym.types import Task, Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """What a step has to train on.
+    """The groups that a step has to train on.
 
     Attributes:
         groups: all that were taken, in the order of their numbers, or in which they were begun.
@@ -59,7 +59,7 @@ class Collected:
 
 
 class Collector:
-    """Collects the groups of each step; close it.
+    """Collector of the groups of each step; close it.
 
     Args:
         plan: which groups, how many, and what becomes of constant ones.
@@ -127,7 +127,7 @@ class Collector:
             collected,
             kept=kept,
             num_uncommitted=num_uncommitted,
-            num_late=self._schedule.finish(),
+            num_late=self._schedule.finish(),  # asks for coming steps' groups, to be played while the learner works
             returns=returns,
         )
 
@@ -173,7 +173,7 @@ async def collect_groups(
 
     With "refill", as many further groups as are missing are taken, until num_groups are informative or
     max_refill_rounds such rounds are over. The paper oversamples and cuts the surplus; here a round asks for exactly
-    what is missing, so that nothing informative is thrown away. A group that lost all its episodes is missing, too.
+    what is missing, and nothing informative is thrown away. A group that lost all its episodes is missing, too.
     `take` is the schedule's.
 
     Raises:
@@ -204,7 +204,7 @@ async def collect_groups(
 
 
 def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
-    """What became of the groups; the fraction is over all that were played and have episodes."""
+    """Return metrics of how the groups were used; the fraction is over all that were played and have episodes."""
     counts = built.counts
     num_groups = collected.num_dropped + counts.num_groups
     num_compared = counts.num_trajectories + counts.num_untrained + counts.num_filtered
@@ -223,7 +223,7 @@ def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class WarmupPlan:
-    """What is imitated, and how hard.
+    """Demonstrations to imitate, and the settings to imitate them with.
 
     The schedule of `optimizer` is reinforcement's: the warm-up holds its learning rate constant.
     """
@@ -262,7 +262,7 @@ async def warm_up(model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Pro
 
 
 async def play_demonstrations(pool: RolloutPool, plan: WarmupPlan) -> list[Trajectory]:
-    """One episode for each of `num_episodes` training tasks."""
+    """Return one episode for each of `num_episodes` training tasks."""
     requests = [
         GroupRequest(
             f"warmup/{i:06d}", Task(plan.env_id, training_seed(child_seed(plan.run_seed, "warmup"), i)), size=1

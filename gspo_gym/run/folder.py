@@ -58,7 +58,7 @@ def folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[[
 
 
 def is_left_by_a_start(folder: Path) -> bool:
-    """Whether all that a folder holds is of a process that was killed before its run began."""
+    """Return whether a folder holds only files of a process that was killed before its run began."""
     claim = folder / _CLAIM
     if not claim.exists() or (lock := take_lock(claim)) is None:
         return False

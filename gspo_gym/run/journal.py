@@ -1,6 +1,6 @@
-"""What a run tells of itself, step by step: metrics, events and episodes to its folder, notes to who watches.
+"""The journal of a run: metrics, events and episodes go to its folder, notes to the display of progress.
 
-Nothing here feeds back into training, except that a run whose engine and learner disagree is stopped.
+Nothing here feeds back into training, except that a run is stopped where engine and learner disagree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepTimes:
 
 
 class Journal:
-    """Records a run's steps and evaluations.
+    """Journal of a run's steps and evaluations.
 
     Args:
         plan: the run's.

@@ -1,5 +1,4 @@
-"""A run's judge: what its pools score with, what a step reports, and the watch over it. Built in
-`config/build/judge.py`."""
+"""A run's judge: the scorers of its pools, the metrics of a step, and the comparison with gold."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ OnEventOfStep = Callable[[str, int, Mapping[str, Any]], None]
 
 
 class Closable(Protocol):
-    """What holds connections or tasks."""
+    """An object that holds connections or tasks."""
 
     async def close(self) -> None:
         """Give them back."""
@@ -31,15 +30,15 @@ class Closable(Protocol):
 
 
 class Judging:
-    """Scores the episodes of training and of evaluations. Used within one event loop; close it.
+    """Scorer of training's and evaluations' episodes, for one event loop; close it.
 
     Args:
-        judge: who is asked; an outage is waited out.
-        rubrics_of: by what.
+        judge: asked for scores; an outage is waited out.
+        rubrics_of: returns the rubrics of an episode.
         weights: of the blend.
-        limits: what a pool does about scores that are late or do not come.
-        rewards: what stands for the environment's rewards in the blend.
-        budget: what the judge may spend, and has.
+        limits: of scores that are late or do not come.
+        rewards: returns what stands for the environment's rewards in the blend.
+        budget: of the judge, with what it has spent.
 
     Attributes:
         judge: the same, waiting.
@@ -77,16 +76,16 @@ class Judging:
 
     @property
     def for_training(self) -> Scoring:
-        """For a pool whose episodes are learned from."""
+        """Scoring for a pool whose episodes are learned from."""
         return Scoring(self._training, self._limits)
 
     @property
     def for_evaluation(self) -> Scoring:
-        """For a pool whose episodes are looked at; see `env_return`."""
+        """Scoring for a pool that evaluates; see `env_return`."""
         return Scoring(self._evaluation, self._limits)
 
     def env_return(self, trajectory: Trajectory) -> float | None:
-        """What the environment itself gave an evaluation's episode, once; None if it gave nothing."""
+        """Return, once, what the environment gave an evaluation's episode; None if it gave nothing."""
         return self._env_returns.pop(trajectory.trajectory_id, None)
 
     def watch(self, gold: GoldWatch) -> None:
@@ -94,14 +93,13 @@ class Judging:
         self._gold = gold
 
     def close_too(self, other: Closable) -> None:
-        """Close this, too, when the time comes: a gold judge, a cache."""
+        """Close another object, such as a gold judge or a cache, together with this."""
         self._others.append(other)
 
     def record_into(self, folder: Path, on_event: OnEventOfStep, *, step: int = 0) -> None:
-        """Write judgements into a run's folder, which is at `step`, and say what happens.
+        """Write judgements into a run's folder, which is at `step`, and report events.
 
-        What earlier processes of the run have spent there counts from now on, and so does how far judge and gold were
-        apart to begin with.
+        The spending of the run's earlier processes counts from now on, and so does their first comparison with gold.
 
         Raises:
             RecordError: its judgements or events cannot be read.
@@ -121,7 +119,7 @@ class Judging:
         self._told = self._budget.spent
 
     def after_step(self, step: int) -> dict[str, float]:
-        """The metrics since the step before; begins a comparison with gold if it is time."""
+        """Return the metrics since the step before; begin a comparison with gold if it is time."""
         self._step = step
         self._evaluation.drain()  # an evaluation's numbers are its own
         spent, told = self._budget.spent, self._told
@@ -139,17 +137,17 @@ class Judging:
         return metrics
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Pass on what happened (Any: JSON) to whoever records it."""
+        """Report an event (Any: JSON) to the run's recorder."""
         if self._on_event is not None:
             self._on_event(kind, self._step, data)
 
     async def finish(self) -> None:
-        """Wait for what goes on beside the training."""
+        """Wait for the comparison with gold that goes on beside the training."""
         if self._gold is not None:
             await self._gold.finish()
 
     async def close(self) -> None:
-        """Give up what goes on, and the connections. Closing twice is fine."""
+        """Cancel the comparison and close the connections. Closing twice is fine."""
         if self._gold is not None:
             await self._gold.close()
         for each in (self.judge, *self._others):

@@ -14,7 +14,7 @@
 Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`
 removes. `time` is in seconds since 1970.
 
-What a resumed run does again leaves its records: moved into discarded/, so that no step is recorded twice.
+A resumed run moves the records of steps that it repeats into discarded/: no step is recorded twice.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ _EPISODES_NAME = re.compile(r"[a-z]+(_(?P<step>\d+))?")
 
 
 class RunRecorder:
-    """Writes a run's folder; `create` or `resume` gives one.
+    """Writer of a run's folder; `create` or `resume` gives one.
 
     Attributes:
         folder: where it writes.
-        policy_name: the user's name for who plays; goes into every episode.
+        policy_name: the user's name for the policy; goes into every episode.
 
     `sinks` show the numbers of metrics and evaluations elsewhere, too (`run/sinks.py`).
     """
@@ -269,7 +269,7 @@ class RunRecorder:
         replace_file(self.folder / "summary.json", _dump({"schema": SCHEMA_VERSION, **values}, indent=2) + "\n")
 
     def close(self) -> None:
-        """Close the sinks, and force the appended lines to the disk, so that a power cut, too, leaves them.
+        """Close the sinks, and force the appended lines to the disk, where they survive a power cut.
 
         Closing twice is fine.
         """
@@ -285,7 +285,7 @@ class RunRecorder:
             self._call(sink, partial(sink.write, step, values))
 
     def _call(self, sink: Sink, action: Callable[[], None]) -> None:
-        """A sink that raises, whatever it raises, is dropped with an event: the folder has all that it would show."""
+        """Call a sink; one that raises is dropped with an event, since the folder has all that it would show."""
         try:
             action()
         except Exception as error:
@@ -297,7 +297,7 @@ class RunRecorder:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
+    """Return the lines of a run's metrics.jsonl, oldest first, without a torn last one.
 
     Raises:
         RecordError: another line is damaged; names file and line.
@@ -306,7 +306,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's events.jsonl, as `read_metrics` does it."""
+    """Return the lines of a run's events.jsonl; see `read_metrics`."""
     return _read_lines(folder / "events.jsonl")
 
 
@@ -330,7 +330,7 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """A run's summary.json.
+    """Return a run's summary.json.
 
     Raises:
         RecordError: there is none, or it is not JSON.
@@ -430,7 +430,7 @@ def discard_later(
 
 
 def _split_events(events: Sequence[Line], step: int) -> tuple[list[Line], list[Line]]:
-    """Return the events that stay, and those of what is done again: after the last checkpoint of `step`.
+    """Return the events that stay, and those after the last checkpoint of `step`, which are repeated.
 
     A process that was killed between saving it and saying so leaves no such event; then the steps decide.
     """

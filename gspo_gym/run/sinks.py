@@ -55,7 +55,7 @@ class TensorBoardSink:
         self._writer.add_text("config", f"```json\n{text}\n```", global_step=resume_step or 0)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One point per number."""
+        """Write one point per number."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, global_step=step)
 
@@ -107,7 +107,7 @@ class WandbSink:
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One row."""
+        """Write one row."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
@@ -125,11 +125,11 @@ def open_sinks(
     config: Mapping[str, Any],
     resume_step: int | None = None,
 ) -> list[Sink]:
-    """The sinks that [tracking] names, ready to be written to.
+    """Open the sinks that [tracking] names.
 
     Args:
         report_to: "wandb" and "tensorboard", or neither.
-        folder: the run's; a sink that writes files puts them into a folder of its own in it.
+        folder: the run's; a sink that writes files makes a folder in it.
         project: of W&B; None: gspo-gym.
         tags: of W&B.
         run_name: what W&B calls the run; TensorBoard goes by the folder.
@@ -163,7 +163,7 @@ def open_sinks(
 
 
 def check_sinks(report_to: Sequence[str]) -> None:
-    """Refuse sinks whose packages are not installed, and W&B where nobody could log in.
+    """Refuse sinks without their packages, and W&B without a login.
 
     Raises:
         MissingExtraError: a package is not installed.
@@ -195,7 +195,7 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
 
 
 def evaluation_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an "evaluation" event's data that make a curve, under the names that sinks show.
+    """Return the numbers of an "evaluation" event's data that make a curve, under the names that sinks show.
 
     Where there are several environments, those of each stand under its name, too.
     """

@@ -1,4 +1,4 @@
-"""Where a run stands: the record that every checkpoint holds, and from which a resumed run goes on."""
+"""The state of a run: every checkpoint holds it, and a resumed run goes on from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Where a run stands; saved with every checkpoint, so that a resumed run goes on as if nothing had happened.
+    """Progress of a run, saved with every checkpoint: a resumed run goes on as if nothing had happened.
 
     The evaluations are summaries as in summary.json. `wall_seconds` are those of training steps and evaluations.
     `num_tasks` counts the groups that were asked for, and with them the tasks; `pending_tasks` are the numbers of those
@@ -91,7 +91,7 @@ class TrainState:
         )
 
     def _in_unit(self, unit: ScoreUnit) -> TrainState:
-        """The state with the evaluations before the unit was decided measured in it; they are all that there were."""
+        """Return the state with its evaluations, all from before the unit was decided, measured in it."""
         if not self.undecided:
             return self
         summaries = [restated(summary, unit) for summary in self.undecided]

@@ -34,7 +34,7 @@ WhileLearning = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class Trainer:
-    """Runs a plan. Holds no mathematics, no names and no files of its own; `state` says where it stands.
+    """Loop that runs a plan. It holds no mathematics, names or files; `state` says where it stands.
 
     Args:
         plan: what to do.
@@ -43,9 +43,9 @@ class Trainer:
         publish: makes the updated weights those that sample.
         evaluate: plays the evaluation's episodes.
         save_checkpoint: saves the learner's weights with a state.
-        journal: records what happens, and stops a run whose engine and learner disagree.
+        journal: records what happens, and stops the run if engine and learner disagree.
         state: where an earlier part of the run stopped; None: at the beginning.
-        while_learning: entered while the learner works on a batch, so that the engine can lend its memory meanwhile.
+        while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
         clock: seconds, monotonic.
     """
 
@@ -98,7 +98,7 @@ class Trainer:
                 await self._evaluate_if_due()
                 if self.state.step % plan.loop.checkpoint_every_n_iters == 0:
                     await self._save()
-            await self._save()
+            await self._save()  # also the last evaluation
         except JudgeError:  # raised while episodes are played, so that the weights are those of `state`
             await self._save()
             raise
