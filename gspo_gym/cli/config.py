@@ -1,4 +1,4 @@
-"""`gspo-gym config new | check | show | reference | from-...`: configurations from the command line."""
+"""`gspo-gym config new | check | show | reference | parameters | from-...`: configurations from the command line."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(run=show_config)
     reference = commands.add_parser("reference", help="print the table of all keys (configs/README.md)")
     reference.set_defaults(run=print_reference)
+    parameters = commands.add_parser("parameters", help="print other trainers' keys (configs/recipes/PARAMETERS.md)")
+    parameters.set_defaults(run=print_parameters)
     _add_translations(commands)
 
 
@@ -140,6 +142,15 @@ def print_reference(arguments: argparse.Namespace) -> int:
     from gspo_gym.config.reference import reference
 
     print(reference(), end="")
+    return 0
+
+
+def print_parameters(arguments: argparse.Namespace) -> int:
+    """Print the text of configs/recipes/PARAMETERS.md."""
+    del arguments
+    from gspo_gym.config.parameters import parameters
+
+    print(parameters(), end="")
     return 0
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import write_output
-from gspo_gym.config.foreign import agilerl, roll, stateset, trl
-from gspo_gym.config.foreign import roll as roll_arguments
-from gspo_gym.config.foreign import trl as trl_arguments
 from gspo_gym.config.foreign.draft import Draft, Translation, label_of
+from gspo_gym.config.foreign.table import SYSTEMS
 from gspo_gym.errors import ConfigError
 
 # What a run needs and another system's file need not hold; the first four have an option of the command.
@@ -23,24 +21,6 @@ _PLACEHOLDERS = {
     "training.iterations_per_epoch": 100,
     "rollout.max_turns": 1,
     "training.learning_rate": 1e-6,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """A trainer whose settings are understood: its name, its defaults, and who reads its keys."""
-
-    name: str
-    defaults: Mapping[str, Any]
-    translate: Callable[[Draft], None]
-    flatten: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-
-
-SYSTEMS = {
-    "trl": System("TRL", trl_arguments.DEFAULTS, trl.translate),
-    "roll": System("ROLL", roll_arguments.DEFAULTS, roll.translate, roll.flatten),
-    "agilerl": System("AgileRL", agilerl.DEFAULTS, agilerl.translate, agilerl.flatten),
-    "stateset": System("stateset-agents", stateset.DEFAULTS, stateset.translate),
 }
 
 
@@ -68,7 +48,7 @@ def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = No
     """
     chosen = SYSTEMS[system]
     draft = Draft(chosen.name, chosen.flatten(values), chosen.defaults)
-    chosen.translate(draft)
+    draft.take(chosen)
     _complete(draft, wanted or Wanted())
     return draft.finish()
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_gym.config.retired import explain
+from gspo_gym.config.problems import explain
 from gspo_gym.config.sections import ModelSection
 from gspo_gym.config.services import TopologySection
 from gspo_gym.config.words import Problem, look_up, show

@@ -1,32 +1,20 @@
-"""What is wrong with a configuration, in sentences: which key, what was expected, what came, and the nearest name.
+"""Problems of a configuration in sentences: the key, what was expected, what was given, and the nearest name.
 
-Turns pydantic's errors into `Problem`s.
-
-Defaults that follow from other keys. Nothing that a file says is changed here, and nothing is judged.
+They come from pydantic's errors, from other trainers' names (`foreign/table.py`) and from secrets in a file.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from gspo_gym.config.nested import POLICY_CONFIG
-from gspo_gym.config.retired import explain, secret_problem
-from gspo_gym.config.words import (
-    Problem,
-    bounds_in_words,
-    describe,
-    entry_model,
-    look_up,
-    section_model,
-    sections_of,
-    show,
-)
+from gspo_gym.config.foreign.table import HINTS
+from gspo_gym.config.words import Problem, bounds_in_words, describe, entry_model, section_model, sections_of, show
 from gspo_gym.errors import nearest_name
 
 _PASSED_ON = ("env_config", "policy_config")
@@ -85,6 +73,71 @@ def find_nul(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
             yield Problem(key, f"expected a text without the character NUL, got {show(value)}")
 
 
+def explain(key: str, value: Any) -> str | None:
+    """Return what to write instead of an unknown key with this value (Any: as read); None: no trainer has the name.
+
+    >>> explain("loss.epsilon_high", 4e-4)
+    'epsilon_high is what TRL calls it: write loss.clip_high = 0.0004'
+    """
+    name = key.rsplit(".", 1)[-1]
+    origin, row = HINTS.get(name, ("", None))
+    if row is None:
+        return None
+    is_name = isinstance(value, str | bool | None)  # what else a file holds cannot be looked up, or is no name
+    if isinstance(row.advice, str):
+        return f"{name} is of {origin}: {row.advice}"
+    if is_name and value in row.advice:
+        instead = row.advice[value]
+    elif is_name and value in row.values:
+        instead = ", ".join(f"{ours} = {show(part)}" for ours, part in row.assigned(value).items())
+    elif value is False and True in (*row.values, *row.advice):
+        instead = "nothing: it is off"
+    elif not row.ours:
+        is_advice = "write " in row.note or row.note.endswith("remove it")
+        return f"{name} is of {origin}: {row.note}" + ("" if is_advice else ": remove it")
+    elif row.values or row.advice or isinstance(value, Mapping | list | tuple):
+        instead = " and ".join(row.ours)
+    else:
+        instead = ", ".join(f"{ours} = {show(value)}" for ours in row.ours)
+    return f"{name} is what {origin} calls it: write {instead}" + (f" ({row.note})" if row.note else "")
+
+
+_SECRET = re.compile(r"(^|_)(api_?keys?|secret(_key)?|password|passwd|(access|auth|bearer|hf|hub|wandb)_?token)$", re.I)
+_SECRET_VALUE = re.compile(r"(sk|gsk|hf|xai|ghp|wandb)[-_][A-Za-z0-9_-]{16,}|AIza[A-Za-z0-9_-]{20,}")
+_VARIABLES = {
+    "openai": "OPENAI_API_KEY",
+    "groq": "GROQ_API_KEY",
+    "gemini": "GEMINI_API_KEY",
+    "wandb": "WANDB_API_KEY",
+    "tracking": "WANDB_API_KEY",
+    "hf": "HF_TOKEN",
+    "hub": "HF_TOKEN",
+    "environment": "ENVIRONMENT_API_KEY",
+    "task": "ENVIRONMENT_API_KEY",
+    "services": "ENVIRONMENT_API_KEY",
+    "judge": "JUDGE_API_KEY",
+}
+
+
+def secret_problem(key: str, value: Any) -> str | None:
+    """Why a key with this value (Any: as read) must not be in a file; None: it is no secret. Never shows the value.
+
+    >>> secret_problem("judge.options.openai_api_key", "...").rsplit(" ", 1)[-1]
+    'OPENAI_API_KEY'
+    """
+    *above, name = key.lower().split(".")
+    is_value = isinstance(value, str) and _SECRET_VALUE.fullmatch(value) is not None
+    if not _SECRET.search(name) and not is_value:
+        return None
+    hints = [variable for hint, variable in _VARIABLES.items() if hint in name]
+    hints += [variable for part in reversed(above) for hint, variable in _VARIABLES.items() if hint in part]
+    variable = hints[0] if hints else re.sub(r"\W", "_", name).upper()
+    return (
+        "a secret does not belong into a configuration, which is copied beside the run: set the environment variable "
+        f"{variable}"
+    )
+
+
 def _locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:
     """The dotted key of an error, the model that it is in, and the field; what pydantic adds below a field is cut."""
     parts: list[str] = []
@@ -136,109 +189,3 @@ def _look_up(values: Any, key: str) -> Any:
             break
         values = values[part]
     return values
-
-
-# What `algorithm.variety` means. A key that is not here is free; the first value is the default.
-VARIETIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "gspo": {"loss.unit": ("trajectory", "segment"), "advantages.level": ("trajectory",)},
-    "gspo_token": {"loss.unit": ("trajectory", "segment", "turn"), "advantages.level": ("turn", "trajectory")},
-    "grpo": {"loss.unit": ("token",), "advantages.level": ("trajectory", "turn")},
-}
-# The clip ranges of GRPO are those that the GSPO paper compares with (section 5.1); GSPO's own are LossSettings'.
-_GRPO_CLIPS = {"clip_low": 0.2, "clip_high": 0.27}
-
-# The terms that ask for a frozen policy to compare with.
-KL_TERMS = ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef")
-
-
-def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:
-    """A copy of what was read (hence Any), with these sections present and the defaults that depend on other keys.
-
-    Values may be of any type: what is no table is left for others to complain about.
-    """
-    filled: dict[str, Any] = {name: {} for name in sections}
-    filled |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-    _follow_variety(filled)
-    _follow_level(filled)
-    _follow_trainer_mode(filled)
-    _follow_policy_config(filled)
-    _follow_vllm(filled)
-    _follow_topology(filled)
-    _follow_kl_terms(filled)
-    return filled
-
-
-def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
-    """Give a key a value (Any: of its type) if it has none and its section is a table."""
-    section, name = key.split(".")
-    table = values.get(section)
-    if isinstance(table, dict) and table.get(name) is None:
-        table[name] = value
-
-
-def _follow_variety(values: dict[str, Any]) -> None:
-    variety = look_up(values, "algorithm.variety") or "gspo"
-    for key, allowed in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
-        _set_default(values, key, allowed[0])
-    if variety == "grpo":
-        for name, clip in _GRPO_CLIPS.items():
-            _set_default(values, f"loss.{name}", clip)
-
-
-def _follow_level(values: dict[str, Any]) -> None:
-    """As `AdvantageSettings` says, but here, so that the rules see it, too."""
-    if look_up(values, "advantages.level") == "turn":
-        _set_default(values, "advantages.baseline", "leave_one_out")
-    if (baseline := look_up(values, "advantages.baseline")) in ("batch", "running", "none"):
-        _set_default(values, "advantages.scale", baseline)
-
-
-def _follow_trainer_mode(values: dict[str, Any]) -> None:
-    if look_up(values, "model.trainer_mode") in ("lora", "qlora"):
-        _set_default(values, "training.lora", {})
-
-
-def _follow_policy_config(values: dict[str, Any]) -> None:
-    policy_config = look_up(values, "rollout.policy_config")
-    for theirs, ours in POLICY_CONFIG.items() if isinstance(policy_config, Mapping) else ():
-        if policy_config.get(theirs) is not None:
-            _set_default(values, f"rollout.{ours}", policy_config[theirs])
-    if isinstance(policy_config, Mapping) and "truncated_sampling" not in _listed(values, "algorithm.acknowledge"):
-        top_p, top_k = policy_config.get("top_p"), policy_config.get("top_k")
-        if top_p not in (None, 1) or top_k not in (None, 0):
-            _set_default(values, "training.score_truncated", True)
-
-
-def _listed(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
-    """Return the entries of a list (Any: as read); () for what is none."""
-    value = look_up(values, key)
-    return tuple(value) if isinstance(value, list | tuple) else ()
-
-
-def _follow_vllm(values: dict[str, Any]) -> None:
-    """A [vllm] section chooses the engine and the context; a turn may then fill what is left of it, as in vLLM."""
-    vllm, topology = values.get("vllm"), values.get("topology")
-    if vllm is not None or topology is not None:
-        _set_default(values, "rollout.engine", "vllm")
-    if isinstance(vllm, Mapping) or (vllm is None and topology is not None):
-        length = (vllm or {}).get("max_model_len") or 8192
-        _set_default(values, "rollout.max_model_len", length)
-        if isinstance(length, int) and length > 1:
-            _set_default(values, "rollout.max_output_tokens", length - 1)
-
-
-def _follow_topology(values: dict[str, Any]) -> None:
-    """A [topology] says how many GPUs each copy of the model has, and so how many copies there are."""
-    topology = values.get("topology")
-    if not isinstance(topology, Mapping):
-        return
-    num_gpus, size = topology.get("gpus_for_vllm"), topology.get("tensor_parallel") or 1
-    if isinstance(num_gpus, int) and isinstance(size, int) and size > 0 and num_gpus > 0 and num_gpus % size == 0:
-        _set_default(values, "vllm.tensor_parallel_size", size)
-        _set_default(values, "vllm.data_parallel_size", num_gpus // size)
-
-
-def _follow_kl_terms(values: dict[str, Any]) -> None:
-    weights = [look_up(values, key) for key in KL_TERMS]
-    if any(isinstance(weight, int | float) and weight > 0 for weight in weights):
-        _set_default(values, "reference.placement", "shared")

@@ -77,7 +77,7 @@ _CITATION = re.compile(
 )
 
 # Sections and keys of the hosted trainer's reference; all others are ours or cite their source.
-_HOSTED = {
+HOSTED = {
     "algorithm": ("type", "method", "variety"),
     "services": ("task_url", "judge_url"),
     "compute": ("gpu_type", "gpu_count", "nodes"),
@@ -174,7 +174,7 @@ def _unit(key: str, info: FieldInfo) -> str:
 
 
 def _source(section: str, key: str, info: FieldInfo) -> str:
-    if key in _HOSTED.get(section, ()):
+    if key in HOSTED.get(section, ()):
         return "the hosted trainer"
     cited = dict.fromkeys(_CITATION.findall(info.description or ""))
     names = ["arXiv 2507.18071" if name == "paper" else name for name in cited]

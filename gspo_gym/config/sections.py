@@ -3,7 +3,7 @@ default and meaning. Sections about machines and services are in `services.py`.
 
 Keys that govern one piece of code are defined beside that code (`learning/settings.py`, `rollout/limits.py`); `same`
 puts such a definition into a section here, so that there is one default and one range. What contradicts what is in
-`rules.py`, defaults that follow from other keys in `config/problems.py`.
+`rules.py`, defaults that follow from other keys in `config/defaults.py`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,12 @@ from gspo_gym.errors import ConfigError
 
 _ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+# From here up, a clip on a sequence's ratio never acts: its logarithm is a mean over tokens, which stays within about
+# 1e-3 of 0 (arXiv 2507.18071, section 5.1, clips at 3e-4 and 4e-4).
+WIDE_CLIP = 0.05
+# Aggregations in which a long episode weighs more than a short one.
+LENGTH_WEIGHTED = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "bnpo", "dr_grpo", "dapo")
+
 LearningRate = Annotated[
     float,
     Field(

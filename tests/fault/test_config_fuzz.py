@@ -15,9 +15,9 @@ import pytest
 import tomli_w
 import yaml
 
+from gspo_gym.config.foreign.table import HINTS
 from gspo_gym.config.nested import flatten, nested_names
 from gspo_gym.config.reference import leaf_keys
-from gspo_gym.config.retired import FOREIGN
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.errors import ConfigError
@@ -112,7 +112,7 @@ def give_another_type(values: Values, rng: Rng) -> Spoilt:
 
 def use_a_foreign_name(values: Values, rng: Rng) -> Spoilt:
     section = pick(rng, ["training", "loss", "rollout", "advantages", "optimizer", "model"])
-    key = f"{section}.{pick(rng, list(FOREIGN))}"
+    key = f"{section}.{pick(rng, list(HINTS))}"
     put(values, key, copy.deepcopy(pick(rng, [8, 0.2, True, "sequence", [0.8, 1.2]])))
     return Spoilt(key, is_surely_wrong=True)
 

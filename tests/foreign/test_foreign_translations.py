@@ -16,7 +16,7 @@ import pytest
 
 from gspo_gym.cli.config_from import Wanted, translate
 from gspo_gym.config.foreign import agilerl, stateset
-from gspo_gym.config.foreign.trl import DEFAULTS, WITHOUT_COUNTERPART
+from gspo_gym.config.foreign.trl import TRL
 from gspo_gym.config.run_config import RunConfig
 
 WANTED = Wanted(env="GuessNumber", model="tiny:qwen3-64", iterations=10, max_turns=4)
@@ -47,8 +47,8 @@ def test_the_packages_are_those_whose_source_was_read() -> None:
 
 
 def test_every_default_of_trl_is_the_packages(trl: dict[str, Any]) -> None:
-    assert {key: trl[key] for key in DEFAULTS} == dict(DEFAULTS)
-    ours = {key: default for key, (default, _) in WITHOUT_COUNTERPART.items() if key in trl}
+    assert {key: trl[key] for key in TRL.defaults} == TRL.defaults
+    ours = {key: default for key, (default, _) in TRL.without_counterpart.items() if key in trl}
     assert len(ours) > 120
     assert {key: trl[key] for key in ours} == ours
 
@@ -119,7 +119,7 @@ def file_of(package: str, path: str) -> Path:
 
 def test_every_default_of_agilerl_is_the_constructors() -> None:
     own = signature_of(file_of("agilerl", "agilerl/algorithms/grpo.py"), "GRPO")
-    assert {key: own[key] for key in agilerl.DEFAULTS} == agilerl.DEFAULTS
+    assert {key: own[key] for key in agilerl.AGILERL.defaults} == agilerl.AGILERL.defaults
     spelled = {key: value for key, value in own.items() if key != "loss_type"}  # GSPO is that class with its own
     silent, all_given = translate("agilerl", {}, WANTED), translate("agilerl", spelled, WANTED)
     assert all_given.values == silent.values
@@ -152,6 +152,6 @@ def test_what_peft_adapts_of_most_models_is_what_the_translation_writes() -> Non
 
 def test_every_default_of_stateset_is_the_packages() -> None:
     theirs = fields_of("stateset_agents.training.gspo_config:GSPOConfig")
-    assert {key: theirs[key] for key in stateset.DEFAULTS} == stateset.DEFAULTS
-    spelled = {key: theirs[key] for key in stateset.DEFAULTS}
+    assert {key: theirs[key] for key in stateset.STATESET.defaults} == stateset.STATESET.defaults
+    spelled = {key: theirs[key] for key in stateset.STATESET.defaults}
     assert translate("stateset", spelled, WANTED).values == translate("stateset", {}, WANTED).values

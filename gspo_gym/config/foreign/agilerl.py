@@ -1,4 +1,4 @@
-"""AgileRL's GSPO (read in 2.7.0): the constructor's arguments, or a file with INIT_HP and MUTATION_PARAMS tables."""
+"""AgileRL's GSPO (read in 2.7.0): its constructor's arguments, or a file with INIT_HP and MUTATION_PARAMS tables."""
 
 from __future__ import annotations
 
@@ -6,66 +6,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.config.foreign.draft import (
+    OF_BATCHES,
     PEFT_MODULES,
+    POLICY,
     Draft,
+    Row,
+    System,
+    by,
+    choice,
+    count,
+    number,
+    switch,
     take_clip,
-    take_policy_config,
-    take_sampling,
     take_single_step_note,
+    with_defaults,
+    without,
 )
 from gspo_gym.errors import ConfigError
 
-DEFAULTS = {
-    "batch_size": 16,
-    "beta": 0.001,
-    "lr": 5e-7,
-    "clip_coef": 0.2,
-    "max_grad_norm": 0.1,
-    "update_epochs": 1,
-    "group_size": 8,
-    "temperature": 0.9,
-    "repetition_penalty": 1.0,
-    "top_p": 0.95,
-    "top_k": 50,
-    "min_p": 0.0,
-    "max_model_len": 1024,
-    "use_vllm": False,
-    "seed": 42,
-    "gradient_checkpointing": True,
-    "use_liger_loss": False,
-    "use_kl_advantage_shaping": False,
-    "adv_norm": "mean_std",
-    "use_separate_reference_adapter": True,
-    "whiten_advantages": False,
-    "filter_zero_adv": False,
-    "adv_filter_eps": 0.0,
-}
-# The adapter without lora_config; with one, what peft 0.21 takes where it is silent; and that of an INIT_HP table.
+# The adapter without lora_config; what peft 0.21 takes for keys that one lacks; the adapter of an INIT_HP table.
 OWN_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
 PEFT_LORA = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None}
 INIT_HP_LORA = {"r": 16, "lora_alpha": 64, "lora_dropout": 0.0}
-# VLLMConfig where it is silent.
+# The defaults of VLLMConfig.
 VLLM = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.3, "sleep_mode": False}
-_NORMS = {"mean_std": ("group", "group"), "mean_only": ("group", "none")}
-# What these do is always so here, or means nothing to text; `why` says which.
-_ALWAYS = {
-    "cast_logprobs_to_fp32": "logprobs are always computed in float32",
-    "use_fused_linear_logprobs": "logprobs are always computed in chunks (training.scoring_chunk_tokens)",
-    "calc_position_embeddings": "rows are padded on the right, so that positions need no correction",
-    "reduce_memory_peak": "deprecated and without effect there, too",
-    "pad_token_id": "padding is by mask here, whatever the id: an end-of-turn token is trained on even if it pads",
-    "pad_token": "padding is by mask here, whatever the id",
-    "clone": "internal",
-    "wrap": "internal",
-    "index": "internal: the member's number in a population",
-    "accelerator": "distributed training is not in this version",
-    "hf_generate_chunk_size": "rollout.max_concurrent_rollouts bounds what is generated at once",
-    "use_memory_efficient_params": "write vllm.sleep_while_learning, which frees the GPU while the learner works",
-}
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """INIT_HP in small letters, or the file as it is (Any: read from a file). MUTATION_PARAMS stay one value."""
+    """Return INIT_HP in small letters, or the file as it is (Any: read from a file); MUTATION_PARAMS stay one value."""
     if "INIT_HP" not in values:
         return {str(key): value for key, value in values.items()}
     table = values["INIT_HP"]
@@ -76,35 +44,17 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def translate(draft: Draft) -> None:
-    """Read every key out of the draft and set ours."""
+def _take_model(draft: Draft) -> None:
     network, options = draft.get("actor_network"), draft.get("model_config")
     named = network if isinstance(network, str) else None
     draft.set("model.base", draft.first("model_name", "pretrained_model_name_or_path") or named)
     if named is None:
         draft.leave_out("actor_network", "a model in memory cannot be in a file: give model.base, or --model")
     _take_model_config(draft, options)
-    take_policy_config(draft)
     draft.set("algorithm.variety", "gspo")
     if draft.get("algo") not in (None, "GSPO"):
         draft.note(f"algo = {draft.get('algo')!r}: translated as GSPO")
-    draft.set("training.learning_rate", draft.number("lr"))
-    draft.set("optimizer.max_grad_norm", draft.number("max_grad_norm"))
-    draft.set("run.seed", draft.count("seed"))
-    _take_batches(draft)
-    _take_objective(draft)
-    _take_advantages(draft)
-    _take_lora(draft)
-    _take_vllm(draft)
-    _take_schedule(draft)
-    take_sampling(draft)
     draft.note("top_p and top_k are on by default there, and its ratio is computed under the whole softmax")
-    _take_lengths(draft)
-    for key, why in _ALWAYS.items():
-        draft.leave_out(key, why)
-    draft.leave_out("device", "ignored there; model.device chooses here")
-    for key in ("hp_config", "pop_size", "tournament_size", "elitism", "mutation_params"):
-        draft.leave_out(key, "a population is a search here: `gspo-gym search`")
 
 
 def _take_batches(draft: Draft) -> None:
@@ -125,7 +75,7 @@ def _take_batches(draft: Draft) -> None:
 def _take_objective(draft: Draft) -> None:
     clip = draft.get("clip_coef")
     if isinstance(clip, Sequence) and not isinstance(clip, str):
-        bounds = sorted(float(bound) for bound in clip)
+        bounds = sorted(draft.as_number("clip_coef", bound) for bound in clip)
         if len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
             raise ConfigError(f"AgileRL: clip_coef: expected a number or two bounds around 1, got {clip!r}")
         low, high = 1 - bounds[0], bounds[1] - 1
@@ -142,25 +92,17 @@ def _take_objective(draft: Draft) -> None:
         draft.note(
             f"beta = {beta:g}: its estimate of the KL is reversed there (up to 2.9.1); ours is the right way round"
         )
-    if draft.flag("use_liger_loss"):
-        draft.set("model.liger_kernels", True)
-    if draft.flag("gradient_checkpointing"):
-        draft.set("model.gradient_checkpointing", True)
     if draft.get("torch_compiler") is not None:
         draft.set("model.torch_compile", True)
 
 
 def _take_advantages(draft: Draft) -> None:
-    baseline, scale = draft.choice("adv_norm", _NORMS)
-    draft.set("advantages.baseline", baseline)
-    draft.set("advantages.scale", scale)
-    if draft.flag("whiten_advantages"):
-        draft.set("advantages.whiten", "trajectories")
+    draft.set("advantages.baseline", "group")
     limit = draft.get("adv_clip_range")
-    if isinstance(limit, Sequence) and not isinstance(limit, str):
-        limit = max(abs(float(bound)) for bound in limit)
+    if limit and isinstance(limit, Sequence) and not isinstance(limit, str):
+        limit = max(abs(draft.as_number("adv_clip_range", bound)) for bound in limit)
         draft.note(f"adv_clip_range: cut to +-{limit:g}, the larger of the two")
-    draft.set("advantages.clip", None if limit is None else float(limit))
+    draft.set("advantages.clip", None if limit is None else draft.as_number("adv_clip_range", limit))
     eps = draft.number("adv_filter_eps")
     if draft.flag("filter_zero_adv"):
         draft.set("advantages.filter_eps", eps or 0.0)
@@ -200,8 +142,8 @@ def _take_lora(draft: Draft) -> None:
             draft.leave_out(name, "acts with LORA_TARGET_MODULES only, there")
     draft.set("model.trainer_mode", "lora")
     draft.set("training.lora.r", lora["r"])
-    draft.set("training.lora.alpha", float(lora["lora_alpha"]))
-    draft.set("training.lora.dropout", float(lora["lora_dropout"]))
+    draft.set("training.lora.alpha", draft.as_number("lora_alpha", lora["lora_alpha"]))
+    draft.set("training.lora.dropout", draft.as_number("lora_dropout", lora["lora_dropout"]))
     draft.set_modules(lora["target_modules"], PEFT_MODULES)
     for key, value in lora.items():
         if key not in PEFT_LORA and value not in (None, False, "none", "CAUSAL_LM", [], {}):
@@ -249,9 +191,99 @@ def _take_lengths(draft: Draft) -> None:
     total = length or output or 0
     draft.set("rollout.max_model_len", total)
     draft.set("rollout.max_output_tokens", min(output or total, total - 1))
-    draft.set("rollout.min_output_tokens", draft.count("min_output_tokens"))
-    draft.set("rollout.max_turns", draft.count("max_turns"))
-    turns, evaluate = draft.count("max_steps"), draft.count("evaluation_interval")
-    draft.set("evaluation.every_n_iters", evaluate)
+    turns = draft.count("max_steps")
     if turns is not None:
         draft.note(f"max_steps = {turns} counts turns or prompts there; --iterations sets the length of the run here")
+
+
+_PADDING = "padding is by mask here, whatever the id"
+_POPULATION = "a population is a search here: `gspo-gym search`"
+# Most of what these do is always so here, or means nothing for text.
+WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
+    "cast_logprobs_to_fp32": (None, "logprobs are always computed in float32"),
+    "use_fused_linear_logprobs": (None, "logprobs are always computed in chunks (training.scoring_chunk_tokens)"),
+    "calc_position_embeddings": (None, "rows are padded on the right, so that positions need no correction"),
+    "reduce_memory_peak": (None, "deprecated and without effect there, too"),
+    "pad_token_id": (None, f"{_PADDING}: an end-of-turn token is trained on even if it pads"),
+    "pad_token": (None, _PADDING),
+    **without("internal", "clone", "wrap"),
+    "index": (None, "internal: the member's number in a population"),
+    "accelerator": (None, "distributed training is not in this version"),
+    "hf_generate_chunk_size": (None, "rollout.max_concurrent_rollouts bounds what is generated at once"),
+    **without(
+        "write vllm.sleep_while_learning, which frees the GPU while the learner works", "use_memory_efficient_params"
+    ),
+    "device": (None, "ignored there; model.device chooses here"),
+    **without(_POPULATION, "hp_config", "pop_size", "tournament_size", "elitism", "mutation_params"),
+}  # fmt: skip
+_LORA_KEYS = ("training.lora.r", "training.lora.alpha", "training.lora.dropout", "training.lora.target_modules")
+ROWS: Mapping[str, Row] = {
+    "model_name": by(_take_model, "model.base"),
+    "pretrained_model_name_or_path": by(_take_model, "model.base"),
+    "actor_network": by(_take_model, "model.base", note="a model in memory cannot be in a file"),
+    "model_config": by(_take_model, "model.dtype", advice="write model.dtype", note="its other keys are left out"),
+    "algo": by(_take_model, note="always translated as GSPO"),
+    "lr": number("training.learning_rate", default=5e-7),
+    "max_grad_norm": number("optimizer.max_grad_norm", default=0.1),
+    "seed": count("run.seed", default=42),
+    "batch_size": by(_take_batches, "training.batch_size", also=("rollout.episodes_per_batch",), default=16),
+    "micro_batch_size_per_gpu": by(
+        _take_batches, "training.batch_size", also=("rollout.episodes_per_batch",),
+        note="memory is bounded by training.max_tokens_per_microbatch, and the update stays the same",
+    ),
+    "data_batch_size_per_gpu": by(_take_batches, "rollout.episodes_per_batch", note=OF_BATCHES),
+    "group_size": by(_take_batches, "training.group_size", default=8),
+    "update_epochs": by(_take_batches, "training.update_epochs", default=1),
+    "clip_coef": by(
+        _take_objective, "loss.clip_low", "loss.clip_high",
+        note="two numbers are the ratio's bounds there, distances here", default=0.2,
+    ),
+    "beta": by(_take_objective, "loss.kl_coef", note="k3 the right way round", default=0.001),
+    "use_kl_advantage_shaping": by(
+        _take_objective, "advantages.kl_shaping_coef", also=("loss.kl_coef",),
+        advice={True: "advantages.kl_shaping_coef = beta",
+                False: "nothing: advantages.kl_shaping_coef is 0 by default"}, default=False,
+    ),
+    "torch_compiler": by(_take_objective, "model.torch_compile", advice="write model.torch_compile = true"),
+    "use_liger_loss": switch("model.liger_kernels", True, default=False),
+    "gradient_checkpointing": switch("model.gradient_checkpointing", True, default=True),
+    "adv_norm": choice({"mean_std": "group", "mean_only": "none"}, "advantages.scale", default="mean_std"),
+    "whiten_advantages": switch("advantages.whiten", "trajectories", default=False),
+    "adv_clip_range": by(_take_advantages, "advantages.clip"),
+    "filter_zero_adv": by(
+        _take_advantages, "advantages.filter_eps", default=False,
+        advice={True: "advantages.filter_eps = adv_filter_eps"},
+    ),
+    "adv_filter_eps": by(_take_advantages, "advantages.filter_eps", beside={"filter_zero_adv": True}, default=0.0),
+    "lora_config": by(_take_lora, *_LORA_KEYS, advice="write [training.lora]"),
+    "lora_target_modules": by(_take_lora, "training.lora.target_modules", also=_LORA_KEYS[1:3]),
+    "target_modules": by(_take_lora, "training.lora.target_modules", also=_LORA_KEYS[1:3]),
+    **{
+        f"lora_{name}": by(_take_lora, f"training.lora.{name}", beside={"lora_target_modules": ["q_proj"]})
+        for name in ("r", "alpha", "dropout")
+    },
+    "use_separate_reference_adapter": by(
+        _take_lora, "reference.source",
+        advice={True: 'reference.source = "adapter"', False: 'reference.source = "base"'}, default=True,
+    ),
+    "use_vllm": by(
+        _take_vllm, "rollout.engine", values={True: "vllm"},
+        also=("vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"), default=False,
+    ),
+    "vllm_config": by(
+        _take_vllm, "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization", "vllm.sleep_while_learning",
+        "vllm.dtype", beside={"use_vllm": True}, advice="write [vllm]",
+    ),
+    "cosine_lr_schedule_config": by(
+        _take_schedule, "optimizer.schedule", "optimizer.min_lr_fraction", "optimizer.warmup_fraction",
+        advice='write optimizer.schedule = "cosine" and optimizer.warmup_fraction = warmup_proportion',
+    ),
+    **with_defaults(POLICY, temperature=0.9, repetition_penalty=1.0, top_p=0.95, top_k=50, min_p=0.0),
+    "max_output_tokens": by(_take_lengths, "rollout.max_output_tokens"),
+    "max_model_len": by(_take_lengths, "rollout.max_model_len", also=("rollout.max_output_tokens",), default=1024),
+    "max_steps": by(_take_lengths, note="counts turns or prompts there; --iterations sets the length of the run"),
+    "min_output_tokens": count("rollout.min_output_tokens"),
+    "max_turns": count("rollout.max_turns"),
+    "evaluation_interval": count("evaluation.every_n_iters"),
+}  # fmt: skip
+AGILERL = System("AgileRL", ROWS, WITHOUT_COUNTERPART, flatten)

@@ -1,21 +1,76 @@
-"""A settings file of another trainer on its way to being one of ours.
+"""A settings file of another trainer on its way to being one of ours, and the rows of the table of all their keys.
 
-A translator (`trl.py`, `roll.py`, ...) reads every key through a `Draft`, which remembers what was read, what came from
-the other system's own defaults, and what changes in meaning. Whatever nobody read is reported: nothing gets lost
-silently.
+Each system (`trl.py`, `roll.py`, ...) has a `Row` for every key that it knows. From the rows come the translation, the
+hints about unknown keys (`table.py`) and configs/recipes/PARAMETERS.md. A `Draft` remembers what was read, what came
+from the other system's own defaults and what changes in meaning; keys that were not read are reported at the end.
 
-What several translators have in common: learning rates, optimizers, model and LoRA, sampling, reporting.
+Rows that several systems share stand at the end: learning rate, optimizer, sampling, reporting.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_gym.errors import ConfigError, nearest_name
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A key of another trainer, and its meaning here.
+
+    Attributes:
+        ours: our keys that together say the same; none: `note` says why.
+        read: reads the value that each of `ours` takes.
+        together: reads this key and others, which depend on each other; with neither, the row is a hint only.
+        values: what `ours` take for a value of theirs; a tuple holds a value for each of `ours`.
+        advice: what a hint says to write for a value of theirs, or for any, where that is not `ours` = value.
+        also: our keys that change with it besides.
+        beside: keys of theirs without which it has no effect.
+        note: what changes in meaning, or why there is no counterpart.
+        default: its value if a file is silent; None: it then decides nothing here.
+    """
+
+    ours: tuple[str, ...] = ()
+    read: Callable[[Draft, str], Any] | None = None
+    together: Callable[[Draft], None] | None = None
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    advice: Mapping[Any, str] | str = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    default: Any = None
+
+    def assigned(self, value: Any) -> dict[str, Any]:
+        """Return our keys with what a value of theirs, one of `values`, makes of them (Any: of their types)."""
+        meant = self.values[value]
+        parts = meant if isinstance(meant, tuple) else (meant,) * len(self.ours)
+        return {key: part for key, part in zip(self.ours, parts, strict=True) if part is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A trainer whose settings are understood.
+
+    Attributes:
+        name: for messages.
+        rows: its keys.
+        without_counterpart: keys that nothing here answers to: what they are if a file is silent, and the reason.
+        flatten: takes nested tables apart.
+    """
+
+    name: str
+    rows: Mapping[str, Row]
+    without_counterpart: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    flatten: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return what it does if a file is silent, for the keys that then decide something (Any: of all types)."""
+        return {key: row.default for key, row in self.rows.items() if row.default is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +106,19 @@ class Draft:
     _left_out: list[str] = field(default_factory=list)
     _read: set[str] = field(default_factory=set)
 
+    def take(self, system: System) -> None:
+        """Read every key that the system is known to have, and set ours."""
+        for together in dict.fromkeys(row.together for row in system.rows.values() if row.together is not None):
+            together(self)
+        for theirs, row in system.rows.items():
+            if row.read is not None:
+                value = row.read(self, theirs)
+                parts = value if isinstance(value, tuple) else (value,) * len(row.ours)
+                for ours, part in zip(row.ours, parts, strict=True):
+                    self.set(ours, part)
+        for theirs, (default, why) in system.without_counterpart.items():
+            self.leave_out(theirs, why, default=default)
+
     def get(self, theirs: str) -> Any:
         """Their value, or their system's default, or None (Any: of all types); None in a file is the default, too."""
         self._read.add(theirs)
@@ -58,20 +126,34 @@ class Draft:
         return self.defaults.get(theirs) if value is None else value
 
     def number(self, theirs: str) -> float | None:
-        """Their number. Texts such as "5e-6" count: YAML 1.1 takes that for a text.
+        """Return their number, None if it is absent."""
+        value = self.get(theirs)
+        return None if value is None else self.as_number(theirs, value)
+
+    def as_number(self, theirs: str, value: Any) -> float:
+        """Return a value of a key (Any: as read) as a number, also a text such as "5e-6", as which YAML 1.1 reads it.
 
         Raises:
             ConfigError: something else.
         """
-        value = self.get(theirs)
-        if value is None:
-            return None
         try:
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 raise TypeError
             return float(value)
         except (TypeError, ValueError):
             raise ConfigError(f"{self.system}: {theirs}: expected a number, got {value!r}") from None
+
+    def names(self, theirs: str) -> list[str]:
+        """Return their list of names, one name as a list, [] if it is absent or false.
+
+        Raises:
+            ConfigError: something else.
+        """
+        value = self.get(theirs)
+        names = [value] if isinstance(value, str) else value or []
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"{self.system}: {theirs}: expected a list of names, got {value!r}")
+        return list(names)
 
     def require_number(self, theirs: str) -> float:
         """Their number, of a key that `defaults` holds. A 0 stays a 0: what is out of range is said by our checks."""
@@ -135,7 +217,7 @@ class Draft:
         value = self.get(theirs)
         if value is None:
             return None
-        if value not in meanings:
+        if isinstance(value, Mapping | list) or value not in meanings:  # which cannot be looked up
             known = ", ".join(repr(name) for name in meanings)
             raise ConfigError(f"{self.system}: {theirs}: expected one of {known}, got {value!r}")
         return meanings[value]
@@ -221,7 +303,51 @@ def _as_sections(ours: Mapping[str, Any]) -> dict[str, Any]:
     return sections
 
 
-# What peft adapts of most models (Qwen, Llama, Mistral, Gemma) where nobody names modules.
+def number(*ours: str, default: float | None = None) -> Row:
+    """Return the row of a number that ours take as it is."""
+    return Row(ours, Draft.number, default=default)
+
+
+def count(*ours: str, default: int | None = None) -> Row:
+    """Return the row of a whole number that ours take as it is."""
+    return Row(ours, Draft.count, default=default)
+
+
+def plain(*ours: str) -> Row:
+    """Return the row of a value of any type that ours take as it is."""
+    return Row(ours, Draft.get)
+
+
+def choice(values: Mapping[Any, Any], *ours: str, default: Any = None) -> Row:
+    """Return the row of a name (Any: of any type), each of which means a value of ours."""
+    return Row(ours, lambda draft, theirs: draft.choice(theirs, values), values=values, default=default)
+
+
+def switch(ours: str, on: Any, *, default: bool | None = None) -> Row:
+    """Return the row of a truth value that gives our key a value (Any: of its type) if it is true."""
+    return Row((ours,), lambda draft, theirs: on if draft.flag(theirs) else None, values={True: on}, default=default)
+
+
+def by(together: Callable[[Draft], None], *ours: str, **more: Any) -> Row:
+    """Return the row of a key that a function reads, perhaps with others (Any: fields of `Row`)."""
+    return Row(ours, together=together, **more)
+
+
+def with_defaults(rows: Mapping[str, Row], **defaults: Any) -> dict[str, Row]:
+    """Return rows that several systems share with the defaults of one of them (Any: of all types)."""
+    return {key: replace(row, default=defaults.get(key)) for key, row in rows.items()}
+
+
+def without(why: str, *absent: str, **defaults: Any) -> dict[str, tuple[Any, str]]:
+    """Return keys that have no counterpart for one reason, with their defaults (Any: of any type)."""
+    return {key: (default, why) for key, default in {**dict.fromkeys(absent), **defaults}.items()}
+
+
+# Of an adapter, in TRL and stateset-agents.
+LORA_DEFAULTS: Mapping[str, Any] = {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": None}
+OF_BATCHES = "one prompt has training.group_size episodes, so multiply by that"
+
+# What peft adapts of most models (Qwen, Llama, Mistral, Gemma) if no modules are named.
 PEFT_MODULES = ("q_proj", "v_proj")
 
 _OPTIMIZERS = {
@@ -233,39 +359,22 @@ _OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
 }
-_SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
+_SCHEDULES = {  # transformers' schedules end at 0; ours has 0.1 by default
+    "constant": ("constant", None),
+    "constant_with_warmup": ("constant", None),
+    "linear": ("linear", 0.0),
+    "cosine": ("cosine", 0.0),
+    "cosine_with_min_lr": ("cosine", 0.0),
 }
 
 
-def take_trainer_arguments(draft: Draft) -> None:
-    """The keys of transformers' TrainingArguments that mean the same everywhere."""
-    draft.set("training.learning_rate", draft.number("learning_rate"))
+def _take_betas(draft: Draft) -> None:
     beta1, beta2 = draft.number("adam_beta1"), draft.number("adam_beta2")
     if beta1 is not None or beta2 is not None:  # the one that is missing is transformers' default
         draft.set("optimizer.betas", [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2])
-    draft.set("optimizer.eps", draft.number("adam_epsilon"))
-    draft.set("optimizer.weight_decay", draft.number("weight_decay"))
-    draft.set("optimizer.max_grad_norm", draft.number("max_grad_norm"))
-    draft.set("optimizer.kind", draft.choice("optim", _OPTIMIZERS))
-    take_schedule(draft)
-    draft.set("training.log_interval", draft.count("logging_steps"))
-    draft.set("training.checkpoint_every_n_iters", draft.count("save_steps"))
-    draft.set("run.seed", draft.count("seed"))
-    if draft.flag("gradient_checkpointing"):
-        draft.set("model.gradient_checkpointing", True)
 
 
-def take_schedule(draft: Draft) -> None:
-    """Warm-up and decay of the learning rate."""
-    schedule = draft.choice("lr_scheduler_type", _SCHEDULES)
-    draft.set("optimizer.schedule", schedule)
-    if schedule in ("linear", "cosine"):
-        draft.set("optimizer.min_lr_fraction", 0.0)  # transformers' schedules end at 0; ours has 0.1 by default
+def _take_warmup(draft: Draft) -> None:
     fraction, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
     if steps is not None and 0 < steps < 1:  # transformers 5 takes a ratio under this name, too
         fraction, steps = steps, None
@@ -275,32 +384,27 @@ def take_schedule(draft: Draft) -> None:
         draft.set("optimizer.warmup_fraction", fraction)
 
 
-def take_policy_config(draft: Draft) -> None:
-    """Take how the policy is asked: its system message, and what its chat template is told."""
-    draft.set("rollout.policy_config.system_prompt", draft.get("system_prompt"))
+def _take_template_arguments(draft: Draft) -> None:
     kwargs = draft.get("chat_template_kwargs")
     if isinstance(kwargs, str):  # as a command line takes it
-        kwargs = _parsed(draft, "chat_template_kwargs", kwargs)
+        try:
+            kwargs = json.loads(kwargs)
+        except ValueError:
+            raise ConfigError(
+                f"{draft.system}: chat_template_kwargs: expected a table or its JSON, got {kwargs!r}"
+            ) from None
     draft.set("rollout.policy_config.chat_template_kwargs", kwargs or None)
 
 
-def _parsed(draft: Draft, theirs: str, text: str) -> Any:
-    """Return the JSON of a text (Any: as it is)."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ConfigError(f"{draft.system}: {theirs}: expected a table or its JSON, got {text!r}") from None
-
-
-def take_reporting(draft: Draft) -> None:
-    """Where metrics go."""
-    report_to = draft.get("report_to")
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+def _take_sinks(draft: Draft) -> None:
+    names = draft.names("report_to")
     for name in names:
         if name not in ("none", "wandb", "tensorboard"):
             draft.note(f"report_to: {name!r} has no sink here; metrics are always in metrics.jsonl")
     draft.set("tracking.report_to", [name for name in names if name in ("wandb", "tensorboard")] or None)
-    draft.set("tracking.run_name", draft.get("run_name"))
+
+
+def _take_folder(draft: Draft) -> None:
     output = draft.get("output_dir")
     if output is not None:
         draft.set("model.label", label_of(str(output)))
@@ -308,8 +412,8 @@ def take_reporting(draft: Draft) -> None:
 
 
 def take_clip(draft: Draft, low: float, high: float, *, is_sequence: bool) -> None:
-    """The clip range, as distances from 1."""
-    from gspo_gym.config.rules.objective import WIDE_CLIP  # here: --help need not wait for pydantic
+    """Set the clip range, as distances from 1."""
+    from gspo_gym.learning.settings import WIDE_CLIP  # here: --help need not wait for pydantic
 
     draft.set("loss.clip_low", low)
     draft.set("loss.clip_high", high)
@@ -322,8 +426,8 @@ def take_clip(draft: Draft, low: float, high: float, *, is_sequence: bool) -> No
 
 
 def take_aggregation(draft: Draft, aggregation: str, *, is_sequence: bool, norm_length: int | None = None) -> None:
-    """How token terms become a loss."""
-    from gspo_gym.config.rules.objective import LENGTH_WEIGHTED
+    """Set how token terms become a loss."""
+    from gspo_gym.learning.settings import LENGTH_WEIGHTED
 
     draft.set("loss.aggregation", aggregation)
     if aggregation in ("dr_grpo", "seq-mean-token-sum-norm"):
@@ -336,9 +440,7 @@ def take_aggregation(draft: Draft, aggregation: str, *, is_sequence: bool, norm_
         )
 
 
-def take_sampling(draft: Draft) -> None:
-    """temperature, top_p, top_k, min_p and repetition_penalty under their usual names."""
-    draft.set("rollout.temperature", draft.number("temperature"))
+def _take_truncation(draft: Draft) -> None:
     active: Mapping[str, float | None] = {
         "top_p": _unless(draft.number("top_p"), 1.0),
         "top_k": _unless(draft.number("top_k"), 0.0, -1.0),
@@ -357,7 +459,7 @@ def take_sampling(draft: Draft) -> None:
 
 
 def take_single_step_note(draft: Draft, *, num_steps: int) -> None:
-    """Say it where old and present policy are the same in every update."""
+    """Note it if old and present policy are the same in every update."""
     if num_steps == 1:
         draft.note(
             "each batch is used for one optimizer step, so that the ratio is 1 and no clip acts; lower "
@@ -367,3 +469,41 @@ def take_single_step_note(draft: Draft, *, num_steps: int) -> None:
 
 def _unless(value: float | None, *off: float) -> float | None:
     return None if value is None or value in off else value
+
+
+_BETAS = by(_take_betas, "optimizer.betas", advice="write optimizer.betas = [adam_beta1, adam_beta2]")
+# Keys of transformers' TrainingArguments that mean the same everywhere.
+TRAINER_ARGUMENTS: Mapping[str, Row] = {
+    "learning_rate": number("training.learning_rate"),
+    "adam_beta1": _BETAS,
+    "adam_beta2": _BETAS,
+    "adam_epsilon": number("optimizer.eps"),
+    "weight_decay": number("optimizer.weight_decay"),
+    "max_grad_norm": number("optimizer.max_grad_norm"),
+    "optim": choice(_OPTIMIZERS, "optimizer.kind"),
+    "lr_scheduler_type": choice(_SCHEDULES, "optimizer.schedule", "optimizer.min_lr_fraction"),
+    "warmup_ratio": by(_take_warmup, "optimizer.warmup_fraction"),
+    "warmup_steps": by(
+        _take_warmup,
+        "optimizer.num_warmup_steps",
+        also=("optimizer.warmup_fraction",),
+        note="a number below 1 is a fraction",
+    ),
+    "logging_steps": count("training.log_interval"),
+    "save_steps": count("training.checkpoint_every_n_iters"),
+    "seed": count("run.seed"),
+    "gradient_checkpointing": switch("model.gradient_checkpointing", True),
+}
+# Where metrics go.
+REPORTING: Mapping[str, Row] = {
+    "report_to": by(_take_sinks, "tracking.report_to"),
+    "run_name": plain("tracking.run_name"),
+    "output_dir": by(_take_folder, "model.label", note="a run is written into run.folder / model.label"),
+}
+# How the policy is asked: its system message, what its chat template is told, and how it is sampled.
+POLICY: Mapping[str, Row] = {
+    "system_prompt": plain("rollout.policy_config.system_prompt"),
+    "chat_template_kwargs": by(_take_template_arguments, "rollout.policy_config.chat_template_kwargs"),
+    "temperature": number("rollout.temperature"),
+    **{name: by(_take_truncation, f"rollout.{name}") for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
+}

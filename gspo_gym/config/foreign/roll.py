@@ -1,34 +1,38 @@
 """ROLL's pipeline files (alibaba/ROLL): the flat keys, and the worker tables that hold the optimizer and the sampler.
 
-What its defaults are and where they were read stands in `config/foreign/roll.py`. A file with `train_env_manager` or
-another key of its agentic pipeline is read as that pipeline reads it: `rollout_batch_size` counts episodes and not
-prompts, `reward_normalization` decides in place of `norm_mean_type`. Keys of its older reward API (reward_norm,
-reward_shift, reward_scale), which ROLL itself now ignores, are read with the meaning that they had.
-
-The settings of ROLL that `roll.py` reads, what ROLL does where a file is silent, and those without a counterpart.
+A file with `train_env_manager` or another key of its agentic pipeline is read as that pipeline reads it:
+`rollout_batch_size` counts episodes and not prompts, `reward_normalization` decides in place of `norm_mean_type`. Keys
+of its older reward API (reward_norm, reward_shift, reward_scale), which ROLL now ignores, keep their old meaning.
 
 ROLL is not on PyPI. Read in alibaba/ROLL, main of 2026: roll/configs/base_config.py at 0a6a47e5,
 roll/pipeline/rlvr/rlvr_config.py at 2f732c04, roll/configs/model_args.py at 1d3b9ae2; training_args.py and
-generating_args.py of roll/configs as a copy of that state holds them (jangyicheng/SE-ROLLGUI, ed0657e2). Where the
-rewards, advantages and losses are computed: roll/utils/functionals.py at 090ac946 and roll/pipeline/base_worker.py at
-015a111b. `response_length` and `sequence_length` have no default: ROLL refuses a file with neither.
+generating_args.py of roll/configs as a copy of that state holds them (jangyicheng/SE-ROLLGUI, ed0657e2). Rewards,
+advantages and losses: roll/utils/functionals.py at 090ac946 and roll/pipeline/base_worker.py at 015a111b.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gspo_gym.config.foreign.draft import (
+    OF_BATCHES,
     PEFT_MODULES,
+    POLICY,
+    TRAINER_ARGUMENTS,
     Draft,
+    Row,
+    System,
+    by,
+    count,
     label_of,
+    switch,
     take_aggregation,
     take_clip,
-    take_policy_config,
-    take_sampling,
     take_single_step_note,
-    take_trainer_arguments,
+    with_defaults,
+    without,
 )
 from gspo_gym.errors import ConfigError
 
@@ -55,8 +59,10 @@ _RESPONSE = 1024  # tokens of an answer, as a placeholder
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat keys with those of the actor's tables beside them, where a flat one does not say otherwise (Any: read
-    from a file). What else such a table holds stays a table."""
+    """Return the flat keys, and those of the actor's tables that have no flat one (Any: read from a file).
+
+    Other keys of such a table stay a table.
+    """
     flat = {key: value for key, value in values.items() if key not in _NESTED}
     for worker, tables in _NESTED.items():
         given = _table(values, worker)
@@ -68,34 +74,17 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def translate(draft: Draft) -> None:
-    """Read every key out of the draft and set ours."""
-    take_trainer_arguments(draft)
+def _is_agentic(draft: Draft) -> bool:
+    return any(draft.given.get(key) is not None for key in _AGENTIC)
+
+
+def _take_label(draft: Draft) -> None:
     name = draft.get("exp_name")
     draft.set("model.label", None if name is None else label_of(str(name)))
-    is_agentic = any(draft.given.get(key) is not None for key in _AGENTIC)
-    _take_model(draft)
-    _take_batches(draft, is_agentic=is_agentic)
-    _take_objective(draft)
-    _take_rewards(draft, is_agentic=is_agentic)
-    _take_kl(draft)
-    _take_lengths(draft, is_agentic=is_agentic)
-    take_sampling(draft)
-    take_policy_config(draft)
-    draft.set("training.iterations_per_epoch", draft.count("max_steps"))
-    draft.set("evaluation.every_n_iters", draft.count("eval_steps"))
-    for worker in _NESTED:
-        draft.leave_out(worker, "how its workers are placed and what else they do belongs to its launcher")
-    for key, (default, why) in WITHOUT_COUNTERPART.items():
-        draft.leave_out(key, why, default=default)
 
 
 def _table(values: Mapping[str, Any], key: str, *, of: str = "") -> Mapping[str, Any]:
-    """The table under a key (Any: read from a file); empty where there is none.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Return the table under a key (Any: read from a file), empty if the key is missing."""
     table = values.get(key) or {}
     if not isinstance(table, Mapping):
         raise ConfigError(f"ROLL: {of}{key}: expected a table, got {table!r}")
@@ -103,7 +92,7 @@ def _table(values: Mapping[str, Any], key: str, *, of: str = "") -> Mapping[str,
 
 
 def _take_model(draft: Draft) -> None:
-    """The base, its dtype, and the adapter that lora_target asks for."""
+    """Take the base, its dtype, and the adapter that lora_target asks for."""
     draft.set("model.base", draft.first("pretrain", "model_name_or_path"))
     draft.set("model.gradient_checkpointing", True if not draft.flag("disable_gradient_checkpointing") else None)
     r, alpha, dropout = draft.first_count("lora_rank"), draft.number("lora_alpha"), draft.number("lora_dropout")
@@ -116,6 +105,8 @@ def _take_model(draft: Draft) -> None:
         if any(sign in modules for sign in "*$|("):
             raise ConfigError(f"ROLL: lora_target: a pattern has no counterpart: name the modules, got {modules!r}")
         modules = [name.strip() for name in modules.split(",")]
+    else:
+        modules = draft.names("lora_target")
     assert r is not None, "lora_rank has a default"
     draft.set("model.trainer_mode", "lora")
     draft.set("model.dtype", None if dtype == "float32" else dtype)
@@ -126,7 +117,8 @@ def _take_model(draft: Draft) -> None:
     draft.set_modules("all-linear" if is_all else modules, PEFT_MODULES)
 
 
-def _take_batches(draft: Draft, *, is_agentic: bool) -> None:
+def _take_batches(draft: Draft) -> None:
+    is_agentic = _is_agentic(draft)
     size, group = draft.require_count("rollout_batch_size"), draft.require_count("num_return_sequences_in_group")
     if is_agentic:
         manager = _table(draft.given, "train_env_manager")
@@ -176,12 +168,12 @@ def _take_objective(draft: Draft) -> None:
     draft.set("loss.entropy_coef", entropy or None)
 
 
-def _take_rewards(draft: Draft, *, is_agentic: bool) -> None:
-    """Reward normalisation, then clip, then the estimator, then whitening, then clip, as there."""
+def _take_rewards(draft: Draft) -> None:
+    """Take the normalisation of rewards, their clip, the estimator, whitening and the second clip, in this order."""
     baseline, scale = draft.choice("adv_estimator", _ESTIMATORS)
     if draft.get("adv_estimator") == "gae":
         draft.note("adv_estimator 'gae' needs a value function, which is not here: returns without a baseline are used")
-    if is_agentic:
+    if _is_agentic(draft):
         baseline, scale = _agentic_statistics(draft)
     else:
         baseline, scale = _statistics(draft, baseline, scale)
@@ -194,12 +186,10 @@ def _take_rewards(draft: Draft, *, is_agentic: bool) -> None:
         draft.set("advantages.whiten", "tokens")
     draft.set("advantages.clip", limit)
     _take_reward_clip(draft, is_normalised=baseline != "none" or scale != "none", whitens=whitens, limit=limit)
-    if draft.flag("max_len_mask"):
-        draft.set("rewards.overlong", "mask")
 
 
 def _statistics(draft: Draft, baseline: str, scale: str) -> tuple[str, str]:
-    """What is subtracted from a return and what divides it, in the pipeline of single answers."""
+    """Return the baseline and the scale in the pipeline of single answers."""
     norm = draft.choice("reward_norm", _STATISTICS)
     shift, divide = draft.flag("reward_shift"), draft.flag("reward_scale")
     mean, std = draft.choice("norm_mean_type", _STATISTICS), draft.choice("norm_std_type", _STATISTICS)
@@ -213,7 +203,7 @@ def _statistics(draft: Draft, baseline: str, scale: str) -> tuple[str, str]:
 
 
 def _agentic_statistics(draft: Draft) -> tuple[str, str]:
-    """The same in the agentic pipeline, where adv_estimator 'grpo' does not normalise by itself."""
+    """Return the baseline and the scale in the agentic pipeline, where adv_estimator 'grpo' does not normalise."""
     table = _table(draft.given, "reward_normalization")
     draft.get("reward_normalization")
     for key in ("norm_mean_type", "norm_std_type"):
@@ -263,13 +253,13 @@ def _take_kl(draft: Draft) -> None:
 
 
 def _total_length(draft: Draft) -> int:
-    """sequence_length, which wins there where both are given, or the sum of its two parts."""
+    """Return sequence_length, which wins there over its two parts, or their sum."""
     parts = draft.require_count("prompt_length") + (draft.first_count("response_length") or _RESPONSE)
     return draft.first_count("sequence_length") or parts
 
 
-def _take_lengths(draft: Draft, *, is_agentic: bool) -> None:
-    """The answer takes what the prompt leaves; only the agentic pipeline has a limit of its own for each turn."""
+def _take_lengths(draft: Draft) -> None:
+    """Give an answer what the prompt leaves, except in the agentic pipeline, which has a limit for each turn."""
     total, prompt, turn = _total_length(draft), draft.require_count("prompt_length"), draft.count("max_new_tokens")
     if draft.first_count("sequence_length", "response_length") is None:
         draft.note(
@@ -277,7 +267,7 @@ def _take_lengths(draft: Draft, *, is_agentic: bool) -> None:
             "response_length nor sequence_length"
         )
     response = total - prompt
-    if is_agentic:
+    if _is_agentic(draft):
         assert turn is not None, "max_new_tokens has a default"
         response = min(turn, total - 1)
     elif draft.given.get("max_new_tokens") not in (None, response):
@@ -286,127 +276,68 @@ def _take_lengths(draft: Draft, *, is_agentic: bool) -> None:
     draft.set("rollout.max_model_len", total)
 
 
-DEFAULTS: Mapping[str, Any] = {
-    # BaseConfig
-    "max_steps": 500,
-    "save_steps": 50,
-    "logging_steps": 1,
-    "eval_steps": 10,
-    "seed": 42,
-    "rollout_batch_size": 128,
-    "prompt_length": 1024,
-    # PPOConfig
-    "adv_estimator": "gae",
-    "ppo_epochs": 1,
-    "max_grad_norm": 1.0,
-    "pg_clip": 0.2,
-    "pg_clip_low": 0.2,
-    "pg_clip_high": 0.2,
-    "kl_loss_coef": 0.0,
-    "init_kl_coef": 0.2,
-    "kl_horizon": 10000,
-    "entropy_loss_coef": 0.0,
-    "loss_agg_mode": "seq-mean-token-mean",
-    # RLVRConfig
-    "importance_sampling": "token",
-    "num_return_sequences_in_group": 1,
-    # TrainingArguments
-    "learning_rate": 5e-5,
-    "lr_scheduler_type": "linear",
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    # GeneratingArguments
-    "temperature": 0.95,
-    "top_p": 0.7,
-    "top_k": 50,
-    "max_new_tokens": 8192,
-    # ModelArguments
-    "dtype": "bf16",
-    "lora_rank": 8,
-    "lora_dropout": 0.0,
-}
 # Fields of its tables that ROLL overwrites with those of the pipeline, so that a file's have no effect.
 OVERWRITTEN = ("max_steps", "seed", "output_dir", "num_return_sequences")
 _LAUNCHER = "belongs to its launcher"
 _VALIDATION = "an evaluation plays each of evaluation.seeds once; [evaluation] has its sampling"
 _LOSS = "belongs to a loss that is not here"
 _STEPS = "belongs to GiGPO and step_reinforce, which are not here"
-_LAUNCHED = (
-    "tracker_kwargs", "logging_dir", "output_dir", "base_dir", "rollout_dump_dir", "hydra", "defaults", "strategy_args",
-    "checkpoint_config", "system_envs", "model_download_type", "rollout_mock", "router_args", "save_logging_board_dir",
-    "render_save_dir", "metrics_dump_dir", "user_defined_rollout_loop_cls", "local_rank", "num_nodes", "rpc_timeout",
-    "profiler_timeline", "profiler_memory", "profiler_output_dir", "length_profiler_dir", "report_length_and_rewards",
-    "is_offload_states", "is_offload_optimizer_states_in_train_step", "model_update_buffer_size_mb",
-    "num_gpus_per_node", "max_ckpt_to_keep", "resume_from_checkpoint", "track_with",
-)  # fmt: skip
-# Of keys without a counterpart: what they are if nobody sets them, and why there is none.
+_WORKERS = "how its workers are placed and what else they do belongs to its launcher"
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
-    **dict.fromkeys(_LAUNCHED, (None, _LAUNCHER)),
-    **dict.fromkeys(
-        ("validation", "val_batch_size", "val_prompt_length", "val_sequence_length", "val_greedy", "val_env_manager"),
-        (None, _VALIDATION),
+    **without(_WORKERS, "actor_train", "actor_infer"),
+    **without(
+        _LAUNCHER, "tracker_kwargs", "logging_dir", "output_dir", "base_dir", "rollout_dump_dir", "hydra", "defaults",
+        "strategy_args", "checkpoint_config", "system_envs", "model_download_type", "rollout_mock", "router_args",
+        "save_logging_board_dir", "render_save_dir", "metrics_dump_dir", "user_defined_rollout_loop_cls", "local_rank",
+        "num_nodes", "rpc_timeout", "profiler_timeline", "profiler_memory", "profiler_output_dir",
+        "length_profiler_dir", "report_length_and_rewards", "is_offload_states",
+        "is_offload_optimizer_states_in_train_step", "model_update_buffer_size_mb", "num_gpus_per_node",
+        "max_ckpt_to_keep", "resume_from_checkpoint", "track_with", generate_opt_level=1,
+        is_num_return_sequences_expand=False, balance_length=False, minibatch_data_iter_num=1, ulysses_size=1,
+        vision_dp=False,
     ),
-    "val_n_sample": (1, _VALIDATION),
+    **without(
+        _VALIDATION, "validation", "val_batch_size", "val_prompt_length", "val_sequence_length", "val_greedy",
+        "val_env_manager", val_n_sample=1,
+    ),
     "gamma": (1, "an episode's return is undiscounted; between turns advantages.discount is (level 'turn')"),
-    "lambd": (0.95, "belongs to a value function, which is not here"),
-    "value_clip": (None, "belongs to a value function, which is not here"),
-    "critic": (None, "there is no value function here"),
-    "critic_warmup": (0, "there is no value function here"),
+    **without("belongs to a value function, which is not here", "value_clip", lambd=0.95),
+    **without("there is no value function here", "critic", critic_warmup=0),
     "whiten_rewards": (False, "rewards of tokens are not whitened here; advantages.whiten whitens advantages"),
-    "use_reward_scaling": (False, "without effect there, too"),
-    "use_reward_norm": (False, "without effect there, too"),
-    "add_len_reward": (False, "without effect there, too"),
+    **without("without effect there, too", use_reward_scaling=False, use_reward_norm=False, add_len_reward=False),
     "l2": (0.0, "without effect there, too: write weight_decay"),
     "train_infer_correction": (None, "write [correction]"),
     "async_generation_ratio": (0, "write training.max_staleness: episodes are played while the learner works"),
     "enable_reference": (False, "a KL term asks for the reference by itself"),
     "reference": (None, "write [reference]"),
-    "enable_old_logprobs_recompute": (False, "the trainer always scores the old logprobs"),
-    "force_disable_old_logprobs_recompute": (False, "the trainer always scores the old logprobs"),
-    "generate_opt_level": (1, _LAUNCHER),
-    "is_num_return_sequences_expand": (False, _LAUNCHER),
+    **without(
+        "the trainer always scores the old logprobs", enable_old_logprobs_recompute=False,
+        force_disable_old_logprobs_recompute=False,
+    ),
     "max_running_requests": (128, "rollout.max_concurrent_rollouts bounds what is played at once"),
-    "is_use_additional_prompts": (False, "write training.constant_groups"),
+    **without("write training.constant_groups", is_use_additional_prompts=False, difficulty_mask=False),
     "max_additional_running_prompts": (16, "acts with is_use_additional_prompts only"),
-    "reward": (None, "the environment rewards"),
-    "rewards": (None, "the environment rewards"),
-    "reward_model": (None, "the environment rewards, or a [judge]"),
-    "reward_pretrain": (None, "the environment rewards, or a [judge]"),
+    **without("the environment rewards", "reward", "rewards"),
+    **without("the environment rewards, or a [judge]", "reward_model", "reward_pretrain"),
     "custom_envs": (None, "rollout.env_name and rollout.max_turns take its place: --env, --max-turns"),
     "global_template": (None, "the model's own chat template is used"),
-    "dataset_filter": (None, "an environment takes the data set's place"),
+    **without("an environment takes the data set's place", "dataset_filter", dataloader_num_workers=0),
     "vlm_filter": (None, "policies read text"),
-    "use_policy_loss_type": ("PPO", _LOSS),
-    "use_topr_loss": (False, _LOSS),
-    "use_topr_neg_loss_coef": (0.0, _LOSS),
-    "postive_loss_coef": (0, _LOSS),
+    **without(_LOSS, use_policy_loss_type="PPO", use_topr_loss=False, use_topr_neg_loss_coef=0.0, postive_loss_coef=0),
     "rl_loss_coef": (1.0, "has no counterpart: scale the other terms' coefficients"),
-    "difficulty_loss_weight": (False, "has no counterpart: one episode weighs one"),
-    "length_loss_weight": (False, "has no counterpart: one episode weighs one"),
-    "difficulty_mask": (False, "write training.constant_groups"),
-    "difficulty_low_threshold": (0.0, "acts with difficulty_mask only"),
-    "difficulty_high_threshold": (1.0, "acts with difficulty_mask only"),
-    "error_max_len_clip": (False, "has no counterpart"),
+    **without("has no counterpart: one episode weighs one", difficulty_loss_weight=False, length_loss_weight=False),
+    **without("acts with difficulty_mask only", difficulty_low_threshold=0.0, difficulty_high_threshold=1.0),
+    **without("has no counterpart", "model_config_kwargs", error_max_len_clip=False),
     "error_max_len_threshold": (9999999999, "acts with error_max_len_clip only"),
     "mask_type": ("loss", "a masked episode stays in the statistics of its group here"),
-    "balance_length": (False, _LAUNCHER),
-    "minibatch_data_iter_num": (1, _LAUNCHER),
     "batch_adjust_mode": ("copy", "batches need not be divisible here, so that no episode is copied"),
-    "episode_reward_weight": (1.0, _STEPS),
-    "step_reward_weight": (1.0, _STEPS),
-    "step_reward_gamma": (0.95, _STEPS),
-    # TrainingArguments, GeneratingArguments, ModelArguments
+    **without(_STEPS, episode_reward_weight=1.0, step_reward_weight=1.0, step_reward_gamma=0.95),
     "num_train_epochs": (1.0, "max_steps decides there, too"),
     "data_seed": (None, "run.seed draws the tasks"),
-    "dataloader_num_workers": (0, "an environment takes the data set's place"),
     "fp16": (False, "16-bit floats with a loss scale are not supported; use bfloat16"),
     "bf16": (False, "model.dtype chooses"),
     "tf32": (None, "has no counterpart: set it in torch"),
-    "do_sample": (True, "rollouts are always sampled"),
-    "num_beams": (1, "rollouts are always sampled"),
+    **without("rollouts are always sampled", do_sample=True, num_beams=1),
     "max_length": (8192, "acts without max_new_tokens only"),
     "length_penalty": (1.0, "belongs to beam search"),
     "stop_strings": (None, "has no counterpart: a turn ends with the template's stop tokens"),
@@ -418,10 +349,118 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "moe_aux_loss_coef": (None, "has no counterpart: there is no auxiliary loss of routers"),
     "gradient_checkpointing_use_reentrant": (None, "never reentrant here"),
     "device_map": ("balanced", "model.device chooses"),
-    "model_type": (None, "policies are causal language models"),
-    "num_labels": (1, "policies are causal language models"),
-    "model_config_kwargs": (None, "has no counterpart"),
+    **without("policies are causal language models", "model_type", num_labels=1),
     "freeze_module_prefix": (None, "has no counterpart: all weights are trained, or an adapter"),
-    "ulysses_size": (1, _LAUNCHER),
-    "vision_dp": (False, _LAUNCHER),
 }  # fmt: skip
+_EPISODES = "rollout.episodes_per_batch"
+_CLIP = ("loss.clip_low", "loss.clip_high")
+_BASELINE, _SCALE = "advantages.baseline", "advantages.scale"
+_TOKEN_KL: Mapping[str, Any] = {"add_token_level_kl": True}
+_LORA: Mapping[str, Any] = {"lora_target": "q_proj, v_proj"}
+_LORA_KEYS = ("training.lora.r", "training.lora.alpha", "training.lora.dropout")
+ROWS: Mapping[str, Row] = {
+    **with_defaults(
+        TRAINER_ARGUMENTS, save_steps=50, logging_steps=1, seed=42, max_grad_norm=1.0, learning_rate=5e-5,
+        lr_scheduler_type="linear", weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999,
+    ),
+    "gradient_checkpointing": replace(
+        TRAINER_ARGUMENTS["gradient_checkpointing"], beside={"disable_gradient_checkpointing": True}
+    ),
+    "exp_name": by(_take_label, "model.label"),
+    "pretrain": by(_take_model, "model.base"),
+    "model_name_or_path": by(_take_model, "model.base"),
+    "disable_gradient_checkpointing": by(
+        _take_model, "model.gradient_checkpointing", advice={True: "model.gradient_checkpointing = false"}
+    ),
+    "lora_target": by(
+        _take_model, "training.lora.target_modules", also=("model.trainer_mode", "model.dtype", *_LORA_KEYS)
+    ),
+    "lora_rank": by(_take_model, "training.lora.r", beside=_LORA, also=("training.lora.alpha",), default=8),
+    "lora_alpha": by(_take_model, "training.lora.alpha", beside=_LORA),
+    "lora_dropout": by(_take_model, "training.lora.dropout", beside=_LORA, default=0.0),
+    "dtype": by(_take_model, "model.dtype", beside=_LORA, note="weights that are trained stay float32", default="bf16"),
+    "rollout_batch_size": by(_take_batches, _EPISODES, note=OF_BATCHES, default=128),
+    "num_return_sequences_in_group": by(_take_batches, "training.group_size", also=(_EPISODES,), default=1),
+    "train_env_manager": by(
+        _take_batches, "training.group_size", also=("rollout.max_output_tokens",),
+        advice="write training.group_size = group_size",
+    ),
+    "per_device_train_batch_size": by(_take_batches, "training.batch_size", note="of each device there", default=8),
+    "gradient_accumulation_steps": by(_take_batches, "training.gradient_accumulation_steps", default=1),
+    "ppo_epochs": by(_take_batches, "training.update_epochs", default=1),
+    "importance_sampling": by(_take_objective, "algorithm.variety", "loss.unit", values=_UNITS, default="token"),
+    "ratio_type": by(
+        _take_objective, "algorithm.variety", "loss.unit", values=_UNITS, also=("rollout.max_output_tokens",)
+    ),
+    "pg_clip": by(_take_objective, *_CLIP, default=0.2),
+    "pg_clip_low": by(_take_objective, "loss.clip_low", beside={"use_pg_clip_range": True}, default=0.2),
+    "pg_clip_high": by(_take_objective, "loss.clip_high", beside={"use_pg_clip_range": True}, default=0.2),
+    "use_pg_clip_range": by(
+        _take_objective, *_CLIP, beside={"pg_clip": 0.1},
+        advice="loss.clip_low and loss.clip_high always count: remove it",
+    ),
+    "dual_clip_loss": by(_take_objective, "loss.dual_clip", advice={True: "loss.dual_clip = 1 + 2 * pg_clip"}),
+    "loss_agg_mode": by(
+        _take_objective, "loss.aggregation", values=_AGGREGATIONS, also=("loss.norm_length",),
+        default="seq-mean-token-mean",
+        advice={"seq-mean-token-sum-norm":
+                'loss.aggregation = "seq-mean-token-sum-norm", loss.norm_length = response_length'},
+    ),
+    "entropy_loss_coef": by(_take_objective, "loss.entropy_coef", default=0.0),
+    "adv_estimator": by(
+        _take_rewards, _BASELINE, _SCALE, values=_ESTIMATORS,
+        advice={"rloo": 'advantages.baseline = "leave_one_out", advantages.scale = "none"'}, default="gae",
+    ),
+    "reward_normalization": by(
+        _take_rewards, _BASELINE, _SCALE, also=("rollout.max_output_tokens",),
+        advice="write advantages.baseline and advantages.scale",
+    ),
+    "reward_norm": by(
+        _take_rewards, _BASELINE, _SCALE,
+        values={None: ("none", "none"), **{name: (name, name) for name in _STATISTICS}},
+    ),
+    "reward_shift": by(
+        _take_rewards, _SCALE, values={True: "none"}, beside={"reward_norm": "group"},
+        advice={False: "nothing: both mean and std are the default"},
+    ),
+    "reward_scale": by(
+        _take_rewards, _BASELINE, values={True: "none"}, beside={"reward_norm": "group"},
+        advice={False: "nothing: both mean and std are the default"},
+    ),
+    "norm_mean_type": by(_take_rewards, _BASELINE, values=_STATISTICS),
+    "norm_std_type": by(_take_rewards, _SCALE, values=_STATISTICS),
+    "reward_clip": by(_take_rewards, "rewards.clip", note="of normalised rewards it is advantages.clip; 0 is none"),
+    "whiten_advantages": by(
+        _take_rewards, "advantages.whiten", values={True: "tokens"},
+        advice={True: 'advantages.whiten = "tokens" (ROLL) or "trajectories" (AgileRL)'},
+    ),
+    "advantage_clip": by(_take_rewards, "advantages.clip"),
+    "max_len_mask": switch("rewards.overlong", "mask"),
+    "use_kl_loss": by(
+        _take_kl, "loss.kl_coef",
+        advice={True: "loss.kl_coef = kl_loss_coef", False: "nothing: loss.kl_coef is 0 by default"},
+    ),
+    "kl_loss_coef": by(_take_kl, "loss.kl_coef", beside={"use_kl_loss": True}, default=0.0),
+    "add_token_level_kl": by(
+        _take_kl, "rewards.kl_coef",
+        advice={True: "rewards.kl_coef = init_kl_coef", False: "nothing: rewards.kl_coef is 0 by default"},
+    ),
+    "init_kl_coef": by(_take_kl, "rewards.kl_coef", beside=_TOKEN_KL, default=0.2),
+    "target_kl": by(_take_kl, "rewards.kl_target", beside=_TOKEN_KL, also=("rewards.kl_horizon",)),
+    "kl_horizon": by(_take_kl, "rewards.kl_horizon", beside={**_TOKEN_KL, "target_kl": 0.5}, default=10000),
+    "kl_penalty": by(_take_kl, note="the penalty is log(old / reference)"),
+    "prompt_length": by(
+        _take_lengths, "rollout.max_model_len",
+        advice="prompts are not cut; rollout.max_model_len bounds prompt and answers together", default=1024,
+    ),
+    "response_length": by(_take_lengths, "rollout.max_output_tokens", also=("rollout.max_model_len",)),
+    "sequence_length": by(_take_lengths, "rollout.max_model_len", also=("rollout.max_output_tokens",)),
+    "max_new_tokens": by(
+        _take_lengths, "rollout.max_output_tokens", beside={"train_env_manager": {"group_size": 8}},
+        note="of a turn in the agentic pipeline; what the prompt leaves in the other", default=8192,
+    ),
+    **with_defaults(POLICY, temperature=0.95, top_p=0.7, top_k=50),
+    "max_steps": count("training.iterations_per_epoch", default=500),
+    "eval_steps": count("evaluation.every_n_iters", default=10),
+}  # fmt: skip
+ROLL = System("ROLL", ROWS, WITHOUT_COUNTERPART, flatten)

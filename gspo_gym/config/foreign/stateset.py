@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gspo_gym.config.foreign.draft import (
+    LORA_DEFAULTS,
+    OF_BATCHES,
+    POLICY,
+    REPORTING,
+    TRAINER_ARGUMENTS,
     Draft,
+    Row,
+    System,
+    by,
+    count,
+    plain,
     take_clip,
-    take_policy_config,
-    take_reporting,
-    take_sampling,
     take_single_step_note,
-    take_trainer_arguments,
+    with_defaults,
 )
 
-DEFAULTS = {
-    "num_generations": 4,
-    "clip_range_left": 3e-4,
-    "clip_range_right": 4e-4,
-    "beta": 0.0,
-    "generations_per_iteration": 100,
-    "num_iterations": 1,
-    "learning_rate": 5e-6,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.99,
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "warmup_ratio": 0.1,
-    "lr_scheduler_type": "cosine",
-    "gradient_checkpointing": True,
-    "use_lora": True,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "lora_dropout": 0.05,
-    "max_prompt_length": 256,
-    "max_completion_length": 256,
-    "temperature": 0.7,
-    "top_p": 0.9,
-}
 _IGNORED_THERE = "its GSPO trainer ignores this key"
 
 
-def translate(draft: Draft) -> None:
-    """Read every key out of the draft and set ours."""
-    draft.set("model.base", draft.get("model_name"))
+def _take_variety(draft: Draft) -> None:
     is_token = draft.flag("use_gspo_token")
     draft.set("algorithm.variety", "gspo_token" if is_token else "gspo")
     if is_token:
@@ -50,13 +33,9 @@ def translate(draft: Draft) -> None:
     take_clip(
         draft, draft.require_number("clip_range_left"), draft.require_number("clip_range_right"), is_sequence=True
     )
-    take_trainer_arguments(draft)
-    take_reporting(draft)
-    take_policy_config(draft)
-    _take_batches(draft)
-    _take_model(draft)
-    take_sampling(draft)
-    _take_lengths(draft)
+
+
+def _take_kl(draft: Draft) -> None:
     beta = draft.require_number("beta")
     if beta:
         draft.set("loss.kl_coef", beta)
@@ -64,12 +43,16 @@ def translate(draft: Draft) -> None:
             f"beta = {beta:g} weighs the k3 estimate of an episode's mean log-ratio there, and the mean of its tokens' "
             "estimates here, which is much larger: choose it anew"
         )
+
+
+def _take_reward_clip(draft: Draft) -> None:
     draft.set("rewards.clip", draft.number("reward_clip"))
     if draft.given.get("reward_clip") is not None:
         draft.note(f"reward_clip: {_IGNORED_THERE}; it acts here")
-    draft.set("tracking.wandb_project", draft.get("wandb_project"))
-    tags = draft.get("wandb_tags")
-    draft.set("tracking.wandb_tags", list(tags) if tags else None)
+
+
+def _take_tags(draft: Draft) -> None:
+    draft.set("tracking.wandb_tags", draft.names("wandb_tags") or None)
 
 
 def _take_batches(draft: Draft) -> None:
@@ -79,7 +62,6 @@ def _take_batches(draft: Draft) -> None:
     accumulated = draft.first_count("gradient_accumulation_steps")
     draft.set("training.group_size", group)
     draft.set("rollout.episodes_per_batch", episodes)
-    draft.set("training.iterations_per_epoch", draft.count("num_outer_iterations"))
     updates = draft.require_count("num_iterations")
     draft.set("training.update_epochs", updates)
     draft.set("training.batch_size", step or episodes)
@@ -92,7 +74,7 @@ def _take_batches(draft: Draft) -> None:
 
 def _take_model(draft: Draft) -> None:
     r, alpha, dropout = draft.count("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
-    modules = draft.get("lora_target_modules")
+    modules = draft.names("lora_target_modules")
     in_8_bits = draft.flag("use_8bit")
     if draft.flag("use_4bit") or in_8_bits:
         draft.set("model.trainer_mode", "qlora")
@@ -105,7 +87,7 @@ def _take_model(draft: Draft) -> None:
     draft.set("training.lora.r", r)
     draft.set("training.lora.alpha", alpha)
     draft.set("training.lora.dropout", dropout)
-    draft.set("training.lora.target_modules", list(modules) if modules else None)
+    draft.set("training.lora.target_modules", modules or None)
 
 
 def _take_lengths(draft: Draft) -> None:
@@ -113,3 +95,51 @@ def _take_lengths(draft: Draft) -> None:
     draft.set("rollout.max_output_tokens", completion)
     draft.set("rollout.max_model_len", prompt + completion)
     draft.note(f"max_prompt_length = {prompt}: a longer prompt is not cut here; it counts towards max_model_len")
+
+
+_EPISODES = "rollout.episodes_per_batch"
+_LORA_KEYS = ("training.lora.r", "training.lora.alpha", "training.lora.dropout")
+ROWS: Mapping[str, Row] = {
+    "model_name": plain("model.base"),
+    "use_gspo_token": by(
+        _take_variety, "algorithm.variety", values={True: "gspo_token", False: "gspo"}, also=("advantages.level",),
+        note="each turn has its own advantage",
+    ),
+    "clip_range_left": by(_take_variety, "loss.clip_low", default=3e-4),
+    "clip_range_right": by(_take_variety, "loss.clip_high", default=4e-4),
+    **with_defaults(
+        TRAINER_ARGUMENTS, learning_rate=5e-6, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.01, max_grad_norm=1.0,
+        warmup_ratio=0.1, lr_scheduler_type="cosine", gradient_checkpointing=True,
+    ),
+    **REPORTING,
+    "num_generations": by(_take_batches, "training.group_size", also=(_EPISODES, "training.batch_size"), default=4),
+    "generations_per_iteration": by(
+        _take_batches, _EPISODES, also=("training.batch_size",), note=OF_BATCHES, default=100
+    ),
+    "mini_batch_size": by(_take_batches, "training.batch_size"),
+    "per_device_train_batch_size": by(_take_batches, "training.batch_size"),
+    "gradient_accumulation_steps": by(
+        _take_batches, "training.gradient_accumulation_steps", beside={"mini_batch_size": 50}
+    ),
+    "num_iterations": by(_take_batches, "training.update_epochs", default=1),
+    "num_outer_iterations": count("training.iterations_per_epoch"),
+    "use_lora": by(
+        _take_model, "model.trainer_mode", values={True: "lora", False: "full"}, also=_LORA_KEYS, default=True
+    ),
+    "use_4bit": by(_take_model, "model.trainer_mode", values={True: "qlora"}),
+    "use_8bit": by(_take_model, "model.quantization", "model.trainer_mode", values={True: ("int8", "qlora")}),
+    **{
+        f"lora_{name}": by(_take_model, f"training.lora.{name}", default=default)
+        for name, default in LORA_DEFAULTS.items()
+    },
+    **with_defaults(POLICY, temperature=0.7, top_p=0.9),
+    "max_completion_length": by(
+        _take_lengths, "rollout.max_output_tokens", also=("rollout.max_model_len",), default=256
+    ),
+    "max_prompt_length": by(_take_lengths, "rollout.max_model_len", note="prompts are not cut", default=256),
+    "beta": by(_take_kl, "loss.kl_coef", note="our estimate of the KL is much larger: choose it anew", default=0.0),
+    "reward_clip": by(_take_reward_clip, "rewards.clip", note="ignored there"),
+    "wandb_project": plain("tracking.wandb_project"),
+    "wandb_tags": by(_take_tags, "tracking.wandb_tags"),
+}  # fmt: skip
+STATESET = System("stateset-agents", ROWS)

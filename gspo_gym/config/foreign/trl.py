@@ -1,11 +1,7 @@
 """TRL's GRPOConfig with the ModelConfig and ScriptArguments of its scripts, and Unsloth's, which is the same class.
 
-Read in TRL 1.16.0 and Unsloth 2026.10; their defaults are in `config/foreign/trl.py`.
-
-What TRL 1.16.0 takes (GRPOConfig, ModelConfig, ScriptArguments) and does where a file is silent.
-
-Read from the package's dataclasses, and from those of transformers 5.19 that they extend; tests/foreign compares them
-with the installed packages. Unsloth's configuration is the same class.
+Keys and defaults are those of TRL 1.16.0, Unsloth 2026.10 and transformers 5.19, whose dataclasses TRL's extend;
+tests/foreign compares them with the installed packages.
 """
 
 from __future__ import annotations
@@ -15,15 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_gym.config.foreign.draft import (
+    LORA_DEFAULTS,
     PEFT_MODULES,
+    POLICY,
+    REPORTING,
+    TRAINER_ARGUMENTS,
     Draft,
+    Row,
+    System,
+    by,
+    count,
+    number,
+    plain,
+    switch,
     take_aggregation,
     take_clip,
-    take_policy_config,
-    take_reporting,
-    take_sampling,
     take_single_step_note,
-    take_trainer_arguments,
+    with_defaults,
+    without,
 )
 
 _VARIETIES = {"token": "grpo", "sequence": "gspo", "sequence_token": "gspo_token"}
@@ -47,40 +52,8 @@ _CORRECTIONS = {
 _NO_BOUND = 1e6  # a ratio that no episode reaches
 
 
-def translate(draft: Draft) -> None:
-    """Read every key of the three classes out of the draft and set ours."""
-    take_trainer_arguments(draft)
-    take_reporting(draft)
-    take_policy_config(draft)
-    _take_model(draft)
-    _take_batches(draft)
-    _take_objective(draft)
-    _take_lengths(draft)
-    take_sampling(draft)
-    _take_reference(draft)
-    _take_vllm(draft)
-    if draft.flag("bf16"):
-        draft.note('bf16: autocast has no counterpart; model.dtype = "bfloat16" stores a LoRA\'s base so')
-    if draft.flag("torch_compile"):
-        draft.set("model.torch_compile", True)
-    if any([draft.flag("use_liger_kernel"), draft.flag("use_liger_loss")]):  # a list, so that both are read
-        draft.set("model.liger_kernels", True)
-    draft.set("run.log_episodes_every_n_iters", 1 if draft.flag("log_completions") else None)
-    turns = draft.count("max_tool_calling_iterations")
-    if turns is not None:
-        draft.set("rollout.max_turns", turns + 1)
-        draft.note(f"max_tool_calling_iterations = {turns}: so many answers with tool calls, and one after them")
-    evaluations = draft.number("eval_steps")
-    if evaluations is not None and evaluations >= 1:
-        draft.set("evaluation.every_n_iters", int(evaluations))
-        draft.note("eval_steps counts optimizer steps there, and iterations here")
-    for key, (default, why) in WITHOUT_COUNTERPART.items():
-        draft.leave_out(key, why, default=default)
-
-
 def _take_model(draft: Draft) -> None:
-    """ModelConfig: the base, its dtype, quantization and adapter."""
-    draft.set("model.base", draft.get("model_name_or_path"))
+    """Take the dtype, the quantization and the adapter of ModelConfig."""
     r, alpha, dropout = draft.count("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
     modules, dtype = draft.get("lora_target_modules"), draft.choice("dtype", _DTYPES)
     in_4_bits, in_8_bits = draft.flag("load_in_4bit"), draft.flag("load_in_8bit")
@@ -101,14 +74,12 @@ def _take_model(draft: Draft) -> None:
 
 
 def _take_batches(draft: Draft) -> None:
-    """Trajectories per forward, per optimizer step, and per rollout batch."""
     micro = draft.require_count("per_device_train_batch_size")
     accumulated = draft.require_count("gradient_accumulation_steps")
     generation = draft.count("generation_batch_size")
     micro_per_batch = draft.count("steps_per_generation") or accumulated
     episodes = generation if generation is not None else micro * micro_per_batch
     updates = draft.require_count("num_iterations")
-    draft.set("training.group_size", draft.count("num_generations"))
     draft.set("training.batch_size", micro)
     draft.set("training.gradient_accumulation_steps", accumulated)
     draft.set("training.update_epochs", updates)
@@ -128,7 +99,6 @@ def _take_batches(draft: Draft) -> None:
 
 
 def _take_objective(draft: Draft) -> None:
-    """Ratio, clip, aggregation, advantages."""
     variety = draft.choice("importance_sampling_level", _VARIETIES)
     is_sequence = variety != "grpo"
     draft.set("algorithm.variety", variety)
@@ -138,26 +108,22 @@ def _take_objective(draft: Draft) -> None:
         )
     low, high = draft.require_number("epsilon"), draft.number("epsilon_high")
     kind = draft.get("loss_type")
-    if kind in _OTHER_SURROGATES:
+    if is_other := isinstance(kind, str) and kind in _OTHER_SURROGATES:
         draft.leave_out("loss_type", "its surrogate is not here; the clipped one of PPO takes its place")
         draft.leave_out("epsilon_high", f"bounds the weights of {kind}, and is no distance of a clip from 1")
         high = None
     take_clip(draft, low, low if high is None else high, is_sequence=is_sequence)
-    draft.set("loss.dual_clip", draft.number("delta"))
-    aggregation = _OTHER_SURROGATES.get(kind) or draft.choice("loss_type", _AGGREGATIONS)
+    aggregation = _OTHER_SURROGATES[kind] if is_other else draft.choice("loss_type", _AGGREGATIONS)
     take_aggregation(draft, aggregation, is_sequence=is_sequence, norm_length=draft.count("max_completion_length"))
     scale = draft.choice("scale_rewards", _SCALES)
     if aggregation == "dr_grpo" and draft.given.get("scale_rewards") is None:
         scale = "none"
         draft.note("loss_type = 'dr_grpo': advantages are not divided by a std (arXiv 2503.20783; Unsloth forces it)")
     draft.set("advantages.scale", scale)
-    if draft.flag("mask_truncated_completions"):
-        draft.set("rewards.overlong", "mask")
     entropy = draft.require_number("entropy_coef")
     draft.set("loss.entropy_coef", entropy or None)
     if entropy:
         draft.note(f"entropy_coef = {entropy:g}: the mean over tokens there, and aggregated as the loss is here")
-    draft.set("correction.off_policy_threshold", draft.number("off_policy_mask_threshold"))
 
 
 def _take_lengths(draft: Draft) -> None:
@@ -190,7 +156,7 @@ def _take_reference(draft: Draft) -> None:
 
 
 def _take_vllm(draft: Draft) -> None:
-    """Where it samples, and what is done about a sampler whose logprobs are not quite the trainer's."""
+    """Set the engine, and what is done about a sampler whose logprobs are not quite the trainer's."""
     mode, host = draft.get("vllm_mode"), draft.get("vllm_server_host")
     port, url = draft.count("vllm_server_port"), draft.get("vllm_server_base_url")
     settings = {
@@ -239,85 +205,29 @@ def _take_correction(draft: Draft, *, acts: bool) -> None:
         )
 
 
-# Of keys that decide something here.
-DEFAULTS: Mapping[str, Any] = {
-    "importance_sampling_level": "token",
-    "loss_type": "dapo",
-    "epsilon": 0.2,
-    "beta": 0.0,
-    "use_bias_correction_kl": True,
-    "ref_model_sync_steps": 512,
-    "ref_model_mixup_alpha": 0.6,
-    "entropy_coef": 0.0,
-    "num_generations": 8,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_iterations": 1,
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
-    "scale_rewards": "group",
-    "max_completion_length": 512,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "repetition_penalty": 1.0,
-    "learning_rate": 1e-6,
-    "max_grad_norm": 1.0,
-    "weight_decay": 0.0,
-    "optim": "adamw_torch_fused",
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "seed": 42,
-    "logging_steps": 10,
-    "save_steps": 500,
-    "gradient_checkpointing": True,
-    "log_completions": False,
-    "vllm_mode": "colocate",
-    "vllm_gpu_memory_utilization": 0.3,
-    "vllm_tensor_parallel_size": 1,
-    "vllm_server_host": "0.0.0.0",
-    "vllm_server_port": 8000,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    # ModelConfig
-    "dtype": "float32",
-    "use_peft": False,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "lora_dropout": 0.05,
-}
+def _take_precision(draft: Draft) -> None:
+    if draft.flag("bf16"):
+        draft.note('bf16: autocast has no counterpart; model.dtype = "bfloat16" stores a LoRA\'s base so')
+
+
+def _take_tool_turns(draft: Draft) -> None:
+    turns = draft.count("max_tool_calling_iterations")
+    if turns is not None:
+        draft.set("rollout.max_turns", turns + 1)
+        draft.note(f"max_tool_calling_iterations = {turns}: so many answers with tool calls, and one after them")
+
+
+def _take_evaluations(draft: Draft) -> None:
+    evaluations = draft.number("eval_steps")
+    if evaluations is not None and evaluations >= 1:
+        draft.set("evaluation.every_n_iters", int(evaluations))
+        draft.note("eval_steps counts optimizer steps there, and iterations here")
+
+
 _TRAINER = "belongs to transformers' Trainer"
 _LOSS = "belongs to a loss_type that is not here"
 _ENTROPY = "belongs to use_adaptive_entropy, which is not here: loss.entropy_coef is constant"
 _DATA = "an environment takes the data set's place; the bundled one Dataset reads a file or a hub data set"
-# Arguments of transformers' Trainer that are None, false (or 0), and true if nobody sets them.
-_ABSENT = (
-    "optim_args", "optim_target_modules", "gradient_checkpointing_kwargs", "torch_compile_backend",
-    "torch_compile_mode", "liger_kernel_config", "neftune_noise_alpha", "torch_empty_cache_steps", "disable_tqdm",
-    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_accumulation_steps",
-    "save_total_limit", "hub_token", "hub_private_repo", "hub_model_id", "hub_revision", "metric_for_best_model",
-    "greater_is_better", "data_seed", "accelerator_config", "parallelism_config", "dataloader_prefetch_factor",
-    "dataloader_multiprocessing_context", "label_names", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
-    "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "fsdp", "fsdp_config", "deepspeed",
-    "resume_from_checkpoint",
-)  # fmt: skip
-_OFF = (
-    "label_smoothing_factor", "bf16_full_eval", "fp16_full_eval", "use_cache", "auto_find_batch_size",
-    "logging_first_step", "eval_delay", "prediction_loss_only", "eval_on_start", "eval_use_gather_object",
-    "batch_eval_metrics", "save_only_model", "save_on_each_node", "enable_jit_checkpoint", "push_to_hub",
-    "hub_always_push", "load_best_model_at_end", "ignore_data_skip", "restore_callback_states_from_checkpoint",
-    "full_determinism", "use_cpu", "dataloader_drop_last", "dataloader_num_workers",
-    "dataloader_persistent_workers", "remove_unused_columns", "do_train", "do_eval", "do_predict",
-)  # fmt: skip
-_ON = (
-    "average_tokens_across_devices", "log_on_each_node", "logging_nan_inf_filter", "eval_do_concat_batches",
-    "dataloader_pin_memory", "dataloader_in_order", "skip_memory_metrics",
-)  # fmt: skip
-# Of keys without a counterpart: what they are if nobody sets them, and why there is none.
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "top_entropy_quantile": (1.0, "has no counterpart: all sampled tokens are learned from"),
     "reward_weights": (None, "has no counterpart: an environment adds its own reward terms up"),
@@ -328,37 +238,34 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "tf32": (None, "has no counterpart: set it in torch"),
     "disable_dropout": (False, "only an adapter's dropout acts here, with the same masks in both passes"),
     "router_aux_loss_coef": (None, "has no counterpart: there is no auxiliary loss of routers"),
-    "use_adaptive_entropy": (False, _ENTROPY),
-    "entropy_coef_min": (0.0, _ENTROPY),
-    "entropy_coef_max": (1.0, _ENTROPY),
-    "entropy_coef_delta": (0.005, _ENTROPY),
-    "entropy_target": (0.2, _ENTROPY),
-    "sapo_temperature_neg": (1.05, _LOSS),
-    "sapo_temperature_pos": (1.0, _LOSS),
-    "vespo_k_pos": (2.0, _LOSS),
-    "vespo_lambda_pos": (3.0, _LOSS),
-    "vespo_k_neg": (3.0, _LOSS),
-    "vespo_lambda_neg": (2.0, _LOSS),
+    **without(
+        _ENTROPY, use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
+        entropy_target=0.2,
+    ),
+    **without(
+        _LOSS, sapo_temperature_neg=1.05, sapo_temperature_pos=1.0, vespo_k_pos=2.0, vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+    ),
     "generation_kwargs": (None, "has no counterpart: set the keys of [rollout]"),
     "num_generations_eval": (None, "an evaluation plays each of evaluation.seeds once"),
-    "cache_implementation": (None, "belongs to transformers' generate"),
-    "use_transformers_paged": (False, "belongs to transformers' generate"),
+    **without(
+        "belongs to transformers' generate", "cache_implementation", "transformers_continuous_batching_config",
+        use_transformers_paged=False,
+    ),
     "use_transformers_continuous_batching": (False, "always so here"),
-    "transformers_continuous_batching_config": (None, "belongs to transformers' generate"),
     "pad_to_multiple_of": ("auto", "rows are padded to the longest of their micro-batch"),
     "ds3_gather_for_generation": (True, "belongs to DeepSpeed"),
     "model_init_kwargs": (None, "belongs to transformers' from_pretrained; model.dtype and model.quantization choose"),
     "trust_remote_code": (False, "code of a model's folder is never run here"),
     "vllm_model_impl": ("vllm", "vLLM's own models are used"),
     "vllm_structured_outputs_regex": (None, "would sample from another distribution than the one that is scored"),
-    "vllm_server_timeout": (240.0, "belongs to TRL's server"),
-    "vllm_group_port": (51216, "belongs to TRL's server"),
+    **without("belongs to TRL's server", vllm_server_timeout=240.0, vllm_group_port=51216),
     "log_multimodal": (True, "policies read text"),
-    "num_completions_to_print": (None, "episodes are in the run's folder"),
-    "log_unique_prompts": (False, "episodes are in the run's folder"),
-    "log_completions_hub_repo": (None, "episodes are in the run's folder"),
+    **without(
+        "episodes are in the run's folder", "num_completions_to_print", "log_completions_hub_repo",
+        log_unique_prompts=False,
+    ),
     "lr_scheduler_kwargs": (None, "write optimizer.min_lr_fraction"),
-    # ModelConfig and ScriptArguments
     "model_revision": ("main", "the hub's main revision is loaded: give a folder"),
     "attn_implementation": (None, "transformers chooses"),
     "lora_target_parameters": (None, "training.lora.target_modules names modules"),
@@ -369,34 +276,158 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "use_bnb_nested_quant": (False, "4-bit weights always have nested quantization here"),
     "bnb_4bit_quant_type": ("nf4", "4-bit weights are NF4 here"),
     "bnb_4bit_quant_storage": (None, "bitsandbytes chooses"),
-    "dataset_name": (None, _DATA),
-    "dataset_config": (None, _DATA),
-    "dataset_train_split": ("train", _DATA),
-    "dataset_test_split": ("test", _DATA),
-    "dataset_streaming": (False, _DATA),
-    "datasets": (None, _DATA),
-    "streaming": (False, _DATA),
-    "test_split_size": (None, _DATA),
+    **without(
+        _DATA, "dataset_name", "dataset_config", "datasets", "test_split_size", dataset_train_split="train",
+        dataset_test_split="test", dataset_streaming=False, streaming=False,
+    ),
     "reward_funcs": (None, "the environment rewards"),
     "reward_model_name_or_path": (None, "the environment rewards, or a [judge]"),
-    "ignore_bias_buffers": (False, _TRAINER),
-    # transformers.TrainingArguments
-    **dict.fromkeys(_ABSENT, (None, _TRAINER)),
-    **dict.fromkeys(_OFF, (False, _TRAINER)),
-    **dict.fromkeys(_ON, (True, _TRAINER)),
-    "logging_strategy": ("steps", _TRAINER),
-    "save_strategy": ("steps", _TRAINER),
+    **without(
+        _TRAINER, "optim_args", "optim_target_modules", "gradient_checkpointing_kwargs", "torch_compile_backend",
+        "torch_compile_mode", "liger_kernel_config", "neftune_noise_alpha", "torch_empty_cache_steps", "disable_tqdm",
+        "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_accumulation_steps",
+        "save_total_limit", "hub_token", "hub_private_repo", "hub_model_id", "hub_revision", "metric_for_best_model",
+        "greater_is_better", "data_seed", "accelerator_config", "parallelism_config", "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context", "label_names", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "fsdp", "fsdp_config", "deepspeed",
+        "resume_from_checkpoint", ignore_bias_buffers=False, label_smoothing_factor=False, bf16_full_eval=False,
+        fp16_full_eval=False, use_cache=False, auto_find_batch_size=False, logging_first_step=False, eval_delay=False,
+        prediction_loss_only=False, eval_on_start=False, eval_use_gather_object=False, batch_eval_metrics=False,
+        save_only_model=False, save_on_each_node=False, enable_jit_checkpoint=False, push_to_hub=False,
+        hub_always_push=False, load_best_model_at_end=False, ignore_data_skip=False,
+        restore_callback_states_from_checkpoint=False, full_determinism=False, use_cpu=False,
+        dataloader_drop_last=False, dataloader_num_workers=False, dataloader_persistent_workers=False,
+        remove_unused_columns=False, do_train=False, do_eval=False, do_predict=False,
+        average_tokens_across_devices=True, log_on_each_node=True, logging_nan_inf_filter=True,
+        eval_do_concat_batches=True, dataloader_pin_memory=True, dataloader_in_order=True, skip_memory_metrics=True,
+        logging_strategy="steps", save_strategy="steps", include_num_input_tokens_seen="no", include_for_metrics=[],
+        log_level="passive", log_level_replica="warning", hub_strategy="every_save", train_sampling_strategy="random",
+        length_column_name="length", ddp_timeout=1800, debug="", local_rank=-1,
+    ),
     "eval_strategy": ("no", "evaluations are always made, every evaluation.every_n_iters"),
     "per_device_eval_batch_size": (8, "rollout.max_concurrent_rollouts bounds what is played at once"),
-    "include_num_input_tokens_seen": ("no", _TRAINER),
-    "include_for_metrics": ([], _TRAINER),
-    "log_level": ("passive", _TRAINER),
-    "log_level_replica": ("warning", _TRAINER),
     "project": ("huggingface", "belongs to Trackio; write tracking.wandb_project"),
-    "hub_strategy": ("every_save", _TRAINER),
-    "train_sampling_strategy": ("random", _TRAINER),
-    "length_column_name": ("length", _TRAINER),
-    "ddp_timeout": (1800, _TRAINER),
-    "debug": ("", _TRAINER),
-    "local_rank": (-1, _TRAINER),
 }  # fmt: skip
+
+_PEFT: Mapping[str, Any] = {"use_peft": True}
+_SYNC: Mapping[str, Any] = {"sync_ref_model": True}
+_VLLM: Mapping[str, Any] = {"use_vllm": True}
+_SERVER: Mapping[str, Any] = {"use_vllm": True, "vllm_mode": "server"}
+_EPISODES = "rollout.episodes_per_batch"
+_URLS = "services.engine_urls"
+ROWS: Mapping[str, Row] = {
+    **with_defaults(
+        TRAINER_ARGUMENTS, learning_rate=1e-6, max_grad_norm=1.0, weight_decay=0.0, optim="adamw_torch_fused",
+        adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_type="linear", warmup_steps=0, seed=42,
+        logging_steps=10, save_steps=500, gradient_checkpointing=True,
+    ),
+    **REPORTING,
+    "model_name_or_path": plain("model.base"),
+    "use_peft": by(
+        _take_model, "model.trainer_mode", values={True: "lora", False: "full"}, default=False,
+        also=tuple(f"training.lora.{name}" for name in LORA_DEFAULTS),
+    ),
+    **{
+        f"lora_{name}": by(_take_model, f"training.lora.{name}", beside=_PEFT, default=default)
+        for name, default in LORA_DEFAULTS.items()
+    },
+    "dtype": by(_take_model, "model.dtype", beside=_PEFT, note="trained weights stay float32", default="float32"),
+    "load_in_4bit": by(_take_model, "model.trainer_mode", values={True: "qlora"}, beside=_PEFT),
+    "load_in_8bit": by(
+        _take_model, "model.quantization", "model.trainer_mode", values={True: ("int8", "qlora")}, beside=_PEFT
+    ),
+    "num_generations": count("training.group_size", default=8),
+    "per_device_train_batch_size": by(_take_batches, "training.batch_size", also=(_EPISODES,), default=8),
+    "gradient_accumulation_steps": by(
+        _take_batches, "training.gradient_accumulation_steps", also=(_EPISODES,), default=1
+    ),
+    "generation_batch_size": by(_take_batches, _EPISODES),
+    "steps_per_generation": by(_take_batches, _EPISODES, note="that many times training.batch_size episodes"),
+    "num_iterations": by(
+        _take_batches, "training.update_epochs",
+        note="passes over a batch; training.iterations_per_epoch counts batches", default=1,
+    ),
+    "max_steps": by(
+        _take_batches, "training.iterations_per_epoch", also=("training.num_epochs",),
+        note="ours counts batches of episodes, not optimizer steps", default=-1,
+    ),
+    "num_train_epochs": by(
+        _take_batches, "training.num_epochs", default=3.0,
+        note="an epoch here is training.iterations_per_epoch batches",
+    ),
+    "importance_sampling_level": by(_take_objective, "algorithm.variety", values=_VARIETIES, default="token"),
+    "epsilon": by(_take_objective, "loss.clip_low", "loss.clip_high", default=0.2),
+    "epsilon_high": by(_take_objective, "loss.clip_high"),
+    "loss_type": by(
+        _take_objective, "loss.aggregation", values=_AGGREGATIONS, also=("loss.norm_length", "advantages.scale"),
+        advice={"dr_grpo": 'loss.aggregation = "dr_grpo", loss.norm_length = max_completion_length'}, default="dapo",
+    ),
+    "delta": number("loss.dual_clip"),
+    "scale_rewards": by(_take_objective, "advantages.scale", values=_SCALES, default="group"),
+    "entropy_coef": by(_take_objective, "loss.entropy_coef", default=0.0),
+    "mask_truncated_completions": switch("rewards.overlong", "mask"),
+    "off_policy_mask_threshold": number("correction.off_policy_threshold"),
+    "max_completion_length": by(
+        _take_lengths, "rollout.max_output_tokens", also=("rollout.max_model_len",),
+        note="ours is per turn; rollout.max_model_len bounds the episode", default=512,
+    ),
+    "max_prompt_length": by(
+        _take_lengths, "rollout.max_model_len",
+        advice="prompts are not cut; rollout.max_model_len bounds prompt and answers together",
+    ),
+    **with_defaults(POLICY, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0),
+    "beta": by(_take_reference, "loss.kl_coef", also=("loss.kl_importance_weighted",), default=0.0),
+    "use_bias_correction_kl": by(_take_reference, "loss.kl_importance_weighted", beside={"beta": 0.04}, default=True),
+    "sync_ref_model": by(
+        _take_reference, "reference.update_every_n_iters", "reference.source",
+        advice={True: 'reference.update_every_n_iters = 1 or more, reference.source = "copy"',
+                False: "nothing: the reference is frozen by default"},
+    ),
+    "ref_model_sync_steps": by(
+        _take_reference, "reference.update_every_n_iters", beside=_SYNC, note="ours counts iterations", default=512,
+    ),
+    "ref_model_mixup_alpha": by(_take_reference, note="the reference becomes the policy, unmixed", default=0.6),
+    "use_vllm": by(
+        _take_vllm, "rollout.engine", values={True: "vllm"},
+        also=("vllm.gpu_memory_utilization", "vllm.tensor_parallel_size", "correction.level", "correction.mode",
+              "correction.high", "correction.low"),
+    ),
+    "vllm_mode": by(
+        _take_vllm, _URLS, beside=_VLLM, also=("vllm.gpu_memory_utilization", "vllm.tensor_parallel_size"),
+        advice='write services.engine_urls for "server"; vLLM in this process is the other', default="colocate",
+    ),
+    **{
+        f"vllm_server_{name}": by(
+            _take_vllm, _URLS, beside=_SERVER, default=default,
+            advice='write services.engine_urls = ["http://HOST:PORT"]',
+        )
+        for name, default in (("host", "0.0.0.0"), ("port", 8000), ("base_url", None))
+    },
+    "vllm_gpu_memory_utilization": by(_take_vllm, "vllm.gpu_memory_utilization", beside=_VLLM, default=0.3),
+    "vllm_tensor_parallel_size": by(_take_vllm, "vllm.tensor_parallel_size", beside=_VLLM, default=1),
+    "vllm_enable_sleep_mode": by(_take_vllm, "vllm.sleep_while_learning", beside=_VLLM),
+    "vllm_max_model_length": by(_take_vllm, "rollout.max_model_len", beside=_VLLM),
+    "vllm_importance_sampling_correction": by(
+        _take_vllm, "correction.level", beside=_VLLM, also=("correction.mode", "correction.high", "correction.low"),
+        advice={True: 'correction.level = "trajectory"'}, note="a geometric mean here, not a product", default=True,
+    ),
+    "vllm_importance_sampling_mode": by(
+        _take_vllm, "correction.level", "correction.mode", values=_CORRECTIONS, beside=_VLLM,
+        also=("correction.low",), default="sequence_mask",
+    ),
+    "vllm_importance_sampling_cap": by(_take_vllm, "correction.high", beside=_VLLM),
+    "vllm_importance_sampling_clip_max": by(_take_vllm, "correction.high", beside=_VLLM, default=3.0),
+    "vllm_importance_sampling_clip_min": by(_take_vllm, "correction.low", beside=_VLLM),
+    "bf16": by(
+        _take_precision, advice={True: 'model.dtype = "bfloat16" (with lora)'}, note="autocast has no counterpart"
+    ),
+    "torch_compile": switch("model.torch_compile", True),
+    "use_liger_kernel": switch("model.liger_kernels", True),
+    "use_liger_loss": switch("model.liger_kernels", True),
+    "log_completions": switch("run.log_episodes_every_n_iters", 1, default=False),
+    "max_tool_calling_iterations": by(
+        _take_tool_turns, "rollout.max_turns", note="so many answers with tool calls, and one after them"
+    ),
+    "eval_steps": by(_take_evaluations, "evaluation.every_n_iters", note="ours counts iterations"),
+}  # fmt: skip
+TRL = System("TRL", ROWS, WITHOUT_COUNTERPART)

@@ -12,8 +12,8 @@ from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.config.apps import PolicyConfigSection
+from gspo_gym.config.defaults import KL_TERMS
 from gspo_gym.config.nested import POLICY_CONFIG
-from gspo_gym.config.problems import KL_TERMS
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, no_effect
 from gspo_gym.config.words import show

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.config.problems import KL_TERMS, VARIETIES
+from gspo_gym.config.defaults import KL_TERMS, VARIETIES
 from gspo_gym.config.words import Problem, show
-from gspo_gym.learning.settings import CorrectionSettings, RewardSettings
+from gspo_gym.learning.settings import LENGTH_WEIGHTED, WIDE_CLIP, CorrectionSettings, RewardSettings
 
 OTHER_KEYS = ".*"  # after the name of an open table: those of its keys that are not ours, as a table
 
@@ -54,13 +54,6 @@ def no_effect(key: str, default: Any, other: str, acts: Callable[[Any], bool], a
         return f"has no effect with {other} = {show(other_value)}: {advice}, or remove this"
 
     return Rule((key, other), check)
-
-
-# From here up, a clip on a sequence's ratio never acts: its logarithm is a mean over tokens, which stays within about
-# 1e-3 of 0 (arXiv 2507.18071, section 5.1, clips at 3e-4 and 4e-4).
-WIDE_CLIP = 0.05
-# Aggregations in which a long episode weighs more than a short one.
-LENGTH_WEIGHTED = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "bnpo", "dr_grpo", "dapo")
 
 
 def _unit_fits_variety(unit: str, variety: str) -> str | None:

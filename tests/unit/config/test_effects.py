@@ -415,11 +415,3 @@ def test_the_test_that_shows_an_effect_speaks_of_the_key():
         if not re.search(rf"\b{leaf}\b", text):
             silent.append(key)
     assert silent == []
-
-
-def test_what_the_table_of_parameters_says_is_tried_here_is_tried():
-    table = (ROOT / "configs" / "recipes" / "PARAMETERS.md").read_text(encoding="utf-8")
-    rows = [line for line in table.splitlines() if "::test_another_value_builds_something_else |" in line]
-    assert len(rows) > 60
-    keys = [re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)`", row) for row in rows]
-    assert [row for row, named in zip(rows, keys, strict=True) if named and not set(named) & set(OTHER)] == []

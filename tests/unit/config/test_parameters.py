@@ -1,119 +1,146 @@
-"""The table of every parameter of the five origins: none is missing, and what it says of each of them is so."""
+"""configs/recipes/PARAMETERS.md is what the table of other trainers' keys says, and every row says what is so."""
+
+from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from gspo_gym.cli.config_from import translate
+from gspo_gym.config.foreign.draft import System
+from gspo_gym.config.foreign.table import HINTS, SYSTEMS
+from gspo_gym.config.nested import flatten
+from gspo_gym.config.parameters import TRIED, hosted_keys, hosted_statement, parameters
+from gspo_gym.config.problems import explain, secret_problem
 from gspo_gym.config.reference import leaf_keys
+from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
+from gspo_gym.config.words import look_up
+from gspo_gym.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-TABLE = (ROOT / "configs" / "recipes" / "PARAMETERS.md").read_text(encoding="utf-8")
-# Counted by hand in the five documents: keys, constructor arguments, methods and functions with theirs.
-COUNTS = {
-    "The hosted trainer's TOML reference": 3 + 2 + 3 + 5 + 2 + 5 + 4 + 9 + 3 + 10 + 6 + 5 + 4 + 3 + 3 + 9,
-    "ROLL": 18,
-    "AgileRL 2.7: the constructor": 48,
-    "AgileRL 2.7: methods, environments and functions": 23,
-    "stateset-agents": 33,
-    "Unsloth / TRL": 23,
-}
-# The constructor's arguments, from its signature.
-AGILERL = """pad_token_id pad_token model_name actor_network model_config hp_config index batch_size beta lr clip_coef
-max_grad_norm update_epochs group_size temperature repetition_penalty top_p top_k min_p use_memory_efficient_params
-calc_position_embeddings micro_batch_size_per_gpu max_output_tokens min_output_tokens max_model_len
-hf_generate_chunk_size lora_config cosine_lr_schedule_config accelerator device wrap clone use_vllm vllm_config seed
-gradient_checkpointing torch_compiler use_liger_loss use_kl_advantage_shaping adv_norm use_separate_reference_adapter
-whiten_advantages adv_clip_range filter_zero_adv adv_filter_eps reduce_memory_peak use_fused_linear_logprobs
-cast_logprobs_to_fp32"""
+README = (ROOT / "configs" / "recipes" / "README.md").read_text(encoding="utf-8")
+HOSTED_FILES = sorted((Path(__file__).parent / "hosted_configs").glob("*.toml"))
+Values = dict[str, Any]
 
+# Keys of ROLL that choose its agentic pipeline, which reads other keys in its own way.
+AGENTIC = ("val_env_manager", "custom_envs")
 
-def sections():
-    """Title -> rows of (parameter, where, test)."""
-    found = {}
-    for part in TABLE.split("\n## ")[1:]:
-        head, *lines = part.splitlines()
-        title, number = head.rsplit(": ", 1)
-        rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")][1:]
-        assert len(rows) == int(number), title
-        found[title] = rows
-    return found
-
-
-def is_key(name):
-    """Whether our configuration has such a key, or such a section of keys."""
-    return any(f"{key}.".startswith(f"{name}.") for key in leaf_keys())
-
-
-ROWS = [row for rows in sections().values() for row in rows]
-
-
-def test_all_of_them_are_there():
-    assert {title: len(rows) for title, rows in sections().items()} == COUNTS
-    assert f"{sum(COUNTS.values())} in all." in TABLE
-    assert [row[0] for row in sections()["AgileRL 2.7: the constructor"]] == AGILERL.split()
-
-
-def keys_of(where):
-    return [name for name in re.findall(r"`([^`]+)`", where) if re.fullmatch(r"[a-z]+(\.[a-z_0-9]+)+", name)]
-
-
-def test_every_key_that_a_row_names_exists():
-    assert [(row[0], key) for row in ROWS for key in keys_of(row[1]) if not is_key(key)] == []
-
-
-def test_every_name_of_code_that_a_row_names_exists():
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "gspo_gym").rglob("*.py"))
-    source += (ROOT / "envs" / "__init__.py").read_text(encoding="utf-8")
-    names = {
-        name for row in ROWS for name in re.findall(r"`([A-Z]\w+|[a-z]+_\w+)(?:\.\w+)?`", row[1]) if "." not in name
-    }
-    assert len(names) >= 8
-    assert [name for name in sorted(names) if not re.search(rf"(?:(?:def|class) |gspo_gym/){name}\b", source)] == []
-
-
-def test_every_test_that_a_row_names_exists_and_speaks_of_the_parameter():
-    """Not only there: a row about a key names a test in whose file that key, or the setting that it becomes, occurs."""
-    silent = []
-    for parameter, where, test in ROWS:
-        file_name, name = test.split("::")
-        text = (ROOT / "tests" / file_name).read_text(encoding="utf-8")
-        assert f"def {name}(" in text, test
-        leaves = [key.rpartition(".")[2] for key in keys_of(where)]
-        words = [
-            *leaves,
-            *(re.sub(r"^(step_rewards|event_rewards|scoring|wandb)_", "", leaf) for leaf in leaves),
-            parameter,
-        ]
-        if leaves and not any(re.search(rf"\b{re.escape(word)}\b", text) for word in words):
-            silent.append((parameter, test))
-    assert silent == [
-        # the trajectories of gspo_token, which no key of a file names there
-        ("use_gspo_token (train_with_gspo_token)",
-         "unit/learning/test_credit_reaches_turns.py::test_a_turns_reward_moves_the_tokens_before_it_and_no_others"),
-    ]  # fmt: skip
-
-
-# What a row says is refused to run, and a configuration that is.
-TWO_LEARN = {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2}}
-REFUSED = {
-    "compute.nodes": {"compute": {"gpu_count": 1, "nodes": 2}},
-    "topology.gpus_for_training": {
-        "compute": {"gpu_count": 3},
-        "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2},
-    },
-    "accelerator": TWO_LEARN,
+# Values that are tried of any key: texts, numbers, switches and lists, of which one at least is no default.
+TRIES = (True, False, 7, 64, 0.5, 1.5, "text", ["up_proj"])
+# Of keys that take none of them, or of which they do not show everything.
+OWN_TRIES: Mapping[str, tuple[Any, ...]] = {
+    "chat_template_kwargs": ({"enable_thinking": False},),
+    "report_to": ("wandb",),
+    "warmup_steps": (5, 0.5),
+    "max_completion_length": (100,),
+    "max_prompt_length": (100,),
+    "prompt_length": (100,),
+    "vllm_importance_sampling_correction": (False,),
+    "vllm_mode": ("server",),
+    "dtype": ("bfloat16", "fp16", "bf16", "fp32"),
+    "train_env_manager": ({"group_size": 8},),
+    "reward_normalization": ({"method": "mean_std"},),
+    "model_config": ({"dtype": "bfloat16"},),
+    "clip_coef": ([0.5, 1.5],),
+    "lora_config": ({"r": 8},),
+    "vllm_config": (
+        {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "sleep_mode": True, "dtype": "bfloat16"},
+    ),
+    "cosine_lr_schedule_config": ({"num_epochs": 10, "warmup_proportion": 0.05},),
 }
 
 
-def test_what_the_table_says_is_refused_is_refused_and_nothing_else(make):
-    assert [row[0] for row in ROWS if "refused to run" in row[1]] == list(REFUSED)
-    assert "this version" not in TABLE
-    for parameter, changes in REFUSED.items():
-        assert missing_machinery(make(changes).sections), parameter
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of sections by their dotted names; a departure that is acknowledged follows from the others."""
+    for key, value in values.items():
+        if isinstance(value, dict) and prefix + key in ("rollout.policy_config", "training.lora", "training"):
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, dict) and not prefix:
+            yield from flat(value, f"{key}.")
+        elif prefix + key != "algorithm.acknowledge":
+            yield prefix + key, value
 
 
-def test_a_judge_vllm_and_a_served_reference_are_not_refused(make):
-    """Rows about them once said so, and were false."""
+def tried(command: str, key: str, system: System, beside: Mapping[str, Any]) -> Iterator[tuple[Any, Values, Values]]:
+    """A value of their key, our keys that it changes with what they become, and all our keys."""
+    without = dict(flat(translate(command, dict(beside)).values))
+    for value in (*system.rows[key].values, *OWN_TRIES.get(key, TRIES)):
+        try:
+            with_it = dict(flat(translate(command, {**beside, key: value}).values))
+        except ConfigError:
+            continue
+        names = [name for name in {**without, **with_it} if without.get(name) != with_it.get(name)]
+        yield value, {name: with_it.get(name) for name in names}, with_it
+
+
+def test_the_page_is_current() -> None:
+    page = (ROOT / "configs" / "recipes" / "PARAMETERS.md").read_text(encoding="utf-8")
+    assert page == parameters(), "run: gspo-gym config parameters > configs/recipes/PARAMETERS.md"
+
+
+@pytest.mark.parametrize("command", SYSTEMS)
+def test_a_translated_key_changes_what_its_row_names_and_nothing_else(command: str) -> None:
+    system, wrong = SYSTEMS[command], {}
+    for key, row in system.rows.items():
+        changed: set[str] = set()
+        for value, changes, ours in tried(command, key, system, row.beside):
+            changed |= set(changes)
+            if value in (None, *row.values):
+                expected = row.assigned(value)
+            else:
+                expected = dict.fromkeys(row.ours, value) if row.read is not None and not row.values else {}
+            if any(ours.get(name) != meant for name, meant in expected.items()):
+                wrong[f"{key} = {value!r}"] = {name: ours.get(name) for name in expected}
+        if changed != {*row.ours, *row.also}:
+            wrong[key] = changed
+        if row.beside and any(changes for _, changes, _ in tried(command, key, system, {})):
+            wrong[f"{key} alone"] = "acts"
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("command", SYSTEMS)
+def test_a_key_that_is_left_out_is_left_out_with_that_reason_and_changes_nothing(command: str) -> None:
+    silent, agentic = translate(command, {}), translate(command, {"ratio_type": "token"})
+    for key, (default, why) in SYSTEMS[command].without_counterpart.items():
+        translation = translate(command, {key: {"a": 1}})
+        assert translation.left_out == (f"{key} = {{'a': 1}}: {why}",)
+        assert translation.values == (agentic if key in AGENTIC else silent).values
+        assert translate(command, {key: default}).left_out == ()
+
+
+def test_a_foreign_name_in_a_file_of_ours_is_an_error_that_says_what_the_table_says(
+    problems: Callable[[Values], list[str]],
+) -> None:
+    given = {f"training.{name}": "text" for name in HINTS if secret_problem(name, "text") is None}
+    assert sorted(problems(given)) == sorted(f"{key}: {explain(key, 'text')}" for key in given)
+
+
+def test_every_key_of_the_hosted_trainer_is_taken_as_it_is(make: Callable[[Values], RunConfig]) -> None:
+    taken: set[str] = set()
+    tracks = make({"judge": {"options": {"tracks": ["progress"]}}}).model_dump(mode="json", exclude_unset=True)
+    valid = [
+        path for path in HOSTED_FILES if path.stem not in ("crafter_vision_model", "uneven_batches", "math_any_case")
+    ]
+    for sections in (tracks, *(tomllib.loads(path.read_text(encoding="utf-8")) for path in valid)):
+        config, given = RunConfig.from_dict(sections).model_dump(mode="json"), flatten(sections).values
+        for key in hosted_keys():
+            if (value := look_up(given, key)) is not None:
+                kept = look_up(config, key)
+                kept = {name: kept[name] for name in value} if key == "rollout.policy_config" else kept
+                assert value in (kept, [kept]), key  # a list of one name, "all-linear", is that name
+                taken.add(key)
+    assert set(hosted_keys()) - taken == set()
+
+
+def test_what_the_page_says_is_refused_is_refused_and_nothing_else(make: Callable[[Values], RunConfig]) -> None:
+    assert [key for key in hosted_keys() if "refused" in hosted_statement(key)] == [
+        k for k in hosted_keys() if k in TRIED
+    ]
     judge = {
         "enabled": True,
         "reward_blend": {"env": 0.5, "event": 0.25, "outcome": 0.25},
@@ -125,5 +152,15 @@ def test_a_judge_vllm_and_a_served_reference_are_not_refused(make):
     assert missing_machinery(make({"judge": judge, **split}).sections) == []
 
 
-def test_every_key_of_the_hosted_reference_is_a_key_of_ours():
-    assert [row[0] for row in sections()["The hosted trainer's TOML reference"] if not is_key(row[0])] == []
+def test_every_key_and_every_name_of_code_that_the_recipes_pages_name_exists() -> None:
+    """PARAMETERS.md, and the hand-written table of what is no key: methods, classes and options."""
+    table = README.split("## What is no key")[1].split("## Papers")[0]
+    rows = [line.rpartition(" | ")[2] for line in (parameters() + table).splitlines() if line.startswith("| ")]
+    named = [name for row in rows for name in re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)`", row)]
+    assert len(named) > 150
+    assert [name for name in named if not any(f"{key}.".startswith(f"{name}.") for key in leaf_keys())] == []
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "gspo_gym").rglob("*.py"))
+    source += (ROOT / "envs" / "__init__.py").read_text(encoding="utf-8")
+    code = set(re.findall(r"`([A-Z]\w+|[a-z]+_\w+)(?:\.\w+)?`", table))
+    assert len(code) >= 8
+    assert [name for name in sorted(code) if not re.search(rf"(?:(?:def|class) |gspo_gym/){name}\b", source)] == []

@@ -6,7 +6,7 @@ ROLL is no package, so that no test can ask it: the table is the reading of alib
 import pytest
 
 from gspo_gym.cli.config_from import Wanted, translate
-from gspo_gym.config.foreign.roll import DEFAULTS
+from gspo_gym.config.foreign.roll import ROLL
 from gspo_gym.errors import ConfigError
 
 BASE = "roll/configs/base_config.py@0a6a47e5afdc97749b353425b54f45296d9df3ff"
@@ -63,13 +63,13 @@ def value_at(values, key):
 @pytest.mark.parametrize(("theirs", "default", "source", "ours"), READ, ids=[row[0] for row in READ])
 def test_an_empty_file_becomes_what_rolls_source_says(theirs, default, source, ours):
     values = translate("roll", {}).values
-    assert DEFAULTS[theirs] == default, source
+    assert ROLL.defaults[theirs] == default, source
     for key, expected in ours.items():
         assert value_at(values, key) == expected, f"{key}: {source}"
 
 
 def test_every_default_that_is_translated_was_read_somewhere():
-    assert set(DEFAULTS) == {theirs for theirs, *_ in READ}
+    assert set(ROLL.defaults) == {theirs for theirs, *_ in READ}
 
 
 LORA = {"actor_train": {"model_args": {"lora_target": "q_proj, v_proj"}}}

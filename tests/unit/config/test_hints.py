@@ -11,8 +11,9 @@ import pytest
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from gspo_gym.config.foreign.table import HINTS
+from gspo_gym.config.problems import explain
 from gspo_gym.config.reference import leaf_keys
-from gspo_gym.config.retired import FOREIGN, explain
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.words import describe, sections_of
 
@@ -21,28 +22,22 @@ SECTIONS = {key.rsplit(".", 1)[0] for key in KEYS}
 
 
 def test_every_key_that_is_recommended_exists() -> None:
-    for name, foreign in FOREIGN.items():
-        texts = [*foreign.keys, *foreign.values.values(), foreign.note]
+    for name, (_, row) in HINTS.items():
+        texts = [
+            *row.ours,
+            *row.also,
+            *([row.advice] if isinstance(row.advice, str) else row.advice.values()),
+            row.note,
+        ]
         named = [key for text in texts for key in re.findall(r"\b[a-z]+\.[a-z_]+(?:\.[a-z_]+)*(?= =|\b)", text)]
-        assert foreign.keys or foreign.note, name
-        unknown = [key for key in named if key not in SECTIONS | KEYS]
-        assert unknown == [], name
+        assert row.ours or row.advice or row.note, name
+        assert [key for key in named if key not in {*SECTIONS, *KEYS, "metrics.jsonl"}] == [], name
 
 
 def test_no_foreign_name_is_also_a_key_of_the_section_that_it_would_stand_in() -> None:
-    known = {key.rsplit(".", 1)[1] for key in KEYS}
-    assert set(FOREIGN) & known == set()
-    assert len(FOREIGN) >= 100
-
-
-def test_the_values_that_are_recommended_are_among_those_that_the_key_takes() -> None:
-    texts = [text for foreign in FOREIGN.values() for text in (*foreign.values.values(), foreign.note)]
-    recommended = [pair for text in texts for pair in re.findall(r'([a-z_]+\.[a-z_.]+) = "([a-z0-9_-]+)"', text)]
-    assert len(recommended) > 50
-    sections = dict(sections_of(RunConfig))
-    for key, value in recommended:
-        section, name = key.rsplit(".", 1)
-        assert f'"{value}"' in describe(sections[section].model_fields[name]), key
+    known = {key.rsplit(".", 1)[1] for key in KEYS} | {section.split(".")[0] for section in SECTIONS}
+    assert set(HINTS) & known == set()
+    assert len(HINTS) >= 400
 
 
 @pytest.mark.parametrize(
@@ -142,9 +137,9 @@ def assignments(text: str) -> list[tuple[str, Any]]:
 def test_following_the_advice_is_always_valid() -> None:
     """For each foreign name, each of its own values and one of a renamed key: what is advised is what our key takes."""
     advised = 0
-    for name, foreign in FOREIGN.items():
-        values = [*foreign.values, *([sample(foreign.keys[0])] if foreign.keys and not foreign.values else [])]
-        for value in values or [True]:
+    for name, (_, row) in HINTS.items():
+        values = [*row.values, *(() if isinstance(row.advice, str) else row.advice)]
+        for value in values or ([sample(row.ours[0])] if row.ours else [True]):
             text = explain(f"training.{name}", value)
             assert text is not None
             assert text.startswith(name)
