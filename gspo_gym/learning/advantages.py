@@ -3,9 +3,7 @@
 An advantage says how much better an episode (or what follows a turn) was than what it is compared with. Notation: G
 episodes of a group, R_i the return of episode i, G_ik its return-to-go from turn k, 0 after its last turn.
 
-Mean and standard deviation of every return of a run so far, in four numbers.
-
-A value: `updated` gives the next one and leaves this one as it is, so that a step which fails has changed nothing.
+`RunningReturns` holds mean and standard deviation of every return of a run so far.
 """
 
 from __future__ import annotations
@@ -24,7 +22,9 @@ from gspo_gym.types import Float32Array
 
 @dataclass(frozen=True, slots=True)
 class RunningReturns:
-    """What is known of the values seen so far; plain numbers, so that a checkpoint holds them exactly.
+    """Statistics of the values seen so far; plain numbers, which a checkpoint holds exactly.
+
+    It is a value: `updated` returns the next one, and a step that fails has changed nothing.
 
     Attributes:
         count: values seen. mean: of them.
@@ -43,10 +43,10 @@ class RunningReturns:
         return math.sqrt(self.squared_deviations / (self.count - 1)) if self.count > 1 else 0.0
 
     def updated(self, values: NDArray[np.float64], *, magnitude: float) -> RunningReturns:
-        """With these values, too.
+        """Return the statistics with these values, too.
 
         Welford's update for many values at once (Chan, Golub, LeVeque 1983, eq. 1.5): sums of squares are never
-        subtracted from each other, so that returns around a million keep a deviation of one.
+        subtracted from each other: returns around a million keep a deviation of one.
         """
         if not len(values):
             return self
@@ -73,7 +73,7 @@ class BatchAdvantages:
 
     Attributes:
         values: one float32 array [num_turns] per episode, group after group.
-        constant_groups: per group, whether nobody did better than anybody else in it.
+        constant_groups: per group, whether all its episodes did equally well.
         running: the statistics given, with this batch's.
     """
 
@@ -85,17 +85,17 @@ class BatchAdvantages:
 def batch_advantages(
     groups: Sequence[Sequence[Returns]], settings: AdvantageSettings, running: RunningReturns | None = None
 ) -> BatchAdvantages:
-    """Advantages (x - baseline) / scale of the episodes of some groups, each of one task and of at least one episode.
+    """Return advantages (x - baseline) / scale of the episodes of groups, each of one task and at least one episode.
 
     Level "trajectory" (arXiv 2507.18071, the equation of the group-based advantage, is baseline and scale "group"):
     x = R_i, and every turn of episode i gets the result. Level "turn" (ours): x = G_ik, turn by turn. Baseline and
     scale are chosen independently; at level "turn" they are taken at the same turn k, where an episode that had ended
-    counts with the 0 that its future was worth: comparing only those who still play would punish whoever plays on.
+    counts with the 0 that its future was worth: comparing only those that still play would punish playing on.
 
     Baseline: "group", the mean over the group; "leave_one_out", the mean over the siblings j != i, which depends on
-    nothing that episode i did, so that the expected gradient is that of the returns alone ("group" is (G-1)/G of it);
+    nothing that episode i did: the expected gradient is that of the returns alone ("group" is (G-1)/G of it);
     "batch", the mean over all episodes of the batch; "running", the mean of every x of the run so far, this batch's
-    included, at level "turn" over all turns that were played and whatever their number; "none", 0 (REINFORCE).
+    included, at level "turn" over all turns that were played, whatever their number; "none", 0 (REINFORCE).
 
     Scale: the standard deviation, with Bessel's correction, of the same sets, or 1 for "none"; no epsilon is added,
     because what does not vary is set to zero instead. At level "turn" the scale of "group" and "batch" is the largest
@@ -125,7 +125,7 @@ def batch_advantages(
 
 
 def is_constant(group: Sequence[Returns], settings: AdvantageSettings) -> bool:
-    """Whether nobody in a group did better than anybody else: one episode or none, or returns that differ by rounding.
+    """Return whether a group's episodes did equally well: one or none, or returns that differ by rounding.
 
     At level "turn" every turn's returns-to-go must be alike. Such a group teaches nothing when it is compared with
     itself (baseline "group" or "leave_one_out").
@@ -137,7 +137,7 @@ def is_constant(group: Sequence[Returns], settings: AdvantageSettings) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spread:
-    """How the values of a set of episodes lie; K columns, one a turn, or one in all at level "trajectory".
+    """Spread of the values of a set of episodes; K columns, one a turn, or one in all at level "trajectory".
 
     Attributes:
         mean: [K]. varies: [K] bool, by more than rounding. std: the largest of a varying column; 0 if there is none.
@@ -149,7 +149,7 @@ class _Spread:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], magnitudes: NDArray[np.float64]) -> _Spread:
-        """The spread of values [n, K] that were summed from rewards of these `magnitudes` [n, K]; see `_rounding`.
+        """Return the spread of values [n, K], summed from rewards of these `magnitudes` [n, K]; see `_rounding`.
 
         n is at least 1; of one episode nothing varies.
         """
@@ -166,7 +166,7 @@ class _Spread:
 
 
 def _rounding(magnitudes: NDArray[np.float64], means: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[K] the largest difference that rounding may have made.
+    """Return [K] the largest differences that rounding may have made.
 
     Two episodes that both earned "1", one of them as 1 + 1.2e-7 from float32 arithmetic upstream, must not get
     advantages of +-0.7, which dividing by their std would give. So differences up to 1e-6 are none: rewards are of
@@ -181,7 +181,7 @@ def _rounding(magnitudes: NDArray[np.float64], means: NDArray[np.float64]) -> ND
 def _compare(
     values: NDArray[np.float64], settings: AdvantageSettings, spreads: Mapping[str, _Spread]
 ) -> NDArray[np.float64]:
-    """[n, K] advantages of a group's values; entries past an episode's end are not used."""
+    """Return [n, K] advantages of a group's values; entries past an episode's end are not used."""
     advantages = values
     if settings.baseline == "leave_one_out":
         others = (values.sum(axis=0) - values) / max(len(values) - 1, 1)  # alone, nothing varies and nothing is used
@@ -196,7 +196,7 @@ def _compare(
 
 
 def _table(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
-    """[N, K] of what is compared: the returns (K = 1), or the returns-to-go with 0 after an episode's last turn."""
+    """Return [N, K] values to compare: returns (K = 1), or returns-to-go with 0 after an episode's last turn."""
     if level == "trajectory":
         return np.array([[r.episode_return] for r in returns])
     table = np.zeros((len(returns), max(len(r.to_go) for r in returns)))
@@ -206,7 +206,7 @@ def _table(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
 
 
 def _magnitudes(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
-    """[N, K] sums of sizes, of the rewards behind each entry of `_table`.
+    """Return [N, K] sums of the sizes of the rewards behind each entry of `_table`.
 
     At level "turn" the rewards are taken to be the differences of the returns-to-go, which they are without a discount.
     """
@@ -222,6 +222,6 @@ def _updated(running: RunningReturns, returns: Sequence[Returns], level: str) ->
 
 
 def _per_turn(row: NDArray[np.float64], num_turns: int) -> Float32Array:
-    """The advantages of an episode's turns: its own columns, or its only one for each of them."""
+    """Return the advantages of an episode's turns: one column each, or the only one for all."""
     per_turn = np.repeat(row, num_turns) if len(row) == 1 else row[:num_turns]
     return per_turn.astype(np.float32)

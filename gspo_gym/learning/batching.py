@@ -71,7 +71,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch(TokenBatch):
-    """A TokenBatch that knows how good its tokens were.
+    """A TokenBatch with advantages.
 
     Attributes:
         advantages: [B, T] float32, of the turn that sampled the token; 0 where action_mask is False.
@@ -108,14 +108,13 @@ class LabelledBatch(TrainBatch):
 
 @dataclass(frozen=True, slots=True)
 class BatchCounts:
-    """What became of the trajectories of some groups.
+    """Counts of groups and their trajectories by how they were used.
 
     Attributes:
-        num_groups: groups of which a trajectory took part. num_constant_groups: of these, where nobody did better than
-            anybody else.
+        num_groups: groups with a trajectory that took part. num_constant_groups: of these, where all did equally well.
         num_trajectories: that entered the batch. num_skipped: that took no part, because they hold no turn.
-            num_untrained: that took part in the statistics and not in the batch, because no token of theirs is trained
-            on. num_filtered: the same, because of filter_eps.
+            num_untrained: that took part in the statistics and not in the batch, because none of their tokens is
+            trained on. num_filtered: the same, because of filter_eps.
         num_overlong: of those that took part, cut off by a limit.
     """
 
@@ -156,11 +155,11 @@ def build_batch(
 ) -> BuiltBatch:
     """Return the trajectories of all groups with their advantages, in order; None for settings: their defaults.
 
-    A trajectory without a turn takes no part, neither in the batch nor in its group's statistics: there is nothing that
-    the policy did. One with turns of which no token is trained on takes part in the statistics alone. Tokens after a
-    segment's last sampled one are left out, for nothing depends on them. One with |advantage| <= filter_eps at all its
-    turns takes part in the statistics and then leaves. One that is overlong, where `rewards.overlong` is "mask", stays
-    and is marked. `known_returns`, by trajectory id, were computed before under the same settings.
+    A trajectory without a turn takes no part, neither in the batch nor in its group's statistics: the policy did
+    nothing. If it has turns and none of their tokens is trained on, it takes part in the statistics alone. Tokens after
+    a segment's last sampled one are left out, for nothing depends on them. A trajectory with |advantage| <= filter_eps
+    at all its turns takes part in the statistics and then leaves. An overlong one, where `rewards.overlong` is "mask",
+    stays and is marked. `known_returns`, by trajectory id, were computed before under the same settings.
 
     Raises:
         UnscoredError: a trajectory that takes part has no reward.
@@ -218,7 +217,7 @@ def _lay_out(
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
-    """The segments of these trajectories that hold a sampled token, as rows; trajectory i keeps the number i.
+    """Return the segments of these trajectories that hold a sampled token, as rows; trajectory i keeps the number i.
 
     Raises:
         RecordError: there is no trajectory, or one without a sampled token.
@@ -252,7 +251,7 @@ def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
 
 
 def select_trajectories(batch: AnyBatch, trajectories: Iterable[int]) -> AnyBatch:
-    """A batch of only these trajectories, renumbered 0.. in the order given, padded no wider than they need.
+    """Return a batch of only these trajectories, renumbered 0.. in the order given, padded no wider than they need.
 
     Rows keep their order.
     """
@@ -270,23 +269,23 @@ def select_trajectories(batch: AnyBatch, trajectories: Iterable[int]) -> AnyBatc
 
 
 def split_minibatches(batch: AnyBatch, size: int | None, generator: np.random.Generator) -> list[AnyBatch]:
-    """The batch in parts of at most `size` trajectories, drawn at random without replacement; None: one part.
+    """Return the batch in parts of at most `size` trajectories, drawn at random without replacement; None: one part.
 
-    Parts differ by at most one trajectory, so that no step rests on a small remainder. One part keeps the order.
+    One part keeps the order.
     """
     if size is None or size >= batch.num_trajectories:
         return [batch]
     order = generator.permutation(batch.num_trajectories)
+    # As even as possible, so that no step rests on a small remainder.
     num_parts = -(-batch.num_trajectories // size)
     return [select_trajectories(batch, np.sort(part).tolist()) for part in np.array_split(order, num_parts)]
 
 
 def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
-    """The batch in parts of at most `max_tokens` padded tokens each.
+    """Return the batch in parts of at most `max_tokens` padded tokens each.
 
     All rows of a trajectory stay together, because they may share an importance ratio; a trajectory that is larger
-    than `max_tokens` by itself makes a part of its own. Trajectories are sorted by their longest row, longest first, so
-    that parts hold rows of similar length and the largest part comes first (memory runs out at once or never).
+    than `max_tokens` by itself makes a part alone.
 
     Raises:
         ConfigError: max_tokens < 1.
@@ -298,6 +297,7 @@ def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
         lengths[trajectory].append(length)
     parts: list[list[int]] = []
     rows_in_part = width = 0
+    # The longest first: parts hold rows of similar length, and memory runs out in the first part or never.
     for trajectory in sorted(range(len(lengths)), key=lambda i: -max(lengths[i])):
         if not parts or (rows_in_part + len(lengths[trajectory])) * width > max_tokens:
             parts.append([])
@@ -308,22 +308,22 @@ def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
 
 
 def to_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
-    """The same batch with its tensors on `device`."""
+    """Return the same batch with its tensors on `device`."""
     return dataclasses.replace(batch, **{name: value.to(device) for name, value in _tensors_of(batch).items()})
 
 
 def _unfiltered(values: Sequence[Float32Array], eps: float | None) -> list[int]:
-    """The numbers of the trajectories that have an advantage beyond eps at some turn."""
+    """Return the numbers of the trajectories that have an advantage beyond eps at some turn."""
     return [i for i, value in enumerate(values) if eps is None or np.abs(value).max() > eps]
 
 
 def _used_length(segment: Segment) -> int:
-    """Tokens up to and including the last sampled one."""
+    """Return the number of tokens up to and including the last sampled one."""
     return int(np.flatnonzero(segment.action_mask)[-1]) + 1
 
 
 def _spread(advantages: Sequence[Float32Array], turn_index: Tensor, trajectory_index: Tensor) -> Tensor:
-    """Per-turn advantages of each trajectory -> [B, T] float32 by the turn that sampled each token, 0 elsewhere."""
+    """Return [B, T] float32: the advantage of the turn that sampled each token, 0 elsewhere."""
     spread = np.zeros(turn_index.shape, np.float32)
     turns = turn_index.numpy()
     for row, trajectory in enumerate(trajectory_index.tolist()):

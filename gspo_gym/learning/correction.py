@@ -9,12 +9,9 @@ above it is truncated importance sampling; with what lies outside a range left o
 
 Weights multiply the policy term of the loss and change no denominator.
 
-Which sampled tokens of a batch belong together: those of a token, a turn, a segment or a trajectory.
-
-The alarm for an engine whose logprobs are not the learner's, although both claim the same weights.
-
-Stale keys and values, another temperature, precision or adapter, an update that was skipped, sampling truncated by a
-default nobody set: each changes the logprobs of the first batch it touches, and none raises anything by itself.
+`MismatchAlarm` is for an engine whose logprobs are not the learner's, although both claim the same weights. Stale keys
+and values, another temperature, precision or adapter, an update that was skipped, sampling truncated by a default: each
+changes the logprobs of the first batch it touches, and none raises anything by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class Correction:
 
     Attributes:
         weights: [B, T] >= 0, float32 or better, constants; 1 where nothing was sampled.
-        num_truncated: tokens whose w was above `high` and counts as `high`.
+        num_truncated: tokens with w above `high`, which counts as `high`.
         num_masked: tokens left out (weight 0), because their w was outside [low, high].
         num_off_policy: tokens left out by `off_policy_threshold`.
     """
@@ -49,7 +46,7 @@ class Correction:
 
 
 def correct(batch: LabelledBatch, logprobs: Tensor, settings: CorrectionSettings) -> Correction | None:
-    """The correction of a micro-batch whose present logprobs are these [B, T]; None: the settings ask for none.
+    """Return the correction of a micro-batch with these present logprobs [B, T]; None: the settings ask for none.
 
     `off_policy_threshold` (off-policy sequence masking, arXiv 2512.02556, as TRL has it but token by token) looks at
     the mean over the trajectory's tokens of log(rollout / now), which grows as the policy moves, and leaves out the
@@ -83,7 +80,7 @@ def correct(batch: LabelledBatch, logprobs: Tensor, settings: CorrectionSettings
 
 
 def pool_tokens(batch: TokenBatch, unit: str) -> Pools:
-    """The sampled tokens of a batch by "token", "turn", "segment" (a row) or "trajectory" (all its rows)."""
+    """Return the sampled tokens of a batch by "token", "turn", "segment" (a row) or "trajectory" (all its rows)."""
     mask = batch.action_mask
     trajectory = batch.trajectory_index[:, None].expand_as(mask)[mask]
     keys = {
@@ -103,7 +100,7 @@ MAX_KL_16_BITS = 0.01
 
 
 class MismatchAlarm:
-    """Judges every batch whose tokens were all sampled under the weights that the learner then scored them with.
+    """Alarm for batches that were sampled and labelled under the same weights, with different logprobs.
 
     Args:
         max_gap: largest |learner's - engine's logprob| of a trained token, nats; None: `MAX_GAP_FLOAT32`, or where the
@@ -119,7 +116,7 @@ class MismatchAlarm:
         self._num_in_a_row = 0
 
     def check(self, metrics: Mapping[str, float], *, sampled_under: Collection[int], version: int) -> str | None:
-        """What is wrong with a batch, in a sentence; None: nothing, or it cannot be judged.
+        """Return what is wrong with a batch, in a sentence; None: nothing, or it cannot be judged.
 
         `metrics` are the update's. A batch with older tokens in it, or without a trained token, is not judged: there a
         difference is what an update is for.
@@ -155,5 +152,5 @@ class MismatchAlarm:
 
 
 def has_16_bits(model: nn.Module) -> bool:
-    """Whether some of a model's weights are in 16 bits; then so are its logits' errors."""
+    """Return whether some of a model's weights are in 16 bits; then so are its logits' errors."""
     return any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())

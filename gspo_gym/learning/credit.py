@@ -30,7 +30,7 @@ _MAX_MAGNITUDE = 1e37  # float32, which advantages are, ends at 3.4e38
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Returns:
-    """What an episode earned.
+    """Returns of an episode.
 
     Attributes:
         episode_return: undiscounted sum of the turns' rewards, clipped. With the default settings, the same number as
@@ -51,7 +51,7 @@ def returns_of(
     rewards: RewardSettings | None = None,
     step_rewards: StepRewardSettings | None = None,
 ) -> Returns:
-    """The returns of one scored episode. A turn without a reward adds nothing; it was not scored, not punished.
+    """Return the returns of one scored episode. A turn without a reward adds nothing: it was not scored, not punished.
 
     `discount` is per turn and touches the returns-to-go only. Nothing is bootstrapped where an episode was cut off: a
     truncated episode is worth what it had earned, less the penalty where `rewards.overlong` is "penalize", which counts
@@ -92,9 +92,9 @@ def returns_of(
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Whether one of our limits cut the episode off: on turns, on context, or on the output tokens of its last turn.
+    """Return whether one of our limits cut the episode off: turns, context, or the output tokens of its last turn.
 
-    An environment that truncates an episode has a reason of its own, which is part of its task.
+    Where the environment truncates an episode, that is part of the task.
     """
     if trajectory.outcome in (Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW):
         return True
@@ -102,11 +102,9 @@ def is_overlong(trajectory: Trajectory) -> bool:
 
 
 def played(group: TrajectoryGroup) -> list[Trajectory]:
-    """The trajectories of a group in which the policy took a turn; in the others it did nothing.
-
-    Whether tokens of a turn are trained on does not matter: leaving out episodes that a task app played in a way that
-    cannot be trained on would move the mean with which the others are compared.
-    """
+    """Return the trajectories of a group in which the policy took a turn; in the others it did nothing."""
+    # Also those of which no token is trained on, such as some that a task app played: leaving them out would move the
+    # mean with which the others are compared.
     return [trajectory for trajectory in group.trajectories if trajectory.turns]
 
 
@@ -118,7 +116,7 @@ def turn_rewards(trajectory: Trajectory, settings: StepRewardSettings) -> tuple[
 
         reward = base + beta * (T - t) * [a name of this turn is new in the episode]
 
-    so that the same achievement is worth more the earlier it comes. `base` is, by strategy:
+    the same achievement is worth more the earlier it comes. `base` is, by strategy:
 
     - None (the hosted trainer's own composition): how many names of the turn are new (kind "unique") or how many it has
       (kind "absolute"), plus indicator_lambda if one is new;
@@ -177,7 +175,7 @@ def _multiplier(settings: StepRewardSettings) -> float:
 
 
 def _credit(names: list[str], num_credited: Counter[str], settings: StepRewardSettings) -> float:
-    """The weights of the names that are still below their limit; counts them in `num_credited`."""
+    """Return the weights of the names that are still below their limit, and count them in `num_credited`."""
     total = 0.0
     for name in names:
         limit = settings.k_limits.get(name, 1)

@@ -1,11 +1,7 @@
-"""What an update showed about itself: the micro-batch facts it leaves behind, and the metrics they amount to.
+"""The metrics of an update: the arithmetic from facts about micro-batches to numbers, and a sentence on each number.
 
-The learner fills a `Tally` while it works and reads it once. Nothing here feeds back into training; what the numbers
-mean is said in `metrics.METRICS`, and what to do about them by `gspo-gym doctor`.
-
-What an update reports, by name: `group/name` -> a sentence, and the arithmetic from sums to those numbers.
-
-Every mean says over what. Nothing here feeds back into training.
+The learner fills a `Tally` while it works and reads it once. Nothing here feeds back into training; `METRICS` says what
+the numbers mean, and `gspo-gym doctor` what to do about them.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from gspo_gym.learning.settings import LossSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineGap:
-    """How far the engine's logprobs of a micro-batch are from the learner's under the same weights; float64, nats.
+    """Distance of the engine's logprobs of a micro-batch from the learner's under the same weights; float64, nats.
 
     Attributes:
         log_ratios: [A] learner - engine, per sampled token. trajectory_means: [n] their mean over each trajectory.
@@ -40,7 +36,7 @@ class EngineGap:
 
     @classmethod
     def of(cls, batch: TrainBatch, logprobs: Tensor, unit: str) -> EngineGap:
-        """The gap to these logprobs [B, T] of the learner before the update."""
+        """Return the gap to these logprobs [B, T] of the learner before the update."""
         log_ratios = (logprobs.detach().double() - batch.rollout_logprobs.double())[batch.action_mask]
         trajectories = pool_tokens(batch, "trajectory")
         return cls(log_ratios, trajectories.mean(log_ratios), pool_tokens(batch, unit).num_tokens.double())
@@ -59,7 +55,7 @@ class PartFacts:
 
 
 class Tally:
-    """What the steps of one update amount to; filled while it runs, read once at its end."""
+    """Facts about the steps of one update; filled while it runs, read once at its end."""
 
     def __init__(self, settings: LossSettings) -> None:
         self._settings = settings
@@ -68,11 +64,11 @@ class Tally:
         self._num_empty_steps = 0
 
     def add_empty_step(self) -> None:
-        """Nothing of a minibatch had a gradient."""
+        """Count a minibatch without a gradient."""
         self._num_empty_steps += 1
 
     def add_step(self, parts: Sequence[PartFacts], report: StepReport) -> None:
-        """An attempted step; what a skipped one rested on is not counted."""
+        """Add an attempted step; the micro-batches of a skipped one are not counted."""
         self._reports.append(report)
         if not report.is_skipped:
             self._steps.append(parts)
@@ -88,7 +84,7 @@ class Tally:
         return len(self._reports) - len(self._steps)
 
     def metrics(self) -> dict[str, float]:
-        """Everything that `METRICS` explains about steps; what no step showed is left out."""
+        """Return all that `METRICS` explains about steps and that a step showed."""
         parts = [part for step in self._steps for part in step]
         metrics = loss_metrics([[part.loss for part in step] for step in self._steps])
         if parts:
@@ -110,7 +106,7 @@ class Tally:
 
 
 def engine_metrics(gaps: Sequence[EngineGap], settings: LossSettings) -> dict[str, float]:
-    """How far engine and learner are apart, and what that would do to the clip.
+    """Return how far engine and learner are apart, and what that would do to the clip.
 
     Noise of standard deviation sigma per token, independent from token to token, gives the mean over a unit of L tokens
     the standard deviation sigma / sqrt(L). Ours; no trainer that we know of reports it.
@@ -142,7 +138,7 @@ def effective_sample_fraction(log_weights: Tensor) -> float:
 
 
 def correction_metrics(corrections: Sequence[Correction], num_tokens: int) -> dict[str, float]:
-    """The shares of trained tokens whose weight was cut or set to 0, by reason."""
+    """Return the shares of trained tokens whose weight was cut or set to 0, by reason."""
     return {
         "correction/truncated_fraction": sum(c.num_truncated for c in corrections) / num_tokens,
         "correction/masked_fraction": sum(c.num_masked for c in corrections) / num_tokens,
@@ -151,7 +147,7 @@ def correction_metrics(corrections: Sequence[Correction], num_tokens: int) -> di
 
 
 def batch_metrics(batch: TrainBatch, trained: Sequence[TrainBatch]) -> Mapping[str, float]:
-    """The batch as it came, and the padding of the micro-batches that are trained on."""
+    """Return metrics of the whole batch, and the padding of the micro-batches that are trained on."""
     advantages = batch.advantages[batch.action_mask].double()
     has_advantage = torch.unique(batch.trajectory_index[batch.advantages.ne(0).any(1)])
     num_masked = len(torch.unique(batch.trajectory_index[batch.is_masked]))
@@ -246,7 +242,7 @@ _ROUNDING = 1e-6  # of s: some roundings of float32
 
 
 def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
-    """The `loss`, `ratio`, `clip`, `kl` and `policy` metrics of these optimizer steps, each a sum over micro-batches.
+    """Return the `loss`, `ratio`, `clip`, `kl` and `policy` metrics of optimizer steps, each given by micro-batches.
 
     Counts and sums are added over all before they are divided. No step: no metrics.
     """

@@ -48,7 +48,7 @@ MAX_LOG_RATIO = 20.0  # |log s| and |log-ratio to the reference|; exp() of more 
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What the losses of one optimizer step are divided by, so that those of its micro-batches add up to the step's.
+    """Divisors of one optimizer step's losses; with them, the losses of its micro-batches add up to the step's.
 
     Attributes:
         num_trajectories: N, of the optimizer step. num_turns: M, turns with a sampled token. num_tokens: sampled.
@@ -73,18 +73,18 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossStats:
-    """Detached facts about one call; sums and counts, so that those of several calls can be added.
+    """Detached facts about one call, as sums and counts: those of several calls can be added.
 
     Attributes:
         num_tokens: A. num_trajectories: of this call.
         unit_ratios: [U], the importance ratio s of each unit. trajectory_log_ratios: [trajectories of this call], the
             mean of logprobs - old_logprobs over each trajectory's sampled tokens, whatever the unit.
         policy_loss, kl_loss, entropy_loss: [], the shares of the loss; coefficients and signs are in them.
-        tokens_clipped_low, tokens_clipped_high: tokens whose clip binds, that is, decides the minimum and takes the
-            gradient: s below the floor and a negative advantage; s above the ceiling and a positive one.
+        tokens_clipped_low, tokens_clipped_high: tokens at which the clip decides the minimum and takes the gradient: s
+            below the floor and a negative advantage; s above the ceiling and a positive one.
         tokens_dual_clipped: tokens with s above dual_clip and a negative advantage, which have no gradient either.
-        tokens_corrected: tokens with w other than 1. tokens_left_out: of these, those with w = 0, whose clip counts
-            nowhere.
+        tokens_corrected: tokens with w other than 1. tokens_left_out: of these, those with w = 0; they count as
+            clipped nowhere.
         old_k1, old_k3: sums over tokens of the estimates of KL(old || now), nats.
         ref_k1, ref_k3: sums over tokens of the estimates of KL(now || reference), nats; None: no reference.
         entropy_sum: sum over tokens, nats; None: no entropy was given.
@@ -111,7 +111,7 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """The loss [], to be minimised, and what is known about it."""
+    """The loss [], to be minimised, and facts about it."""
 
     loss: Tensor
     stats: LossStats
@@ -131,7 +131,7 @@ def policy_loss(
     entropy: Tensor | None = None,
     correction: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of the module's docstring.
+    """Return the loss of the module's docstring.
 
     Args:
         logprobs: [B, T] float32 or float64, nats, differentiable. The result has its dtype.
@@ -165,6 +165,7 @@ def policy_loss(
     )
     weight = _token_weights(tokens, settings, denominators)
     unit_ratios, unit_of_token = _unit_ratios(tokens, settings)
+    # The value is s, the gradient the token's own (eq. 14): per-token advantages reach their tokens.
     ratio = unit_ratios[unit_of_token] * torch.exp(tokens.now - tokens.now.detach())
     policy_term = -(weight * tokens.correction * _surrogate(ratio, tokens.advantage, settings)).sum()
     kl_term = _kl_term(tokens, weight, ratio, settings)
@@ -177,7 +178,7 @@ def policy_loss(
 def count_denominators(
     action_mask: Tensor, turn_index: Tensor, trajectory_index: Tensor, *, num_batch_tokens: int | None = None
 ) -> Denominators:
-    """The denominators of an optimizer step on exactly these rows, given as in `policy_loss`.
+    """Return the denominators of an optimizer step on exactly these rows, given as in `policy_loss`.
 
     Args:
         num_batch_tokens: sampled tokens of the rollout batch; None: the step takes all of it.
@@ -200,7 +201,7 @@ def estimate_kl(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"], *, max_
 
     With x = log q - log p, the log_ratio: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x. The expectation of k1 and of k3
     over p is the divergence itself; k2 and k3 are never negative. x is clamped to +-MAX_LOG_RATIO and the estimate to
-    +-max_nats, so that a single token cannot decide a step; a clamped token has no gradient.
+    +-max_nats: a single token cannot decide a step. A clamped token has no gradient.
     """
     x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
@@ -213,7 +214,7 @@ def estimate_kl(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"], *, max_
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """`estimate_kl` by k3, which is not cut, of log ratios within +-MAX_LOG_RATIO: for statistics, in float64."""
+    """Return `estimate_kl` by k3, not cut, of log ratios within +-MAX_LOG_RATIO: for statistics, in float64."""
     return estimate_kl(log_ratio.double(), "k3", max_nats=math.inf)
 
 
@@ -246,22 +247,22 @@ class Pools:
 
     @classmethod
     def by(cls, keys: Tensor) -> Pools:
-        """Tokens with the same of [A] keys belong together."""
+        """Pool the tokens with equal keys [A]."""
         _, of_token, num_tokens = torch.unique(keys, return_inverse=True, return_counts=True)
         return cls(of_token, num_tokens)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[P] the mean of [A] values over the tokens of each pool."""
+        """Return [P] means of [A] values over the tokens of each pool."""
         return values.new_zeros(len(self.num_tokens)).index_add(0, self.of_token, values) / self.num_tokens
 
 
 def turn_keys(trajectory: Tensor, turn: Tensor) -> Tensor:
-    """[A] a number for each turn of each trajectory, rising with the trajectory and, within it, with the turn."""
+    """Return [A] a number for each turn of each trajectory, rising with the trajectory and, in it, with the turn."""
     return trajectory * (turn.max() + 1) + turn if len(turn) else turn
 
 
 def _token_weights(tokens: _Tokens, settings: LossSettings, denominators: Denominators) -> Tensor:
-    """[A] the share a_t of each token in the loss, computed in float64 and given in the logprobs' dtype."""
+    """Return [A] shares a_t of the tokens in the loss, computed in float64, in the logprobs' dtype."""
     trajectories, turns = Pools.by(tokens.trajectory), Pools.by(turn_keys(tokens.trajectory, tokens.turn))
     here = len(trajectories.num_tokens), len(turns.num_tokens), len(tokens.now)
     N, M, num_tokens = denominators.num_trajectories, denominators.num_turns, denominators.num_tokens
@@ -289,7 +290,7 @@ def _token_weights(tokens: _Tokens, settings: LossSettings, denominators: Denomi
 
 
 def _unit_ratios(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """[U] importance ratios s, geometric means over each unit's tokens, and [A] the unit of each token."""
+    """Return [U] importance ratios s, geometric means over each unit's tokens, and [A] the unit of each token."""
     match settings.unit:
         case "token":
             keys = torch.arange(len(tokens.now), device=tokens.now.device)
@@ -304,16 +305,19 @@ def _unit_ratios(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tenso
 
 
 def _surrogate(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
-    """[A] min(r A, clip(r) A). With dual_clip c, r counts as at most c in the first (TRL: delta): for a negative
-    advantage that is max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can cost; a positive one
-    does not notice, because c lies above the clip range."""
+    """Return [A] min(r A, clip(r) A).
+
+    With dual_clip c, r counts as at most c in the first (TRL: delta): for a negative advantage that is
+    max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can cost; for a positive one it changes
+    nothing, because c lies above the clip range.
+    """
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     free = ratio if settings.dual_clip is None else ratio.clamp(max=settings.dual_clip)
     return torch.minimum(free * advantage, clipped * advantage)
 
 
 def _kl_term(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSettings) -> Tensor:
-    """kl_coef times the weighted sum of the estimates of KL(now || reference).
+    """Return kl_coef times the weighted sum of the estimates of KL(now || reference).
 
     With kl_importance_weighted each is multiplied by the token's differentiable, unclipped ratio (TRL:
     use_bias_correction_kl): with unit "token" and k1 or k3, the expected gradient over samples of the old policy is
@@ -330,7 +334,7 @@ def _kl_term(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSetti
 
 
 def _entropy_term(tokens: _Tokens, weight: Tensor, settings: LossSettings) -> Tensor:
-    """Minus entropy_coef times the weighted sum of the entropies: a bonus, for the loss is minimised."""
+    """Return minus entropy_coef times the weighted sum of the entropies: a bonus, for the loss is minimised."""
     if settings.entropy_coef == 0:
         return tokens.now.new_zeros(())
     if tokens.entropy is None:

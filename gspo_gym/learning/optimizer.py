@@ -1,11 +1,7 @@
-"""AdamW that refuses what is not finite, follows a schedule, and can be written down and restarted bit for bit.
+"""AdamW (torch's, or bitsandbytes' in 8 bits) that skips steps which are not finite and restarts bit for bit.
 
-The learning rate as a function of the step, and of nothing else: resuming a run needs only the step count.
-
-The AdamW that `OptimizerSettings.kind` names, and its state as named tensors: torch's, or bitsandbytes' in 8 bits.
-
-Each optimizer keeps, per parameter, what the table in `_STATE_NAMES` says; both ways of torch's keep the same, so a
-checkpoint of one goes on with the other.
+The learning rate depends on the step alone: resuming a run needs only the step count. State is saved as named tensors;
+both of torch's kinds keep the same, so a checkpoint of one goes on with the other.
 """
 
 from __future__ import annotations
@@ -38,8 +34,6 @@ class StepReport:
 
 class PolicyOptimizer:
     """The optimizer of a model's trainable parameters.
-
-    A skipped step still takes its place in the schedule, so that a run's last step has the last learning rate.
 
     Raises:
         ConfigError: nothing is trainable, a trainable parameter has 16 bits (steps smaller than 1/256 of a weight would
@@ -82,7 +76,7 @@ class PolicyOptimizer:
         rate = scheduled_rate(
             self._num_attempts, peak=self._peak, settings=self._settings, total_steps=self._total_steps
         )
-        self._num_attempts += 1
+        self._num_attempts += 1  # also if the step is skipped: a run's last step has the schedule's last rate
         parameters = [p for p in self._parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         grad_norm = float(norm)
@@ -100,7 +94,7 @@ class PolicyOptimizer:
         return StepReport(rate, grad_norm, is_skipped)
 
     def tensors(self) -> dict[str, Tensor]:
-        """AdamW's state, named `optimizer.<what>.<parameter>`; empty before the first step.
+        """Return AdamW's state, named `optimizer.<what>.<parameter>`; empty before the first step.
 
         The large tensors are the live ones: write them before the next step.
         """
@@ -167,9 +161,9 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total_steps: int | None) -> float:
-    """The learning rate of the optimizer step number `step` (0 is the first).
+    """Return the learning rate of the optimizer step number `step` (0 is the first).
 
-    Linear warm-up: step k of `warmup_steps` W takes (k + 1) / W of the peak, so that no step has rate 0. Then the peak
+    Linear warm-up: step k of `warmup_steps` W takes (k + 1) / W of the peak: no step has rate 0. Then the peak
     (constant), or from it a straight line (linear) or half a cosine (cosine) to `min_lr_fraction` of it, reached at
     step `total_steps - 1` and kept after. `total_steps` None means "not known", which a constant schedule with
     `num_warmup_steps` does not mind.
@@ -225,7 +219,7 @@ def build_adamw(
     *,
     learning_rate: float,
 ) -> Any:
-    """The optimizer of these parameters, with weight decay on `matrices` only.
+    """Return the optimizer of these parameters, with weight decay on `matrices` only.
 
     Any: torch's class or bitsandbytes', which is untyped; both are a `torch.optim.Optimizer`.
 
@@ -248,30 +242,30 @@ def build_adamw(
 
 
 def state_names(settings: OptimizerSettings) -> tuple[str, ...]:
-    """The names that `read_state` may give a parameter's state."""
+    """Return the names that `read_state` may give a parameter's state."""
     return _EIGHT_BIT_CODED_NAMES if _is_8bit(settings) else _ADAMW_NAMES
 
 
 def read_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The state of one parameter by name; empty before its first step (Any: see `build_adamw`).
+    """Return the state of one parameter by name; empty before its first step (Any: see `build_adamw`).
 
-    The tensors are the live ones, but for `step`, and for the tables, of which bitsandbytes shares one among all
-    parameters: a file takes no tensor twice.
+    The tensors are the live ones, but for `step` and the tables.
     """
     if parameter not in optimizer.state:
         return {}
     state = {}
     for name, value in optimizer.state[parameter].items():
         tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+        # bitsandbytes shares a table among all parameters, and a file takes no tensor twice.
         state[name] = tensor.clone() if name.startswith("qmap") else tensor
     return state
 
 
 def check_state(name: str, parameter: nn.Parameter, found: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
-    """Refuse what is not the whole state of the parameter called `name`, in its shape.
+    """Refuse an incomplete state of the parameter called `name`, or one in another shape.
 
     Raises:
-        CheckpointError: says what is missing or of another shape.
+        CheckpointError: names what is missing or has another shape.
     """
     num_blocks = -(-parameter.numel() // _BLOCK)
     shapes = {"step": (), "qmap1": (256,), "qmap2": (256,), "absmax1": (num_blocks,), "absmax2": (num_blocks,)}
@@ -288,9 +282,9 @@ def check_state(name: str, parameter: nn.Parameter, found: Mapping[str, Tensor],
 
 
 def write_state(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Put copies of these states, bit for bit, in place of all that the optimizer has (Any: see `build_adamw`)."""
+    """Replace the optimizer's whole state by exact copies of these (Any: see `build_adamw`)."""
     if isinstance(optimizer, torch.optim.AdamW):
-        # Its own way, because that knows where each of its kinds counts the steps: on the CPU or beside the parameter.
+        # By torch, which knows where each of its kinds counts the steps: on the CPU or beside the parameter.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         copies = {i: _copies(states[p]) for i, p in enumerate(parameters) if p in states}
         optimizer.load_state_dict(optimizer.state_dict() | {"state": copies})
@@ -307,7 +301,7 @@ def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _own_copy(optimizer: Any, parameter: nn.Parameter, name: str, tensor: Tensor) -> Any:
-    """What bitsandbytes keeps under that name: it counts steps in an int, and may page the moments."""
+    """Return a copy as bitsandbytes keeps it: it counts steps in an int, and may page the moments."""
     if name == "step":
         return int(tensor)
     if name in ("state1", "state2"):

@@ -1,8 +1,8 @@
 """The frozen policy that KL terms compare with.
 
 In this process it is one of three things: the model with its adapter disabled, a frozen copy of the adapter's tensors
-that is swapped in while the reference is scored, or a frozen copy of the whole model. One that is elsewhere comes as a
-`ReferencePolicy` of the caller's.
+that is swapped in while the reference is scored, or a frozen copy of the whole model. Elsewhere, it is
+a `ReferencePolicy` that the caller passes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gspo_gym.learning.settings import ReferenceSettings
 
 
 class ReferencePolicy(Protocol):
-    """What a learner asks of its reference, wherever that is."""
+    """Interface of a learner to its reference, in this process or elsewhere."""
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """[B, T] of the sampled tokens, constants, on the batch's device; 0 where nothing was sampled."""
+        """Return [B, T] of the sampled tokens, constants, on the batch's device; 0 where nothing was sampled."""
         ...
 
     def refresh(self) -> None:
@@ -33,7 +33,7 @@ class ReferencePolicy(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What a restart needs, named `reference.<parameter>`; empty if the reference never changes."""
+        """Return what a restart needs, named `reference.<parameter>`; empty if the reference never changes."""
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -46,7 +46,7 @@ class ReferencePolicy(Protocol):
 
 
 class Reference:
-    """Scores tokens under the frozen policy.
+    """Reference in this process.
 
     Args:
         model: the policy that is trained. scorer: its scorer.
@@ -86,7 +86,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """[B, T] of the sampled tokens, constants; the adapter's dropout, if any, is off."""
+        """Return [B, T] of the sampled tokens, constants; the adapter's dropout, if any, is off."""
         with self._in_place():
             return self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
 
@@ -98,7 +98,7 @@ class Reference:
             held.copy_(live[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The frozen copy, named `reference.<parameter>`; empty if the reference is the base or the caller's."""
+        """Return the frozen copy, named `reference.<parameter>`; empty if the reference is the base or the caller's."""
         return {f"reference.{name}": held for name, held in self._held.items()}
 
     @torch.no_grad()
@@ -113,12 +113,12 @@ class Reference:
             held.copy_(tensors[f"reference.{name}"])
 
     def _live(self) -> dict[str, nn.Parameter]:
-        """The model's parameters that a copy is of: an adapter is what is trained of a model that holds one."""
+        """Return the parameters that a copy is made from: all, or the trained ones, which are the adapter."""
         return {name: p for name, p in self._model.named_parameters() if self._source == "copy" or p.requires_grad}
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The scorer's model is the reference while inside."""
+        """Put the reference in the place of the scorer's model while inside."""
         if self._source == "base":
             with self._model.disable_adapter():
                 yield
@@ -137,7 +137,7 @@ class Reference:
 
 
 def check_same_reference(saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-    """Refuse a state with a reference other than the one that is held.
+    """Refuse a state of another reference.
 
     Raises:
         CheckpointError: the names that begin with "reference." differ.

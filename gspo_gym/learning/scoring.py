@@ -1,17 +1,13 @@
 """Model x tokens -> the logprob of each sampled token, without a [B, T, V] tensor.
 
-The one place where the learner evaluates a policy: the old, the present and the reference logprobs all come from here,
-so that a ratio differs from 1 only if weights do.
+The one place where the learner evaluates a policy: the old, the present and the reference logprobs come from here, and
+a ratio differs from 1 only if weights do. That holds under a LoRA adapter's dropout, too, because a seed decides its
+masks (common random numbers); with fresh masks in each pass a ratio would mostly measure the masks.
 
-The dropout of a LoRA adapter, under masks that a seed decides.
+`Truncation` leaves the tokens that truncated sampling leaves: the learner then scores the distribution that was sampled
+from. It is the engine's rule again, which the learner may not import; a test holds the two together.
 
-A ratio compares two policies. It compares their weights only if both were computed under the same masks (common random
-numbers); with fresh masks in each pass it would mostly measure the masks.
-
-The tokens that truncated sampling leaves, so that the learner can score the distribution that was sampled from.
-
-The engine truncates and draws; this is the same rule for the learner, which may not import it. A test holds the two
-together. V = vocabulary, A = sampled tokens.
+V = vocabulary, A = sampled tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from gspo_gym.types import Sampling
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What a policy thinks of sampled tokens; float32 (float64 of a float64 model), nats.
+    """Logprobs and entropies of sampled tokens; float32 (float64 of a float64 model), nats.
 
     Attributes:
         logprobs: [B, T], differentiable; 0 where nothing was sampled.
@@ -62,22 +58,18 @@ class _Parts:
 
 
 class Scorer:
-    """Scores sampled tokens under a causal language model of transformers, plain or wrapped by peft.
+    """Scorer of sampled tokens under a causal language model of transformers, plain or wrapped by peft.
 
     The logprob of the token at position t comes from the logits at t - 1. Hidden states are gathered at just those
     positions, and the output head is applied to `chunk_tokens` of them at a time; in the backward pass each chunk's
-    logits are computed again, so that one [chunk, V] exists at once.
+    logits are computed again: one [chunk, V] exists at once.
 
-    The model runs in eval mode with and without gradients, and is left in it: dropout in one of two passes would be a
-    difference that the ratio takes for learning, and the backward pass may run parts of the forward again. The dropout
-    of a LoRA adapter acts within `adapter_dropout` only. Gradient checkpointing that was switched on before still acts.
-
-    No attention mask is passed: rows are padded on the right, and a causal model never looks there; positions are then
-    0, 1, 2, ... in every row, as an attention mask would give, and attention kernels take their fastest path.
+    The model runs in eval mode with and without gradients, and is left in it. The dropout of a LoRA adapter acts within
+    `adapter_dropout` only. Gradient checkpointing that was switched on before still acts.
 
     Args:
         temperature: that the tokens were sampled with; logits are divided by it.
-        chunk_tokens: sampled tokens whose logits exist at once.
+        chunk_tokens: sampled tokens with logits in memory at once.
         truncation: that the tokens were sampled with; None scores under the whole softmax.
         entropy_has_gradient: for an entropy bonus; costs a few [chunk, V] more in the backward pass.
 
@@ -110,7 +102,7 @@ class Scorer:
         _probe(model, self._parts)
 
     def score(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Scores:
-        """The logprob and entropy of every sampled token; [B, T] inputs as in `TokenBatch`, on the model's device.
+        """Return logprob and entropy of every sampled token; [B, T] inputs as in `TokenBatch`, on the model's device.
 
         Gradients flow unless disabled.
 
@@ -121,6 +113,8 @@ class Scorer:
             raise RecordError("Scorer: expected padding on the right only, and no sampled token in it")
         if bool(action_mask[:, 0].any()):
             raise RecordError("Scorer: the token at position 0 has no context to be sampled from")
+        # Dropout in one of two passes would be a difference that the ratio takes for learning, and the backward pass
+        # may run parts of the forward again.
         _eval_mode(self._model)
         switch(self._dropouts, on=self._drops_out)
         with _as_current(token_ids.device), _checkpointing(self._model):
@@ -134,7 +128,7 @@ class Scorer:
 
     @contextlib.contextmanager
     def adapter_dropout(self, seed: int) -> Iterator[None]:
-        """Within, the dropout of the model's LoRA adapter acts, if it has one.
+        """Let the dropout of the model's LoRA adapter act while inside, if it has one.
 
         The first `score` within draws the same masks whenever seed and shapes are the same. Its backward pass belongs
         within, too, for parts of the forward may run again there (under the same masks). The global generators are left
@@ -152,7 +146,7 @@ class Scorer:
                 switch(self._dropouts, on=False)
 
     def _score_flat(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[A, D] and [A] -> logprobs and entropy, both [A]."""
+        """Return logprobs and entropy, both [A], of hidden states [A, D] and targets [A]."""
         if len(targets) <= self._chunk_tokens:  # one chunk: keeping its logits is no more than recomputing would hold
             return self._score_chunk(hidden, targets)
         size = self._chunk_tokens
@@ -183,13 +177,13 @@ def score_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """[B, T] logprobs of the sampled tokens, for a single use; who scores more than once keeps a `Scorer`."""
+    """Return [B, T] logprobs of the sampled tokens, for a single use; keep a `Scorer` to score more than once."""
     scorer = Scorer(model, temperature=temperature, chunk_tokens=chunk_tokens)
     return scorer.score(token_ids, attention_mask, action_mask).logprobs
 
 
 def _entropy(log_softmax: Tensor) -> Tensor:
-    """[A] entropies of [A, V]; a truncated token adds 0, where -inf * 0 would make NaN of value and gradient."""
+    """Return [A] entropies of [A, V]; a truncated token adds 0, where -inf * 0 would make value and gradient NaN."""
     return -(log_softmax.exp() * log_softmax.masked_fill(log_softmax.isneginf(), 0.0)).sum(-1)
 
 
@@ -216,7 +210,7 @@ def _checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def _as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Within, kernels that are not torch's own (Liger's) run on that GPU; each thread begins with the first one."""
+    """Make `device` the current GPU, for kernels other than torch's (Liger's); each thread begins with the first."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -241,13 +235,15 @@ def _take_apart(model: Any) -> _Parts:
 
 
 def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
+    # Without an attention mask: rows are padded on the right, where a causal model never looks. Positions are then
+    # 0, 1, 2, ... in every row, as a mask would give, and attention kernels take their fastest path.
     hidden: Tensor = decoder(input_ids=token_ids, use_cache=False).last_hidden_state
     return hidden
 
 
 @torch.no_grad()
 def _probe(model: Any, parts: _Parts) -> None:
-    """Compare with the model's own forward on two padded rows: what its head is given, and what becomes of its output.
+    """Compare with the model's own forward on two padded rows: the input of its head, and its final logits.
 
     The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in the
     small logits of an untrained model at any tolerance that attention kernels could meet.
@@ -294,7 +290,7 @@ def _probe(model: Any, parts: _Parts) -> None:
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
-    """The dropout layers of the model's adapters, none of its own; peft puts them into `lora_dropout` by adapter."""
+    """Return the dropout layers of the model's adapters, which peft puts into `lora_dropout` by adapter."""
     held = [module.get_submodule("lora_dropout") for module in model.modules() if "lora_dropout" in module._modules]
     return [layer for layers in held for layer in layers.modules() if isinstance(layer, nn.Dropout)]
 
@@ -320,7 +316,7 @@ def switch(layers: Sequence[nn.Module], *, on: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How the rollouts were truncated, after the temperature: min-p first, then top-k, then top-p of what is left.
+    """Truncation of the rollouts, after the temperature: min-p first, then top-k, then top-p of what is left.
 
     Attributes:
         min_p: keep tokens with at least this share of the likeliest one's probability; 0 keeps all.
@@ -350,17 +346,15 @@ class Truncation:
         return self.top_k == 0 and self.top_p >= 1 and self.min_p <= 0
 
     def apply(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """[A, V] logits, -inf outside what is kept; the sampled tokens [A] are kept in any case.
-
-        The policy that sampled kept them; the one that scores may have moved, or have rounded otherwise, and a logprob
-        of -inf would say that it never could. The kept set is a constant for the gradient.
-        """
+        """Return [A, V] logits, -inf outside the kept tokens; the kept set is a constant for the gradient."""
+        # The sampled tokens are kept in any case. The policy that sampled kept them; the present one may have moved, or
+        # have rounded otherwise, and a logprob of -inf would say that it never could.
         kept = self._kept(logits.detach()).scatter(-1, targets[:, None], True)
         return logits.masked_fill(~kept, float("-inf"))
 
     def _kept(self, logits: Tensor) -> Tensor:
-        """[A, V] bool. Equal logits are ranked by token id."""
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        """Return [A, V] bool of the kept tokens."""
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # equal logits are ranked by token id
         rank = torch.arange(logits.shape[-1], device=logits.device)
         kept = torch.ones_like(ordered, dtype=torch.bool)
         if self.min_p > 0:

@@ -1,4 +1,4 @@
-"""The learner's knobs. Torch-free, so that a config can be read anywhere; each default cites its source.
+"""The learner's settings; each default cites its source. Without torch: a config can be read anywhere.
 
 The knobs between an episode's rewards and its advantages; `settings` has the others and hands these on.
 """
@@ -129,7 +129,7 @@ class LossSettings(Settings):
 
 
 class CorrectionSettings(Settings):
-    """What is done about an engine whose logprobs are not quite the trainer's.
+    """Correction for an engine whose logprobs are not quite the trainer's.
 
     w = old / rollout is the ratio between the trainer's and the engine's probability of a sampled token, under the same
     weights; 1 if both compute alike.

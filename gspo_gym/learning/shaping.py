@@ -7,8 +7,8 @@ In this order, each only if its setting asks for it:
     whitening            (A - mean) / std of the batch
     clip                 to [-clip, clip]
 
-with kl_t = old_logprobs - ref_logprobs, an estimate of KL(old || reference) at the token t whose expectation is right.
-All of it is computed in float64 over the whole rollout batch, so that no division into micro-batches matters.
+with kl_t = old_logprobs - ref_logprobs, an unbiased estimate of KL(old || reference) at the token t. All of it is
+computed in float64 over the whole rollout batch: no division into micro-batches matters.
 
 Sources and departures. KL in the reward: ROLL (add_token_level_kl); the sum has no discount. KL shaping: AgileRL 2.7
 (use_kl_advantage_shaping), there after the clip, with k3 of the present logprobs (reversed) and not detached. Whitening
@@ -39,14 +39,14 @@ _MAX_KL_ERROR = 0.2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shaped:
-    """The micro-batches with their new advantages, in order, and metrics that `learning.metrics.METRICS` explains."""
+    """The micro-batches with their new advantages, in order, and metrics that `health.METRICS` explains."""
 
     parts: list[TrainBatch]
     metrics: Mapping[str, float]
 
 
 class AdvantageShaper:
-    """Shapes the advantages of one batch after another. Its state is the beta of an adaptive KL in the reward."""
+    """Shaper of the advantages of one batch after another. Its state is the beta of an adaptive KL in the reward."""
 
     def __init__(self, advantages: AdvantageSettings, rewards: RewardSettings) -> None:
         self._advantages = advantages
@@ -85,7 +85,7 @@ class AdvantageShaper:
         return Shaped([_with_advantages(*each) for each in zip(parts, values, strict=True)], metrics)
 
     def counters(self) -> dict[str, float]:
-        """The adaptive beta; empty if it is fixed."""
+        """Return the adaptive beta; empty if it is fixed."""
         return {} if self._rewards.kl_target is None else {"shaping.kl_coef": self._kl_coef}
 
     def restore(self, counters: Mapping[str, int | float]) -> None:
@@ -105,10 +105,9 @@ class AdvantageShaper:
         return shaped + self._advantages.kl_shaping_coef * (mean - kl)
 
     def _observe_kl(self, kl_N: Tensor) -> dict[str, float]:
-        """The metrics of this batch; then the beta for the next (arXiv 1909.08593, section 2.2; ROLL's horizon).
+        """Return this batch's metrics, and set the beta for the next (arXiv 1909.08593, section 2.2; ROLL's horizon).
 
-        beta grows by the share (kl / target - 1), cut to +-20 %, times the trajectories seen over the horizon; at most
-        one horizon at a time, so that it cannot become negative.
+        beta grows by the share (kl / target - 1), cut to +-20 %, times the trajectories seen over the horizon.
         """
         kl = float(kl_N.mean())
         metrics = {"shaping/kl": kl}
@@ -116,12 +115,13 @@ class AdvantageShaper:
             metrics["shaping/kl_coef"] = self._kl_coef
         if self._rewards.kl_target is not None:
             error = min(max(kl / self._rewards.kl_target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+            # At most one horizon at a time: beta cannot become negative.
             self._kl_coef *= 1 + error * min(len(kl_N) / self._rewards.kl_horizon, 1.0)
         return metrics
 
 
 def sum_to_go(values: Tensor, trajectory: Tensor) -> Tensor:
-    """[A] for each token the sum of its trajectory's values from it on; the tokens of a trajectory are in order."""
+    """Return [A] sums of the trajectory's values from each token on; the tokens of a trajectory are in order."""
     order = torch.argsort(trajectory, stable=True)
     run = values[order]
     summed = run.cumsum(0)
@@ -131,7 +131,7 @@ def sum_to_go(values: Tensor, trajectory: Tensor) -> Tensor:
 
 
 def whiten(values: Sequence[Tensor], weights: Sequence[Tensor], *, is_sample: bool) -> list[Tensor]:
-    """Values [A] of several micro-batches, shifted and scaled to mean 0 and variance 1 of all of them together.
+    """Shift and scale values [A] of several micro-batches to mean 0 and variance 1 of all of them together.
 
     Args:
         weights: how much each value counts. is_sample: divide by sqrt(var + 1e-8) with Bessel's correction, and leave a
@@ -140,6 +140,7 @@ def whiten(values: Sequence[Tensor], weights: Sequence[Tensor], *, is_sample: bo
     every, share = torch.cat(list(values)), torch.cat(list(weights))
     if is_sample and len(every) < 2:
         return list(values)
+    # Dividing by a std that is rounding alone would blow it up to advantages of order 1.
     if float(every.max() - every.min()) <= _ROUNDING * float(every.abs().max()):
         return [torch.zeros_like(value) for value in values]
     share = share / share.sum()
@@ -153,13 +154,13 @@ def whiten(values: Sequence[Tensor], weights: Sequence[Tensor], *, is_sample: bo
 
 
 def _token_weights(part: TrainBatch, over: str) -> Tensor:
-    """[A] 1 for each token, or 1 / the tokens of its trajectory."""
+    """Return [A] 1 for each token, or 1 / the tokens of its trajectory."""
     pools = pool_tokens(part, "token" if over == "tokens" else "trajectory")
     return pools.num_tokens.double().reciprocal()[pools.of_token]
 
 
 def _log_ratios(part: TrainBatch) -> Tensor:
-    """[A] kl_t."""
+    """Return [A] kl_t."""
     if not isinstance(part, LabelledBatch) or part.ref_logprobs is None:
         raise RecordError("AdvantageShaper: a KL term needs old and reference logprobs, got a batch without them")
     return (part.old_logprobs - part.ref_logprobs)[part.action_mask].double()

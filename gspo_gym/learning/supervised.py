@@ -1,11 +1,9 @@
-"""Warm-up: make demonstrations likely, so that a policy knows the format before reinforcement starts.
+"""Warm-up: make demonstrations likely; a policy then knows the format before reinforcement starts.
 
-Not imitation of rewards: who chooses the demonstrations decides what is worth imitating.
+Rewards are not looked at: the choice of demonstrations decides what is worth imitating.
 
-How a mixture of experts spreads its tokens: watched while the learner scores, never acted on.
-
-A router that sends every token to the same experts has stopped learning to choose; reinforcement can drive it there
-unseen.
+`RouterLoad` measures how a mixture of experts spreads its tokens. A router that sends every token to the same experts
+has stopped learning to choose, and reinforcement can drive it there unseen; nothing acts on the numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from gspo_gym.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStep:
-    """One optimizer step, for who watches; `loss` is the mean NLL of its minibatch's tokens before it, in nats."""
+    """One optimizer step, to be watched; `loss` is the mean NLL of its minibatch's tokens before it, in nats."""
 
     step: int
     num_total_steps: int
@@ -53,7 +51,7 @@ class SupervisedReport:
 
 
 def nll_loss(logprobs: Tensor, action_mask: Tensor, *, num_actions: int) -> Tensor:
-    """[] the negative sum of the sampled tokens' logprobs over `num_actions`, those of the optimizer step.
+    """Return [] the negative sum of the sampled tokens' logprobs over `num_actions`, those of the optimizer step.
 
     A mean over tokens, not over episodes: it is the maximum likelihood of the demonstrations, whose every token is one
     observation, and its value compares between sets. Micro-batch losses add up to the step's.
@@ -135,9 +133,9 @@ class Routers:
 
 
 def find_routers(model: nn.Module) -> Routers:
-    """The routers of a transformers model: modules named gate or router that map hidden states to one logit an expert.
+    """Return a transformers model's routers: modules named gate or router that map hidden states to a logit an expert.
 
-    None are found in a model whose config names no number of experts.
+    There are none if the config names no number of experts.
     """
     config: Any = getattr(model, "config", None)  # Any: transformers is untyped
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -155,7 +153,7 @@ def find_routers(model: nn.Module) -> Routers:
 
 
 class RouterLoad:
-    """Counts what the routers did with the tokens of one update."""
+    """Counts of where routers sent the tokens of one update."""
 
     def __init__(self, routers: Routers) -> None:
         self._routers = routers
@@ -190,7 +188,7 @@ class RouterLoad:
         self._num_tokens += int(is_token.sum())
 
     def metrics(self) -> dict[str, float]:
-        """The `router` metrics; none if nothing was counted."""
+        """Return the `router` metrics; none if nothing was counted."""
         if not self._loads:
             return {}
         load_LE = torch.stack(list(self._loads.values()))
@@ -215,7 +213,7 @@ def _experts_of(module: nn.Module) -> int | None:
 
 
 def _logits(module: nn.Module, hidden: Tensor, output: Any) -> Tensor:
-    """What a linear router gives; one that gives choices or probabilities instead is applied here once more."""
+    """Return a linear router's logits; computed again where it gives choices or probabilities instead."""
     if isinstance(output, Tensor):
         return output
     weight = module.weight

@@ -1,7 +1,4 @@
-"""A batch of trajectories -> optimizer steps on the policy.
-
-Which weights sample meanwhile, and when they are published, is not known here.
-"""
+"""A batch of trajectories -> optimizer steps on the policy. Not for publishing the weights."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ from gspo_gym.learning.supervised import RouterLoad, find_routers
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one update did; `metrics` are named and explained in `learning.metrics.METRICS`."""
+    """Report of one update; `health.METRICS` explains its `metrics`."""
 
     metrics: Mapping[str, float]
     num_steps: int
@@ -62,7 +59,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Minibatch:
-    """What one optimizer step rests on: all its trajectories in the denominators, those with a gradient in parts."""
+    """Data of one optimizer step: all its trajectories in the denominators, those with a gradient in parts."""
 
     denominators: Denominators
     parts: tuple[_Part, ...]
@@ -75,22 +72,22 @@ _IDLE_REFERENCE = (
 
 
 class Learner:
-    """Improves a policy with GSPO (`losses`), holding its optimizer and, if a KL term asks for one, its reference.
+    """Learner of a policy by GSPO (`losses`), with its optimizer and, if a KL term asks for one, its reference.
 
     The model object is the caller's and is trained in place: a full model, or one that peft has wrapped.
 
     Args:
         optimizer, loss, update, advantages, rewards, correction, reference: the settings; None: their defaults. Of the
-            advantages' and rewards', those are used that need logprobs or the whole batch (`shaping`).
+            advantages' and rewards', only those that need logprobs or the whole batch are used (`shaping`).
         minibatch_size: most trajectories per optimizer step (the batch is split evenly); None takes the whole batch in
-            one step, whose ratio is 1 everywhere, so that no clip acts (the paper takes 4 steps a batch).
-        rescores: other weights sampled, so that nothing is compared with `rollout_logprobs`, which may be zeros.
+            one step, whose ratio is 1 everywhere: no clip acts (the paper takes 4 steps a batch).
+        rescores: other weights sampled; nothing is then compared with `rollout_logprobs`, which may be zeros.
         temperature: that the rollouts were sampled with; logprobs are of that distribution.
         truncation: that they were sampled with; used if update.score_truncated says so, and then needed.
         total_steps: optimizer steps of the whole run, for schedules that decay; None: not known.
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
         reference_model: a frozen model to use as the reference; None: what reference.source says.
-        reference_policy: a reference that is elsewhere, in place of both.
+        reference_policy: a reference elsewhere, in place of both.
 
     Raises:
         ConfigError: settings that contradict each other or the model.
@@ -158,11 +155,9 @@ class Learner:
     def update(self, batch: TrainBatch) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
 
-        Old and reference logprobs are scored first, on the very micro-batches that are trained on, and stay fixed. With
-        one minibatch and one epoch the old logprobs are those of the only training pass, detached: the weights are the
-        same (unless advantages depend on them). Trajectories that are masked, and those whose advantages are all 0
-        while nothing else gives them a gradient, are not computed; they count in all denominators. A minibatch of only
-        such trajectories takes no step (momentum alone would move the weights).
+        Old and reference logprobs are computed first and stay fixed. Trajectories that are masked, and those with no
+        advantage other than 0 while nothing else gives them a gradient, are not computed; they count in all
+        denominators. A minibatch of only such trajectories takes no step.
 
         Raises:
             NonFiniteError: too many steps in a row had a NaN or infinite loss or gradient; such a step is skipped.
@@ -170,6 +165,8 @@ class Learner:
         started = self._clock()
         tally, router_load = Tally(self._loss), RouterLoad(self._routers)
         plan = self._plan(batch)
+        # With one minibatch and one epoch the old logprobs are those of the only training pass, detached: the weights
+        # are the same.
         if len(plan) * self._settings.update_epochs > 1 or self._shaper.uses_reference:
             plan = [self._score(minibatch) for minibatch in plan]
         plan, shaping_metrics = self._shape(plan)
@@ -187,7 +184,7 @@ class Learner:
         return UpdateReport(metrics, tally.num_steps, tally.num_nonfinite_steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a restart needs besides the model's own parameters and `counters()`; live, so write them at once."""
+        """Return all that a restart needs besides the model's parameters and `counters()`; live: write them at once."""
         return {**self._optimizer.tensors(), **({} if self._reference is None else self._reference.tensors())}
 
     def counters(self) -> dict[str, int | float]:
@@ -200,7 +197,7 @@ class Learner:
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
         """Go on bit for bit from `tensors()` and `counters()`, in a learner of the same settings and model.
 
-        The model's parameters are restored by whoever loads the model.
+        The model's parameters are not restored here.
 
         Raises:
             CheckpointError: the state of other parameters or of other settings, or an incomplete one.
@@ -215,8 +212,9 @@ class Learner:
             self._reference.restore(tensors)
 
     def _plan(self, batch: TrainBatch) -> list[_Minibatch]:
-        """The division of the batch, drawn once per update: every epoch trains on the micro-batches that were scored,
-        so that a change of padding or kernel between two scorings cannot pass for a change of the policy."""
+        """Return the division of the batch into minibatches and micro-batches, drawn once per update."""
+        # Every epoch trains on the micro-batches that were scored: between others, a change of padding or kernel would
+        # pass for a change of the policy.
         generator = seeding.generator(self._seed, "minibatches", self._num_updates)
         with_advantage = not (self._has_other_terms or self._shaper.gives_advantages)
         plan: list[_Minibatch] = []
@@ -234,7 +232,7 @@ class Learner:
         return plan
 
     def _parts(self, batch: TrainBatch, minibatch: int) -> tuple[_Part, ...]:
-        """The micro-batches of a minibatch, given its number."""
+        """Return the micro-batches of a minibatch, given its number."""
         parts = split_microbatches(batch, self._settings.max_tokens_per_microbatch)
         seeds = [seeding.child_seed(self._seed, "dropout", self._num_updates, minibatch, k) for k in range(len(parts))]
         return tuple(_Part(to_device(part, self._device), seed) for part, seed in zip(parts, seeds, strict=True))
@@ -271,7 +269,7 @@ class Learner:
     def _step(self, minibatch: _Minibatch, tally: Tally, router_load: RouterLoad, *, is_first_epoch: bool) -> None:
         has_gradient = self._has_other_terms or any(bool(part.batch.advantages.any()) for part in minibatch.parts)
         if not minibatch.parts or not has_gradient:
-            tally.add_empty_step()
+            tally.add_empty_step()  # and no step: momentum alone would move the weights
             return
         # The learner's logprobs before the update are the old ones; where the engine's stand for these, the present
         # ones as long as no step was taken.
@@ -330,14 +328,14 @@ def _require_no_comparison(correction: CorrectionSettings) -> None:
 
 
 def _labelled(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> LabelledBatch:
-    """old_logprobs None: the engine's stand for them."""
+    """Return the part with logprobs; old_logprobs None: the engine's stand for them."""
     old_logprobs = part.rollout_logprobs if old_logprobs is None else old_logprobs
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(TrainBatch)}
     return LabelledBatch(**fields, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
 
 def _trainable(batch: TrainBatch, *, with_advantage: bool) -> list[int]:
-    """The trajectories that are not masked; with_advantage: of these, those with one other than exactly 0 somewhere."""
+    """Return the trajectories that are not masked; with_advantage: only those with one other than 0 somewhere."""
     rows = ~batch.is_masked
     if with_advantage:
         rows &= batch.advantages.ne(0).any(1)
