@@ -8,7 +8,7 @@ from typing import Any
 from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.words import look_up
 
-# What `algorithm.variety` means. A key that is not here is free; the first value is the default.
+# Values that `algorithm.variety` allows, the default first; keys that are not listed are free.
 VARIETIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gspo": {"loss.unit": ("trajectory", "segment"), "advantages.level": ("trajectory",)},
     "gspo_token": {"loss.unit": ("trajectory", "segment", "turn"), "advantages.level": ("turn", "trajectory")},
@@ -22,9 +22,9 @@ KL_TERMS = ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef")
 
 
 def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:
-    """A copy of what was read (hence Any), with these sections present and the defaults that depend on other keys.
+    """Return a copy of a file's values with these sections present and the defaults that depend on other keys.
 
-    Values may be of any type: what is no table is left for others to complain about.
+    Values may be of any type: wrong ones stay as they are, and are reported later.
     """
     filled: dict[str, Any] = {name: {} for name in sections}
     filled |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
@@ -39,7 +39,7 @@ def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) ->
 
 
 def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
-    """Give a key a value (Any: of its type) if it has none and its section is a table."""
+    """Give a key a value if it has none and its section is a table."""
     section, name = key.split(".")
     table = values.get(section)
     if isinstance(table, dict) and table.get(name) is None:
@@ -56,7 +56,7 @@ def _follow_variety(values: dict[str, Any]) -> None:
 
 
 def _follow_level(values: dict[str, Any]) -> None:
-    """As `AdvantageSettings` says, but here, so that the rules see it, too."""
+    # As in `AdvantageSettings`, but the rules must see it, too.
     if look_up(values, "advantages.level") == "turn":
         _set_default(values, "advantages.baseline", "leave_one_out")
     if (baseline := look_up(values, "advantages.baseline")) in ("batch", "running", "none"):
@@ -80,13 +80,13 @@ def _follow_policy_config(values: dict[str, Any]) -> None:
 
 
 def _listed(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
-    """Return the entries of a list (Any: as read); () for what is none."""
+    """Return the entries of a list, () if the value is none."""
     value = look_up(values, key)
     return tuple(value) if isinstance(value, list | tuple) else ()
 
 
 def _follow_vllm(values: dict[str, Any]) -> None:
-    """A [vllm] section chooses the engine and the context; a turn may then fill what is left of it, as in vLLM."""
+    """Let a [vllm] section choose the engine and the context, of which a turn may fill all that is left, as in vLLM."""
     vllm, topology = values.get("vllm"), values.get("topology")
     if vllm is not None or topology is not None:
         _set_default(values, "rollout.engine", "vllm")
@@ -98,7 +98,7 @@ def _follow_vllm(values: dict[str, Any]) -> None:
 
 
 def _follow_topology(values: dict[str, Any]) -> None:
-    """A [topology] says how many GPUs each copy of the model has, and so how many copies there are."""
+    """Let a [topology] choose the GPUs of each copy of the model, and so the number of copies."""
     topology = values.get("topology")
     if not isinstance(topology, Mapping):
         return

@@ -21,10 +21,9 @@ _PASSED_ON = ("env_config", "policy_config")
 
 
 def find_problems(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Problem]:
-    """pydantic's errors about `values` as problems, one a key, in the order of the file's sections.
+    """Return pydantic's errors about `values` as problems, one a key, in the order of the file's sections.
 
-    Errors of validators that saw the whole model are left out (their location is empty). Any: `values` is whatever was
-    read from a file.
+    Errors of validators of the whole model are left out: their location is empty.
     """
     problems: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
@@ -47,7 +46,7 @@ def find_problems(error: ValidationError, model: type[BaseModel], values: Mappin
 
 
 def find_secrets(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
-    """Keys and values (Any: as read), however deep, that look like an API key or a password."""
+    """Yield a problem for each key or value, however deep, that looks like an API key or a password."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -59,9 +58,9 @@ def find_secrets(values: Mapping[str, Any], prefix: str = "") -> Iterator[Proble
 
 
 def find_nul(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
-    """Keys whose text (Any: as read) holds the NUL character, which no path, name or URL may have.
+    """Yield a problem for each key whose text holds the NUL character, which no path, name or URL may have.
 
-    What is passed on to environments and apps is theirs.
+    Tables that are passed on to environments and apps are left out: their texts may hold anything.
     """
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -74,7 +73,7 @@ def find_nul(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
 
 
 def explain(key: str, value: Any) -> str | None:
-    """Return what to write instead of an unknown key with this value (Any: as read); None: no trainer has the name.
+    """Return what to write instead of an unknown key with this value, None if no trainer has such a key.
 
     >>> explain("loss.epsilon_high", 4e-4)
     'epsilon_high is what TRL calls it: write loss.clip_high = 0.0004'
@@ -83,7 +82,7 @@ def explain(key: str, value: Any) -> str | None:
     origin, row = HINTS.get(name, ("", None))
     if row is None:
         return None
-    is_name = isinstance(value, str | bool | None)  # what else a file holds cannot be looked up, or is no name
+    is_name = isinstance(value, str | bool | None)  # 1 == True: a number must not be looked up
     if isinstance(row.advice, str):
         return f"{name} is of {origin}: {row.advice}"
     if is_name and value in row.advice:
@@ -120,7 +119,7 @@ _VARIABLES = {
 
 
 def secret_problem(key: str, value: Any) -> str | None:
-    """Why a key with this value (Any: as read) must not be in a file; None: it is no secret. Never shows the value.
+    """Return why a key with this value must not be in a file, without showing the value; None if it is no secret.
 
     >>> secret_problem("judge.options.openai_api_key", "...").rsplit(" ", 1)[-1]
     'OPENAI_API_KEY'
@@ -139,7 +138,7 @@ def secret_problem(key: str, value: Any) -> str | None:
 
 
 def _locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:
-    """The dotted key of an error, the model that it is in, and the field; what pydantic adds below a field is cut."""
+    """Return the dotted key of an error without the parts below a field, its model, and the field."""
     parts: list[str] = []
     info: FieldInfo | None = None
     for part in location:
@@ -155,7 +154,7 @@ def _locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str,
 
 
 def _blame(key: str, text: str, info: FieldInfo | None) -> tuple[str, str]:
-    """A validator's key and sentence: one that saw a whole section begins with the name of the field it means."""
+    """Return a validator's key and sentence; a validator of a section begins its sentence with the field's name."""
     section = section_model(info.annotation) if info is not None else None
     match = re.match(r"(\w+)(: )?", text)
     if section is None or match is None or match[1] not in section.model_fields:
@@ -164,7 +163,7 @@ def _blame(key: str, text: str, info: FieldInfo | None) -> tuple[str, str]:
 
 
 def _unknown(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
-    """Says that a key or section is unknown, and which one was probably meant."""
+    """Return the sentence that a key or section is unknown, with the one that was probably meant."""
     *above, name = key.split(".")
     everywhere = [(field, f"{section}.{field}") for section, model in sections_of(root) for field in model.model_fields]
     meant = name if name in dict(everywhere) else ""
@@ -180,7 +179,7 @@ def _meaning(info: FieldInfo | None) -> str:
 
 
 def _look_up(values: Any, key: str) -> Any:
-    """The value at a dotted key, or the first thing on the way that is not a table. Any: read from a file."""
+    """Return the value at a dotted key, or the first value on the way that is no table."""
     for part in key.split("."):
         if isinstance(values, list | tuple) and part.isdecimal():
             values = values[int(part)]

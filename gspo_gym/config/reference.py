@@ -44,7 +44,7 @@ rewards and of a reference that the mode does not need, and numbers that another
 their case. Keys of `[rollout.policy_config]` that are not listed here are a task app's own and are sent to it.
 """
 
-# Keys with a unit that their meaning does not begin with.
+# Units of keys whose description does not begin with one.
 _UNITS = {
     "_seconds": "seconds",
     "_s": "seconds",
@@ -103,7 +103,7 @@ HOSTED = {
 
 
 def leaf_keys(model: type[BaseModel] = RunConfig) -> list[str]:
-    """Every dotted key of a configuration that holds a value, not a section."""
+    """Return every dotted key of a configuration that holds a value, not a section."""
     return [
         f"{name}.{key}"
         for name, section in sections_of(model)
@@ -113,7 +113,7 @@ def leaf_keys(model: type[BaseModel] = RunConfig) -> list[str]:
 
 
 def entries_of(model: type[BaseModel] = RunConfig) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The lists of tables of a configuration: their dotted names, and the settings of an entry."""
+    """Yield the lists of tables of a configuration: the dotted name of each, and the settings of an entry."""
     for name, section in sections_of(model):
         for key, info in section.model_fields.items():
             if (entry := entry_model(info.annotation)) is not None:
@@ -121,7 +121,7 @@ def entries_of(model: type[BaseModel] = RunConfig) -> Iterator[tuple[str, type[B
 
 
 def reference() -> str:
-    """The text of configs/README.md."""
+    """Return the text of configs/README.md."""
     optional = {name for name, info in RunConfig.model_fields.items() if not info.is_required()}
     parts = [_INTRODUCTION]
     for name, section in sections_of(RunConfig):
@@ -194,9 +194,9 @@ def _nested_form() -> Iterator[str]:
 
 
 def resolved(config: RunConfig, given: Any) -> str:
-    """A configuration as TOML with all keys, where those that the file left to their defaults say so.
+    """Return a configuration as TOML with all keys, those marked that the file left to their defaults.
 
-    `given` are the flat sections that were read (Any: unchecked). Reading the text gives an equal configuration.
+    `given` are the flat sections that were read. Reading the text gives an equal configuration.
     """
     lines: list[str] = []
     for name, section in sections_of(RunConfig):
@@ -218,7 +218,7 @@ def resolved(config: RunConfig, given: Any) -> str:
 
 
 def _line(key: str, value: Any, info: FieldInfo, is_given: bool) -> str:
-    """One key (Any: of its type), and where its value comes from unless the file gave it."""
+    """Return the line of a key, with the origin of its value unless the file gave it."""
     if value is None:
         return f"# {key} is absent"
     origin = "" if is_given else "  # default" if value == info.default else "  # follows from other keys"

@@ -7,7 +7,6 @@ from typing import Any
 
 from gspo_gym.config.foreign.draft import (
     OF_BATCHES,
-    PEFT_MODULES,
     POLICY,
     Draft,
     Row,
@@ -33,7 +32,7 @@ VLLM = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.3, "sleep_mode": 
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return INIT_HP in small letters, or the file as it is (Any: read from a file); MUTATION_PARAMS stay one value."""
+    """Return INIT_HP in small letters, or the file as it is; MUTATION_PARAMS stay one value."""
     if "INIT_HP" not in values:
         return {str(key): value for key, value in values.items()}
     table = values["INIT_HP"]
@@ -109,7 +108,7 @@ def _take_advantages(draft: Draft) -> None:
 
 
 def _take_model_config(draft: Draft, options: Any) -> None:
-    """Take the dtype of what transformers' from_pretrained is told (Any: as read); nothing else of it has a key."""
+    """Take the dtype among the arguments of transformers' from_pretrained; no other has a key here."""
     if options is None:
         return
     if not isinstance(options, Mapping):
@@ -144,7 +143,7 @@ def _take_lora(draft: Draft) -> None:
     draft.set("training.lora.r", lora["r"])
     draft.set("training.lora.alpha", draft.as_number("lora_alpha", lora["lora_alpha"]))
     draft.set("training.lora.dropout", draft.as_number("lora_dropout", lora["lora_dropout"]))
-    draft.set_modules(lora["target_modules"], PEFT_MODULES)
+    draft.set_modules(lora["target_modules"])
     for key, value in lora.items():
         if key not in PEFT_LORA and value not in (None, False, "none", "CAUSAL_LM", [], {}):
             draft.leave_out_part("lora_config", key, value, "has no counterpart")
@@ -198,7 +197,7 @@ def _take_lengths(draft: Draft) -> None:
 
 _PADDING = "padding is by mask here, whatever the id"
 _POPULATION = "a population is a search here: `gspo-gym search`"
-# Most of what these do is always so here, or means nothing for text.
+# Most of these are always so here, or mean nothing for text.
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "cast_logprobs_to_fp32": (None, "logprobs are always computed in float32"),
     "use_fused_linear_logprobs": (None, "logprobs are always computed in chunks (training.scoring_chunk_tokens)"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ class Row:
         also: our keys that change with it besides.
         beside: keys of theirs without which it has no effect.
         note: what changes in meaning, or why there is no counterpart.
-        default: its value if a file is silent; None: it then decides nothing here.
+        default: its value if a file has none; None: it decides nothing here then.
     """
 
     ours: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Row:
     default: Any = None
 
     def assigned(self, value: Any) -> dict[str, Any]:
-        """Return our keys with what a value of theirs, one of `values`, makes of them (Any: of their types)."""
+        """Return our keys with what a value of theirs, one of `values`, makes of them."""
         meant = self.values[value]
         parts = meant if isinstance(meant, tuple) else (meant,) * len(self.ours)
         return {key: part for key, part in zip(self.ours, parts, strict=True) if part is not None}
@@ -58,7 +58,7 @@ class System:
     Attributes:
         name: for messages.
         rows: its keys.
-        without_counterpart: keys that nothing here answers to: what they are if a file is silent, and the reason.
+        without_counterpart: keys that nothing here answers to: their defaults, and the reason.
         flatten: takes nested tables apart.
     """
 
@@ -69,17 +69,17 @@ class System:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Return what it does if a file is silent, for the keys that then decide something (Any: of all types)."""
+        """Return the defaults of keys that decide something here."""
         return {key: row.default for key, row in self.rows.items() if row.default is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Our sections, and what a reader must know about them.
+    """Our sections, and remarks for the reader.
 
     Attributes:
-        values: sections as `RunConfig.from_dict` takes them (Any: unchecked).
-        notes: where our key does not mean quite what theirs did, or a default of theirs decided.
+        values: sections as `RunConfig.from_dict` takes them.
+        notes: changes of meaning, and defaults of theirs that decided something.
         left_out: keys of theirs with no counterpart here, each with the reason.
     """
 
@@ -90,12 +90,14 @@ class Translation:
 
 @dataclass
 class Draft:
-    """Their keys going, our keys coming.
+    """The settings of a file on their way: their keys are read, ours are set, changes of meaning are noted.
+
+    Every method that reads a key raises a ConfigError that names system, key and value if the value is of a wrong type.
 
     Attributes:
-        system: whose settings these are, for messages.
-        given: what the file says (Any: of all their types).
-        defaults: what the system does where the file is silent, for keys that decide something here.
+        system: its name, for messages.
+        given: the file's keys.
+        defaults: see `System.defaults`.
     """
 
     system: str
@@ -120,7 +122,7 @@ class Draft:
             self.leave_out(theirs, why, default=default)
 
     def get(self, theirs: str) -> Any:
-        """Their value, or their system's default, or None (Any: of all types); None in a file is the default, too."""
+        """Return their value, or the default of their system if the file has none or None."""
         self._read.add(theirs)
         value = self.given.get(theirs)
         return self.defaults.get(theirs) if value is None else value
@@ -131,11 +133,7 @@ class Draft:
         return None if value is None else self.as_number(theirs, value)
 
     def as_number(self, theirs: str, value: Any) -> float:
-        """Return a value of a key (Any: as read) as a number, also a text such as "5e-6", as which YAML 1.1 reads it.
-
-        Raises:
-            ConfigError: something else.
-        """
+        """Return the value of a key as a number, or of a text such as "5e-6", which YAML 1.1 takes for no number."""
         try:
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 raise TypeError
@@ -144,11 +142,7 @@ class Draft:
             raise ConfigError(f"{self.system}: {theirs}: expected a number, got {value!r}") from None
 
     def names(self, theirs: str) -> list[str]:
-        """Return their list of names, one name as a list, [] if it is absent or false.
-
-        Raises:
-            ConfigError: something else.
-        """
+        """Return their list of names, one name as a list, [] if it is absent or false."""
         value = self.get(theirs)
         names = [value] if isinstance(value, str) else value or []
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
@@ -156,120 +150,99 @@ class Draft:
         return list(names)
 
     def require_number(self, theirs: str) -> float:
-        """Their number, of a key that `defaults` holds. A 0 stays a 0: what is out of range is said by our checks."""
+        """Return the number of a key that `defaults` holds."""
         value = self.number(theirs)
         assert value is not None, f"{theirs} needs a default"
         return value
 
     def require_count(self, theirs: str) -> int:
-        """Their whole number, at least 1, of a key that `defaults` holds.
-
-        Raises:
-            ConfigError: something else.
-        """
+        """Return the whole number, at least 1, of a key that `defaults` holds."""
         value = self.first_count(theirs)
         assert value is not None, f"{theirs} needs a default"
         return value
 
     def first_count(self, *theirs: str) -> int | None:
-        """The whole number, at least 1, of the first of several keys that has one; all of them count as read.
-
-        Raises:
-            ConfigError: something else.
-        """
+        """Return the first whole number, at least 1, that several keys have; all of them count as read."""
         values = [(key, value) for key in theirs if (value := self.count(key)) is not None]
         if wrong := [(key, value) for key, value in values if value < 1]:
             raise ConfigError(f"{self.system}: {wrong[0][0]}: expected at least 1, got {wrong[0][1]}")
         return values[0][1] if values else None
 
     def first(self, *theirs: str) -> Any:
-        """The first value that several keys have (Any: of all types); all of them count as read."""
+        """Return the first value that several keys have; all of them count as read."""
         return next((value for value in [self.get(key) for key in theirs] if value is not None), None)
 
     def count(self, theirs: str) -> int | None:
-        """Their whole number.
-
-        Raises:
-            ConfigError: something else.
-        """
+        """Return their whole number."""
         value = self.number(theirs)
         if value is not None and not value.is_integer():
             raise ConfigError(f"{self.system}: {theirs}: expected a whole number, got {value}")
         return None if value is None else int(value)
 
     def flag(self, theirs: str) -> bool:
-        """Their truth value; absent is false.
-
-        Raises:
-            ConfigError: something else.
-        """
+        """Return their truth value, false if it is absent."""
         value = self.get(theirs)
         if value is None or isinstance(value, bool):
             return bool(value)
         raise ConfigError(f"{self.system}: {theirs}: expected true or false, got {value!r}")
 
     def choice(self, theirs: str, meanings: Mapping[Any, Any]) -> Any:
-        """What their value means here (Any: whatever `meanings` hold); None: absent.
-
-        Raises:
-            ConfigError: a value that is not in `meanings`.
-        """
+        """Return the meaning of their value, None if it is absent."""
         value = self.get(theirs)
         if value is None:
             return None
-        if isinstance(value, Mapping | list) or value not in meanings:  # which cannot be looked up
+        if isinstance(value, Mapping | list) or value not in meanings:  # a list cannot be looked up
             known = ", ".join(repr(name) for name in meanings)
             raise ConfigError(f"{self.system}: {theirs}: expected one of {known}, got {value!r}")
         return meanings[value]
 
     def set(self, ours: str, value: Any) -> None:
-        """Give our key a value (Any: of its type), over what it had; None changes nothing."""
+        """Give our key a value, over what it had; None changes nothing."""
         if value is not None:
             self._ours[ours] = value
 
     def fill(self, ours: str, value: Any) -> bool:
-        """Give our key a value (Any: of its type) unless it has one; says whether it did."""
+        """Give our key a value unless it has one; return whether it had none."""
         is_missing = ours not in self._ours
         if is_missing:
             self._ours[ours] = value
         return is_missing
 
     def acknowledge(self, departure: str) -> None:
-        """Name a departure from the paper that these settings make on purpose."""
+        """Add a departure from the paper that these settings make on purpose."""
         named = self._ours.setdefault("algorithm.acknowledge", [])
         if departure not in named:
             named.append(departure)
 
     def note(self, text: str) -> None:
-        """Something changes in meaning."""
+        """Add a remark about a change of meaning."""
         self._notes.append(text)
 
     def is_null(self, theirs: str) -> bool:
-        """Return whether the file says that their key has no value, where that is not its default."""
+        """Return whether the file gives their key the value None."""
         self._read.add(theirs)
         return theirs in self.given and self.given[theirs] is None
 
-    def set_modules(self, modules: Any, where_silent: Sequence[str]) -> None:
-        """Give training.lora.target_modules its value (Any: a name, several, or None), or what peft adapts then."""
+    def set_modules(self, modules: Any) -> None:
+        """Set training.lora.target_modules to a name, several, or, for None, the modules that peft chooses."""
         if modules is None:
-            self.note(f"no target modules are named: peft chooses by the model, {' and '.join(where_silent)} for most")
-            modules = list(where_silent)
+            self.note(f"no target modules are named: peft chooses by the model, {' and '.join(PEFT_MODULES)} for most")
+            modules = list(PEFT_MODULES)
         is_one = isinstance(modules, str) and modules != "all-linear"
         self.set("training.lora.target_modules", [modules] if is_one else modules)
 
     def leave_out(self, theirs: str, why: str, *, default: Any = None) -> None:
-        """Say that their key has no counterpart here, unless the file leaves it off or at its default (Any: of all
-        types)."""
+        """Report a key without a counterpart, unless it is absent, off or has its default."""
         self._read.add(theirs)
         if self.given.get(theirs) not in (None, False, default, self.defaults.get(theirs)):
             self._left_out.append(f"{theirs} = {self.given[theirs]!r}: {why}")
 
     def leave_out_part(self, theirs: str, part: str, value: Any, why: str) -> None:
-        """Say that a key of their table has no counterpart here (Any: its value, as read)."""
+        """Report a key of their table that has no counterpart here."""
         self._left_out.append(f"{theirs}.{part} = {value!r}: {why}")
 
     def finish(self) -> Translation:
-        """The sections; keys that no one has read are left out, with the name that was probably meant."""
+        """Return the sections; keys that were not read are left out, with the name that was probably meant."""
         for theirs in self.given:
             if theirs not in self._read:
                 near = nearest_name(theirs, sorted(self._read))
@@ -283,7 +256,7 @@ class Draft:
 
 
 def label_of(text: str) -> str:
-    """A run label made of a path or a name.
+    """Return a run label made of a path or a name.
 
     >>> label_of("./outputs/my run")
     'my-run'
@@ -319,31 +292,31 @@ def plain(*ours: str) -> Row:
 
 
 def choice(values: Mapping[Any, Any], *ours: str, default: Any = None) -> Row:
-    """Return the row of a name (Any: of any type), each of which means a value of ours."""
+    """Return the row of a name, each of which means a value of ours."""
     return Row(ours, lambda draft, theirs: draft.choice(theirs, values), values=values, default=default)
 
 
 def switch(ours: str, on: Any, *, default: bool | None = None) -> Row:
-    """Return the row of a truth value that gives our key a value (Any: of its type) if it is true."""
+    """Return the row of a truth value that gives our key a value if it is true."""
     return Row((ours,), lambda draft, theirs: on if draft.flag(theirs) else None, values={True: on}, default=default)
 
 
 def by(together: Callable[[Draft], None], *ours: str, **more: Any) -> Row:
-    """Return the row of a key that a function reads, perhaps with others (Any: fields of `Row`)."""
+    """Return the row of a key that a function reads, perhaps with others."""
     return Row(ours, together=together, **more)
 
 
 def with_defaults(rows: Mapping[str, Row], **defaults: Any) -> dict[str, Row]:
-    """Return rows that several systems share with the defaults of one of them (Any: of all types)."""
+    """Return rows that several systems share with the defaults of one of them."""
     return {key: replace(row, default=defaults.get(key)) for key, row in rows.items()}
 
 
 def without(why: str, *absent: str, **defaults: Any) -> dict[str, tuple[Any, str]]:
-    """Return keys that have no counterpart for one reason, with their defaults (Any: of any type)."""
+    """Return keys that have no counterpart for one reason, with their defaults."""
     return {key: (default, why) for key, default in {**dict.fromkeys(absent), **defaults}.items()}
 
 
-# Of an adapter, in TRL and stateset-agents.
+# Defaults of an adapter in TRL and stateset-agents.
 LORA_DEFAULTS: Mapping[str, Any] = {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": None}
 OF_BATCHES = "one prompt has training.group_size episodes, so multiply by that"
 
@@ -459,7 +432,7 @@ def _take_truncation(draft: Draft) -> None:
 
 
 def take_single_step_note(draft: Draft, *, num_steps: int) -> None:
-    """Note it if old and present policy are the same in every update."""
+    """Add a remark if the old and the present policy are the same in every update."""
     if num_steps == 1:
         draft.note(
             "each batch is used for one optimizer step, so that the ratio is 1 and no clip acts; lower "
@@ -472,7 +445,7 @@ def _unless(value: float | None, *off: float) -> float | None:
 
 
 _BETAS = by(_take_betas, "optimizer.betas", advice="write optimizer.betas = [adam_beta1, adam_beta2]")
-# Keys of transformers' TrainingArguments that mean the same everywhere.
+# Keys of transformers' TrainingArguments, which mean the same in every system.
 TRAINER_ARGUMENTS: Mapping[str, Row] = {
     "learning_rate": number("training.learning_rate"),
     "adam_beta1": _BETAS,
@@ -494,13 +467,13 @@ TRAINER_ARGUMENTS: Mapping[str, Row] = {
     "seed": count("run.seed"),
     "gradient_checkpointing": switch("model.gradient_checkpointing", True),
 }
-# Where metrics go.
+# Sinks of metrics, and the run's name.
 REPORTING: Mapping[str, Row] = {
     "report_to": by(_take_sinks, "tracking.report_to"),
     "run_name": plain("tracking.run_name"),
     "output_dir": by(_take_folder, "model.label", note="a run is written into run.folder / model.label"),
 }
-# How the policy is asked: its system message, what its chat template is told, and how it is sampled.
+# System message, arguments of the chat template, and sampling.
 POLICY: Mapping[str, Row] = {
     "system_prompt": plain("rollout.policy_config.system_prompt"),
     "chat_template_kwargs": by(_take_template_arguments, "rollout.policy_config.chat_template_kwargs"),

@@ -18,7 +18,6 @@ from typing import Any
 
 from gspo_gym.config.foreign.draft import (
     OF_BATCHES,
-    PEFT_MODULES,
     POLICY,
     TRAINER_ARGUMENTS,
     Draft,
@@ -39,7 +38,7 @@ from gspo_gym.errors import ConfigError
 _UNITS = {"seq": ("gspo", "trajectory"), "token": ("grpo", "token"), "segment": ("gspo_token", "turn")}
 _ESTIMATORS = {"reinforce": ("none", "none"), "grpo": ("group", "group"), "gae": ("none", "none")}
 _STATISTICS = {"batch": "batch", "group": "group", "running": "running"}
-_METHODS = {  # of the agentic pipeline: whether the mean is subtracted, and whether the std divides
+_METHODS = {  # of the agentic pipeline: (the mean is subtracted, the std divides)
     "identity": (False, False),
     "mean": (True, False),
     "mean_std": (True, True),
@@ -49,7 +48,7 @@ _AGGREGATIONS = {
     name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Tables of workers, and the part of each that holds settings we have.
+# Tables of workers, and the parts of each with settings that have a counterpart.
 _NESTED = {
     "actor_train": ("training_args", "model_args"),
     "actor_infer": ("generating_args",),
@@ -59,7 +58,7 @@ _RESPONSE = 1024  # tokens of an answer, as a placeholder
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flat keys, and those of the actor's tables that have no flat one (Any: read from a file).
+    """Return the flat keys, and those of the actor's tables that have no flat one.
 
     Other keys of such a table stay a table.
     """
@@ -84,7 +83,7 @@ def _take_label(draft: Draft) -> None:
 
 
 def _table(values: Mapping[str, Any], key: str, *, of: str = "") -> Mapping[str, Any]:
-    """Return the table under a key (Any: read from a file), empty if the key is missing."""
+    """Return the table under a key, empty if the key is missing."""
     table = values.get(key) or {}
     if not isinstance(table, Mapping):
         raise ConfigError(f"ROLL: {of}{key}: expected a table, got {table!r}")
@@ -114,7 +113,7 @@ def _take_model(draft: Draft) -> None:
     draft.set("training.lora.alpha", alpha or 2.0 * r)
     draft.set("training.lora.dropout", dropout)
     is_all = any(name in ("all", "all-linear") for name in modules)
-    draft.set_modules("all-linear" if is_all else modules, PEFT_MODULES)
+    draft.set_modules("all-linear" if is_all else modules)
 
 
 def _take_batches(draft: Draft) -> None:
@@ -276,7 +275,7 @@ def _take_lengths(draft: Draft) -> None:
     draft.set("rollout.max_model_len", total)
 
 
-# Fields of its tables that ROLL overwrites with those of the pipeline, so that a file's have no effect.
+# Fields of its tables that ROLL overwrites with those of the pipeline: a file's have no effect.
 OVERWRITTEN = ("max_steps", "seed", "output_dir", "num_return_sequences")
 _LAUNCHER = "belongs to its launcher"
 _VALIDATION = "an evaluation plays each of evaluation.seeds once; [evaluation] has its sampling"

@@ -21,7 +21,7 @@ def _renamed(ours: str) -> Row:
     return Row((ours,))
 
 
-# Names that no translated file has, by whose they are. The old and the later form are earlier and later file formats.
+# Names that no translated file has, by origin. "Form" is a file format.
 OTHERS: Mapping[str, Mapping[str, Row]] = {
     "verl": {
         "n_sample": _renamed("training.group_size"),
@@ -93,11 +93,11 @@ def rows_of(system: System) -> dict[str, Row]:
 
 def _hints() -> Iterator[tuple[str, tuple[str, Row]]]:
     named = [*OTHERS.items(), *((system.name, rows_of(system)) for system in SYSTEMS.values())]
-    for origin, rows in reversed(named):  # of a name that several have, the first in the table is the last here
+    for origin, rows in reversed(named):  # the last wins in the dict: of a name in several systems, the first
         for key, row in rows.items():
             if key not in _NEARLY_OURS and key not in {ours.rpartition(".")[2] for ours in row.ours}:
                 yield key, (origin, row)
 
 
-# A name -> the system that has it, and its row. Names that are ours are left out.
+# Name -> its origin and its row. Names that are also ours are left out.
 HINTS: Mapping[str, tuple[str, Row]] = dict(_hints())

@@ -12,7 +12,6 @@ from typing import Any
 
 from gspo_gym.config.foreign.draft import (
     LORA_DEFAULTS,
-    PEFT_MODULES,
     POLICY,
     REPORTING,
     TRAINER_ARGUMENTS,
@@ -70,7 +69,7 @@ def _take_model(draft: Draft) -> None:
     draft.set("training.lora.r", r)
     draft.set("training.lora.alpha", alpha)
     draft.set("training.lora.dropout", dropout)
-    draft.set_modules(modules, PEFT_MODULES)
+    draft.set_modules(modules)
 
 
 def _take_batches(draft: Draft) -> None:

@@ -1,1 +1,1 @@
-"""Rules across sections: what a configuration may not say at once, and what is worth a notice."""
+"""Rules across sections: contradictions, which are errors, and notices."""

@@ -1,7 +1,4 @@
-"""Rules about the judge: who it is, what it needs, and what its scores are worth.
-
-Rules about task apps, the gateway and mixed batches.
-"""
+"""Rules about the judge (its type, the keys that it needs, the weight of its scores), task apps and mixed batches."""
 
 from __future__ import annotations
 
@@ -16,11 +13,12 @@ from gspo_gym.config.words import show
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import nearest_name
 
+# The keys that decide the type of the judge; rules that need it take their values as `*kind`.
 _KIND_KEYS = ("judge.type", "services.judge_url", "judge.options.python", "judge.panel")
 
 
 def judge_kind(kind: str | None, judge_url: str | None, python: str | None, panel: Sequence[Any] | None) -> str:
-    """The type of the judge: "synth", "python", "model", or "panel", whose members have their own (hence Any)."""
+    """Return the type of the judge: "synth", "python", "model", or "panel", whose members have types of their own."""
     if panel:
         return "panel"
     if kind is not None:
@@ -53,7 +51,6 @@ def _judge_is_complete(
     base_url: str | None,
     *kind: Any,
 ) -> str | None:
-    """`kind` are the values of _KIND_KEYS (Any: of their types)."""
     if not enabled:
         return None
     missing = []
@@ -84,7 +81,6 @@ def _has_a_rubric(
     overrides: Mapping[str, Any] | None,
     *kind: Any,
 ) -> str | None:
-    """`kind` are the values of _KIND_KEYS (Any: of their types)."""
     if not enabled or rubric_file or rubric_id or overrides or judge_kind(*kind) == "synth":
         return None
     return (
@@ -99,8 +95,7 @@ def _one_rubric(rubric_file: str | None, rubric_id: str | None) -> str | None:
 
 
 def _needs_a_rubric_here(name: str) -> Rule:
-    """The judge at services.judge_url that is told an id has the rubric, and we have none to change."""
-
+    # A judge at services.judge_url that is told an id has the rubric itself: there is none here to change.
     def check(value: Any, rubric_id: str | None, *kind: Any) -> str | None:
         if not value or rubric_id is None or judge_kind(*kind) != "synth":
             return None
@@ -115,7 +110,6 @@ def _needs_a_rubric_here(name: str) -> Rule:
 def _type_agrees(
     kind: str | None, judge_url: str | None, python: str | None, panel: Sequence[Any] | None
 ) -> str | None:
-    """(Any: the members' own type is not looked at.)"""
     if kind == "synth" and judge_url is None:
         return (
             '"synth" needs services.judge_url, where that judge answers; for a model behind an OpenAI-compatible '
@@ -131,14 +125,13 @@ def _type_agrees(
 
 
 def _url_is_used(url: str | None, panel: Sequence[Any] | None) -> str | None:
-    """(Any: members are not looked at.)"""
     if url is None:
         return None
     return "has no effect beside [[judge.panel]], whose members are models and functions: remove one" if panel else None
 
 
 def _model_key_is_used(name: str) -> Rule:
-    """A key about the model must not stand beside a judge that is none."""
+    """Return the rule that a key about the judging model needs a judge that is a model."""
     default = JudgeModelSettings.model_fields[name].default
 
     def check(value: Any, *kind: Any) -> str | None:
@@ -158,7 +151,6 @@ def _model_key_is_used(name: str) -> Rule:
 
 
 def _python_is_alone(python: str | None, kind: str | None, judge_url: str | None, panel: Any) -> str | None:
-    """(Any: members are not looked at.)"""
     if python is None or not (judge_url or panel or kind == "synth"):
         return None
     return "has no effect beside services.judge_url or [[judge.panel]]: remove one of them"
@@ -177,7 +169,7 @@ def _option_needs(name: str, kinds: tuple[str, ...], advice: str) -> Rule:
 
 
 def _is_one_judge(settings: Mapping[str, Any], name: str) -> str | None:
-    """What is missing or too much about a judge (Any: its settings as read) of a panel, or gold."""
+    """Return what is missing or too much in the settings of one judge: of a panel, or the gold judge."""
     given = [key for key in ("provider", "model", "base_url", "api_key_env") if settings.get(key) is not None]
     if settings.get("python") is not None:
         return f"{name}: python is no model, so {given[0]} has no effect: remove one" if given else None
@@ -189,7 +181,6 @@ def _is_one_judge(settings: Mapping[str, Any], name: str) -> str | None:
 
 
 def _panel_is_complete(panel: Sequence[Mapping[str, Any]] | None) -> str | None:
-    """(Any: as read.)"""
     if not panel:
         return None
     if len(panel) == 1:
@@ -205,7 +196,6 @@ def _panel_is_complete(panel: Sequence[Mapping[str, Any]] | None) -> str | None:
 def _gold_is_complete(
     has_gold: bool, enabled: bool | None, episodes: str | None, labels: str | None, *judge: Any
 ) -> str | None:
-    """`judge` are the values of _GOLD_JUDGE (Any: of their types)."""
     if not has_gold or not enabled:
         return None
     settings = dict(zip(_GOLD_JUDGE, judge, strict=True))
@@ -226,7 +216,6 @@ def _gold_has_a_rubric(
     overrides: Mapping[str, Any] | None,
     *kind: Any,
 ) -> str | None:
-    """`kind` are the values of _KIND_KEYS (Any: of their types)."""
     if not has_gold or not enabled or episodes or rubric_file or overrides or judge_kind(*kind) != "synth":
         return None
     return "a gold judge needs the rubric, which only services.judge_url has: give judge.options.rubric_file"
@@ -241,7 +230,6 @@ def _local_has_url(provider: str | None, base_url: str | None, kind: str | None,
 def _cost_has_prices(
     max_cost: float | None, price_in: float | None, price_out: float | None, panel: Sequence[Mapping[str, Any]] | None
 ) -> str | None:
-    """(Any: as read.)"""
     names = ("usd_per_million_input_tokens", "usd_per_million_output_tokens")
     own = dict(zip(names, (price_in, price_out), strict=True))
     judges = [judge for judge in panel or (own,) if judge.get("python") is None]
@@ -251,14 +239,12 @@ def _cost_has_prices(
 
 
 def _samples_differ(samples: int | None, temperature: float | None, is_sent: bool | None, panel: Any) -> str | None:
-    """(Any: members are not looked at.)"""
     if samples is None or samples == 1 or (temperature or 0.0) > 0 or not is_sent or panel:
         return None
     return f"{samples} samples at judge.options.temperature = 0 are one and the same: raise that, or set 1"
 
 
 def _aggregates_several(aggregate: str | None, samples: int | None, panel: Any) -> str | None:
-    """(Any: members are not looked at.)"""
     if aggregate is None or aggregate == "mean" or panel or (samples or 1) > 1:
         return None
     return f"{show(aggregate)} of one judge and one sample has no effect: remove this"
@@ -272,7 +258,7 @@ def _weights_are_of_tracks(weights: Mapping[str, float] | None, tracks: tuple[st
 
 
 _GOLD_JUDGE = ("provider", "model", "base_url", "api_key_env", "python")
-_ASKED_HERE = ("model", "panel")  # kinds of judges that we write the prompt of
+_ASKED_HERE = ("model", "panel")  # kinds of judges whose prompt is written here
 
 JUDGE_RULES = (
     Rule(("judge.reward_blend.env", "judge.reward_blend.event", "judge.reward_blend.outcome"), _blend_is_not_zero),
@@ -363,11 +349,11 @@ JUDGE_RULES = (
 )
 
 
-# What every rollout's policy.config is told by the trainer, whatever rollout.policy_config says.
+# Keys that the trainer sets in the policy.config of every rollout, whatever rollout.policy_config says.
 APP_KEYS_SAID_FOR_EACH_ROLLOUT = ("model", "inference_url", "trace_correlation_id")
 
 _SOURCES = ("services.task_url", "rollout.mixture")
-Entries = Sequence[Mapping[str, Any]]  # as read, hence Any
+Entries = Sequence[Mapping[str, Any]]  # as read
 
 
 def _shares_leave_some(mixture: Entries) -> str | None:
@@ -378,7 +364,7 @@ def _shares_leave_some(mixture: Entries) -> str | None:
 
 
 def has_app(task_url: str | None, mixture: Entries) -> bool:
-    """Whether a task app plays a part of the episodes."""
+    """Return whether a task app plays a part of the episodes."""
     return task_url is not None or any(entry.get("task_url") for entry in mixture)
 
 

@@ -1,7 +1,7 @@
-"""What a configuration may say although it has no effect, or another than it may seem: said, and not refused.
+"""Notices: settings that have no effect, or another one than it may seem, and are accepted all the same.
 
-The hosted trainer's files have no other way to say most of it: their step rewards, reference and lengths stand in every
-file, whatever the modes are.
+The hosted trainer's files cannot leave most of them out: step rewards, reference and lengths stand in every file,
+whatever the modes are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _switch_wins(enabled: bool | None, mode: str | None) -> str | None:
 
 
 def _of_decisions(key: str, default: Any) -> Rule:
-    """Return the notice on a key of the mode decision_stepwise; `default` (Any: of its type) does nothing elsewhere."""
+    """Return the notice about a key that acts in the mode decision_stepwise only, unless it has this default."""
 
     def check(value: Any, mode: str | None, enabled: bool | None) -> str | None:
         used = "off" if enabled is False else mode or StepRewardSettings.model_fields["mode"].default
@@ -106,7 +106,6 @@ def _weighs_a_judge(name: str) -> Rule:
 
 
 def _own_keys_are_spelled_right(others: Mapping[str, Any] | None) -> str | None:
-    """(Any: an app's keys.)"""
     ours = [name for name in PolicyConfigSection.model_fields if name not in ("top_p", "top_k")]
     for name in others or {}:
         if meant := difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
@@ -115,7 +114,6 @@ def _own_keys_are_spelled_right(others: Mapping[str, Any] | None) -> str | None:
 
 
 def _each_rollout_has_its_own(others: Mapping[str, Any] | None) -> str | None:
-    """(Any: an app's keys.)"""
     given = [name for name in APP_KEYS_SAID_FOR_EACH_ROLLOUT if name in (others or {})]
     if not given:
         return None
@@ -123,7 +121,6 @@ def _each_rollout_has_its_own(others: Mapping[str, Any] | None) -> str | None:
 
 
 def _images_are_refused(others: Mapping[str, Any] | None) -> str | None:
-    """(Any: an app's keys.)"""
     asked = [name for name in _VISION if (others or {}).get(name) is True]
     if not asked:
         return None
@@ -133,7 +130,6 @@ def _images_are_refused(others: Mapping[str, Any] | None) -> str | None:
 
 
 def _both_score_steps(mode: str | None, enabled: bool | None, env_config: Mapping[str, Any]) -> str | None:
-    """(Any: the environment's keys.)"""
     theirs = env_config.get("step_rewards")
     if not isinstance(theirs, Mapping) or not isinstance(theirs.get("mode"), str):
         return None

@@ -1,8 +1,6 @@
-"""Rules about the objective: ratio, clip, weights, advantages, rewards, corrections and the reference.
+"""`Rule`, and the rules about the objective: ratio, clip, weights, advantages, rewards, corrections, the reference.
 
-Wrong mathematics is an error, not a warning. What departs from the papers on purpose is named in algorithm.acknowledge.
-
-What a rule between keys is; the rules themselves are in `rules.py` and its neighbours.
+Wrong mathematics is an error, not a warning. A departure from the papers on purpose is named in algorithm.acknowledge.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ OTHER_KEYS = ".*"  # after the name of an open table: those of its keys that are
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Looks at a few keys and says what is wrong, or None. The problem, if there is one, is the first key's.
+    """A check of a few keys against each other; its problem is reported at the first of them.
 
-    It is asked only if all of its keys are valid by themselves, so that all problems of a file can be reported at once.
+    It is asked only if all of its keys are valid by themselves: then all problems of a file are reported at once.
 
     Attributes:
-        keys: dotted. The keys of a section that is not there are None; an optional section's own name says whether it
-            is there, and with `OTHER_KEYS` after it what an open one holds besides our keys.
-        check: takes the values of all keys.
+        keys: dotted. The keys of a section that is absent are None; the name of an optional section stands for whether
+            it is given, and with `OTHER_KEYS` after it for the keys of an open table that are not ours.
+        check: takes the values of all keys; returns the problem as a sentence, or None.
     """
 
     keys: tuple[str, ...]
@@ -35,7 +33,7 @@ class Rule:
 
 
 def find_problem(rule: Rule, values: Mapping[str, Any]) -> Problem | None:
-    """What the rule says about values (Any: of all their types) that are valid by themselves."""
+    """Return the problem that the rule finds in values that are valid by themselves, by dotted key."""
     if any(key not in values for key in rule.keys):
         return None
     text = rule.check(*(values[key] for key in rule.keys))
@@ -43,9 +41,9 @@ def find_problem(rule: Rule, values: Mapping[str, Any]) -> Problem | None:
 
 
 def no_effect(key: str, default: Any, other: str, acts: Callable[[Any], bool], advice: str) -> Rule:
-    """The rule that `key` keeps its default (Any: of its type) unless `acts` is true of the other key's value.
+    """Return the rule that `key` keeps its default unless `acts` is true of the other key's value.
 
-    A key that would be accepted and do nothing is taken for a mistake.
+    A key without effect is taken for a mistake.
     """
 
     def check(value: Any, other_value: Any) -> str | None:
@@ -84,7 +82,7 @@ def _is_wide(clip_low: float, clip_high: float, unit: str) -> bool:
 
 
 def _is_biased(top_p: float, top_k: int, min_p: float, repetition_penalty: float, score_truncated: bool) -> bool:
-    """Whether rollouts come from another distribution than the one that the learner scores under."""
+    """Return whether rollouts come from another distribution than the one that the learner scores under."""
     is_truncated = top_p < 1 or top_k > 0 or min_p > 0
     return (is_truncated and not score_truncated) or repetition_penalty != 1
 

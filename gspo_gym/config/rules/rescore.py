@@ -1,7 +1,7 @@
-"""Rules about an endpoint whose weights never change, and about training on what it samples (rollout.rescore).
+"""Rules about training on the samples of an endpoint whose weights never change (rollout.rescore).
 
-Its samples are then taken as they are: with the learner's own logprobs in place of the sampler's, so that nothing may
-look at those of the sampler, which are zeros where the endpoint gives text only.
+The learner's own logprobs take the place of the sampler's, which are zeros if the endpoint gives text only: nothing may
+read the sampler's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def _samples_are_an_endpoints(rescore: bool, engine: str) -> str | None:
 
 
 def _no_app_is_asked(rescore: bool, task_url: str | None, mixture: Sequence[Mapping[str, Any]]) -> str | None:
-    """A gateway asks one engine, and here training and evaluation have one each."""
+    # A gateway asks one engine, and with rescore training and evaluation have one each.
     if not rescore or not has_app(task_url, mixture):
         return None
     return "true trains on environments that are played here, not by task apps: remove services.task_url, or this"
 
 
 def _of_the_sampler(name: str) -> Rule:
-    """What looks at the sampler's logprobs keeps its default, which does not."""
+    """Return the rule that a key of [correction] keeps its default, which does not read the sampler's logprobs."""
     default = CorrectionSettings.model_fields[name].default
 
     def check(value: Any, rescore: bool) -> str | None:

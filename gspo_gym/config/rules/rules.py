@@ -1,9 +1,6 @@
-"""What the settings of different sections have to do with each other: batches, lengths, model, optimizer, evaluation.
+"""Rules about batches, lengths, model, optimizer and evaluation; `find_contradictions` asks those of all files.
 
-The rules about the objective are in `config/rules/objective.py`, those about machines and services in
-`config/rules/services.py`, about endpoints in `config/rules/rescore.py`, about task apps in `config/rules/judge.py`,
-about the judge in `config/rules/judge.py`; `find_contradictions` asks all of them. Those of `config/rules/notices.py`
-find what may stay, and is said.
+`notices.py` has the rules whose finding is accepted and only reported.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ from gspo_gym.run.settings import RunSize
 
 
 def find_contradictions(values: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems between keys. `values` holds what is valid by itself, by dotted key (Any: of all types)."""
+    """Return the problems between keys; `values` holds the values that are valid by themselves, by dotted key."""
     return _ask(
         (*_RULES, *OBJECTIVE_RULES, *SERVICE_RULES, *RESCORE_RULES, *TRANSFER_RULES, *APP_RULES, *JUDGE_RULES), values
     )
 
 
 def find_notices(values: Mapping[str, Any]) -> list[Problem]:
-    """Return what a valid configuration says without effect, or differently than it may seem; `values` as above."""
+    """Return the notices on a valid configuration; `values` as above."""
     return _ask(NOTICE_RULES, values)
 
 
@@ -41,7 +38,7 @@ def _ask(rules: Sequence[Rule], values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _batch_holds_whole_groups(episodes_per_batch: int, group_size: int, batches_per_step: int) -> str | None:
-    """A group may lie across the batches of one iteration, which are learned from together."""
+    # A group may lie across the batches of one iteration, which are learned from together.
     if episodes_per_batch * batches_per_step % group_size == 0:
         return None
     product = f" x rollout.batches_per_step = {batches_per_step}" if batches_per_step > 1 else ""

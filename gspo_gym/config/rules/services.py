@@ -1,7 +1,4 @@
-"""Rules about machines, engines and trackers.
-
-Rules about weights that are handed to vLLM in memory (training.weight_sync.transfer) instead of read from files.
-"""
+"""Rules about machines, engines, trackers, and how weights reach vLLM (training.weight_sync.transfer)."""
 
 from __future__ import annotations
 
@@ -198,7 +195,7 @@ def _sync_has_a_target(targets: tuple[str, ...] | None) -> str | None:
 def _sync_meets(
     interval: int, num_epochs: int, iterations_per_epoch: int, evaluate: int, checkpoint: int
 ) -> str | None:
-    """Evaluations are of the weights that the engine has, and a run goes on from a checkpoint with what it holds."""
+    # An evaluation plays with the weights that the engine has, and a run resumes with those of the checkpoint.
     looked_at = {
         "training's iterations": num_epochs * iterations_per_epoch,
         "evaluation.every_n_iters": evaluate,

@@ -340,6 +340,7 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_4bit": True}, "model.trainer_mode", "qlora"),
         ("stateset", {"use_8bit": True}, "model.quantization", "int8"),
         ("stateset", {"use_lora": False}, "model.trainer_mode", "full"),
+        ("stateset", {"lora_target_modules": "q_proj"}, "training.lora.target_modules", ["q_proj"]),  # not its letters
         ("stateset", {"reward_clip": 10.0}, "rewards.clip", 10.0),
         ("stateset", {"mini_batch_size": 50}, "training.batch_size", 50),
         ("stateset", {"beta": 0.01}, "loss.kl_coef", 0.01),
@@ -391,6 +392,12 @@ def test_their_defaults_that_decided_are_listed():
         ("trl", {"gradient_checkpointing": "yes"}, "TRL: gradient_checkpointing: expected true or false, got 'yes'"),
         ("roll", {"actor_train": {"training_args": 3}}, "ROLL: actor_train.training_args: expected a table, got 3"),
         ("agilerl", {"clip_coef": [1.1, 1.2]}, "AgileRL: clip_coef: expected a number or two bounds around 1"),
+        # of a wrong type: these ended with a traceback
+        ("trl", {"loss_type": ["grpo"]}, "TRL: loss_type: expected one of 'grpo', "),
+        ("trl", {"report_to": 3}, "TRL: report_to: expected a list of names, got 3"),
+        ("roll", {"lora_target": 3}, "ROLL: lora_target: expected a list of names, got 3"),
+        ("agilerl", {"clip_coef": ["low", "high"]}, "AgileRL: clip_coef: expected a number, got 'low'"),
+        ("agilerl", {"lora_config": {"lora_alpha": "x"}}, "AgileRL: lora_alpha: expected a number, got 'x'"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
