@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -135,6 +135,14 @@ class Sampling:
             if not is_fine:
                 raise ConfigError(f"{type(self).__name__}.{name}: expected {words}, got {getattr(self, name)}")
 
+    def values(self) -> dict[str, Any]:
+        """Return the parameters by name, as vLLM names them too (Any: integers and floats)."""
+        return {name: getattr(self, name) for name in SAMPLING_NAMES}
+
+    def changed(self) -> tuple[str, ...]:
+        """Return the names of the parameters that differ from their defaults."""
+        return tuple(name for name, value in self.values().items() if value != _SAMPLING_DEFAULTS[name])
+
     @property
     def is_truncated(self) -> bool:
         """Return whether `top_p`, `top_k` or `min_p` makes some tokens impossible."""
@@ -144,6 +152,10 @@ class Sampling:
     def is_reshaped(self) -> bool:
         """Return whether a penalty or a least length changes the distribution beyond the logits."""
         return self.repetition_penalty != 1 or self.min_tokens > 0
+
+
+_SAMPLING_DEFAULTS = {parameter.name: parameter.default for parameter in fields(Sampling)}
+SAMPLING_NAMES = tuple(_SAMPLING_DEFAULTS)
 
 
 class FinishReason(enum.Enum):

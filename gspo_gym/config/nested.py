@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_gym.config.problems import explain
-from gspo_gym.config.sections import ModelSection
+from gspo_gym.config.sections import ModelSection, RolloutSection
 from gspo_gym.config.services import TopologySection
 from gspo_gym.config.words import Problem, look_up, show
 from gspo_gym.errors import nearest_name
 from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.types import SAMPLING_NAMES
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = [name for name in SAMPLING_NAMES if name in RolloutSection.model_fields]
 # What the hosted file calls the fields of `StepRewardSettings`, in [training].
 STEP_REWARDS = {
     **{

@@ -9,6 +9,7 @@ here imports torch; `config/build/trainer.py` turns a RunConfig into live object
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
@@ -52,6 +53,7 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.rollout.limits import EpisodeLimits, LimitSettings
 from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize, WarmupSettings
+from gspo_gym.types import Sampling
 
 __all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
 
@@ -125,6 +127,11 @@ class RunConfig(Settings):
         """Return the seeds of the evaluation's tasks: the first `instances` where there are more."""
         seeds, instances = self.evaluation.seeds, self.evaluation.instances
         return tuple(range(instances or 0)) if seeds is None else parse_seeds(seeds)[:instances]
+
+    @property
+    def evaluation_sampling(self) -> Sampling:
+        """Return how an evaluation draws tokens: as [rollout] says, but for the temperature."""
+        return replace(self.rollout.sampling, temperature=self.evaluation.temperature)
 
     @property
     def notices(self) -> tuple[Problem, ...]:

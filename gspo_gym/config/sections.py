@@ -25,7 +25,7 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.run.settings import BatchSettings, LoopSettings
-from gspo_gym.types import Sampling
+from gspo_gym.types import SAMPLING_NAMES, Sampling
 
 _SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SOURCE = re.compile(r"(?:(?:ft|rl|peft|fft|qft):)?(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?::(?P<step>step_\d+))?")
@@ -215,14 +215,8 @@ class RolloutSection(Settings):
     @property
     def sampling(self) -> Sampling:
         """Return how tokens are drawn, as one record."""
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            min_tokens=self.min_output_tokens,
-        )
+        drawn = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
+        return Sampling(**drawn, min_tokens=self.min_output_tokens)
 
     @field_validator("env_config")
     @classmethod

@@ -6,7 +6,7 @@ Callers ask `capabilities`, never a class name. Engines are asynchronous because
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -57,8 +57,7 @@ class SamplingParams(Sampling):
         json_schema: str | None = None,
     ) -> SamplingParams:
         """Return the parameters of one completion; it may be shorter than `sampling.min_tokens` if `max_tokens` is."""
-        drawn = {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
-        drawn["min_tokens"] = min(sampling.min_tokens, max_tokens)
+        drawn = sampling.values() | {"min_tokens": min(sampling.min_tokens, max_tokens)}
         return cls(**drawn, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed, json_schema=json_schema)
 
 

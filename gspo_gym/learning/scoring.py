@@ -68,9 +68,9 @@ class Scorer:
     `adapter_dropout` only. Gradient checkpointing that was switched on before still acts.
 
     Args:
-        temperature: that the tokens were sampled with; logits are divided by it.
+        sampling: that the tokens were drawn with: logits are divided by its temperature, and truncated as it says; None
+            scores under the whole softmax of temperature 1.
         chunk_tokens: sampled tokens with logits in memory at once.
-        truncation: that the tokens were sampled with; None scores under the whole softmax.
         entropy_has_gradient: for an entropy bonus; costs a few [chunk, V] more in the backward pass.
 
     Raises:
@@ -82,20 +82,21 @@ class Scorer:
         self,
         model: nn.Module,
         *,
-        temperature: float = 1.0,
+        sampling: Sampling | None = None,
         chunk_tokens: int = 1024,
-        truncation: Truncation | None = None,
         entropy_has_gradient: bool = False,
     ) -> None:
-        if not temperature > 0:
-            raise ConfigError(f"Scorer.temperature: expected > 0, got {temperature} (greedy samples are not trainable)")
+        sampling = sampling or Sampling()
+        if not sampling.temperature > 0:
+            raise ConfigError(
+                f"Scorer.temperature: expected > 0, got {sampling.temperature} (greedy samples are not trainable)"
+            )
         if chunk_tokens < 1:
             raise ConfigError(f"Scorer.chunk_tokens: expected at least 1, got {chunk_tokens}")
         self._model = model
         self._parts = _take_apart(model)
-        self.temperature = temperature
+        self.sampling = sampling
         self._chunk_tokens = chunk_tokens
-        self._truncation = None if truncation is None or truncation.keeps_all else truncation
         self._entropy_has_gradient = entropy_has_gradient
         self._dropouts = adapter_dropouts(model)
         self._drops_out = False
@@ -158,10 +159,10 @@ class Scorer:
 
     def _score_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self._parts.finish_logits(self._parts.head(hidden))
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        if self._truncation is not None:
-            logits = self._truncation.apply(logits, targets)
+        if self.sampling.temperature != 1.0:
+            logits = logits / self.sampling.temperature
+        if self.sampling.is_truncated:
+            logits = truncate(logits, targets, self.sampling)
         log_softmax = torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit
         with torch.set_grad_enabled(self._entropy_has_gradient and torch.is_grad_enabled()):
             entropy = _entropy(log_softmax)
@@ -178,7 +179,7 @@ def score_logprobs(
     chunk_tokens: int = 1024,
 ) -> Tensor:
     """Return [B, T] logprobs of the sampled tokens, for a single use; keep a `Scorer` to score more than once."""
-    scorer = Scorer(model, temperature=temperature, chunk_tokens=chunk_tokens)
+    scorer = Scorer(model, sampling=Sampling(temperature=temperature), chunk_tokens=chunk_tokens)
     return scorer.score(token_ids, attention_mask, action_mask).logprobs
 
 
@@ -314,55 +315,31 @@ def switch(layers: Sequence[nn.Module], *, on: bool) -> None:
         layer.training = on
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Truncation of the rollouts, after the temperature: min-p first, then top-k, then top-p of what is left.
+TRUNCATION_NAMES = ("min_p", "top_k", "top_p")  # the parameters that `truncate` reads, in the order in which they act
 
-    Attributes:
-        min_p: keep tokens with at least this share of the likeliest one's probability; 0 keeps all.
-        top_k: keep this many tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens with at least this probability; 1 keeps all.
 
-    Raises:
-        ConfigError: a value out of range.
+def truncate(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
+    """Return [A, V] logits after the temperature, -inf outside the tokens that `sampling` keeps and `targets` [A].
+
+    The kept set is a constant for the gradient.
     """
+    # The sampled tokens are kept in any case. The policy that sampled kept them; the present one may have moved, or
+    # have rounded otherwise, and a logprob of -inf would say that it never could.
+    kept = _kept(logits.detach(), sampling).scatter(-1, targets[:, None], True)
+    return logits.masked_fill(~kept, float("-inf"))
 
-    min_p: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise ConfigError(f"Truncation: expected 0 <= min_p <= 1, top_k >= 0 and 0 < top_p <= 1, got {self}")
-
-    @classmethod
-    def of(cls, sampling: Sampling) -> Truncation:
-        """Return the truncation of a way of sampling."""
-        return cls(min_p=sampling.min_p, top_k=sampling.top_k, top_p=sampling.top_p)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether nothing is truncated."""
-        return self.top_k == 0 and self.top_p >= 1 and self.min_p <= 0
-
-    def apply(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return [A, V] logits, -inf outside the kept tokens; the kept set is a constant for the gradient."""
-        # The sampled tokens are kept in any case. The policy that sampled kept them; the present one may have moved, or
-        # have rounded otherwise, and a logprob of -inf would say that it never could.
-        kept = self._kept(logits.detach()).scatter(-1, targets[:, None], True)
-        return logits.masked_fill(~kept, float("-inf"))
-
-    def _kept(self, logits: Tensor) -> Tensor:
-        """Return [A, V] bool of the kept tokens."""
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # equal logits are ranked by token id
-        rank = torch.arange(logits.shape[-1], device=logits.device)
-        kept = torch.ones_like(ordered, dtype=torch.bool)
-        if self.min_p > 0:
-            kept = ordered >= ordered[:, :1] + math.log(self.min_p)
-        if self.top_k > 0:
-            kept &= rank < self.top_k
-        if self.top_p < 1:
-            probs = ordered.masked_fill(~kept, float("-inf")).softmax(dim=-1)
-            mass_before = probs.cumsum(dim=-1) - probs
-            kept &= (mass_before < self.top_p) | (rank == 0)
-        return torch.zeros_like(kept).scatter(-1, order, kept)
+def _kept(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return [A, V] bool of the kept tokens."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # equal logits are ranked by token id
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    kept = torch.ones_like(ordered, dtype=torch.bool)
+    if sampling.min_p > 0:
+        kept = ordered >= ordered[:, :1] + math.log(sampling.min_p)
+    if sampling.top_k > 0:
+        kept &= rank < sampling.top_k
+    if sampling.top_p < 1:
+        probs = ordered.masked_fill(~kept, float("-inf")).softmax(dim=-1)
+        mass_before = probs.cumsum(dim=-1) - probs
+        kept &= (mass_before < sampling.top_p) | (rank == 0)
+    return torch.zeros_like(kept).scatter(-1, order, kept)

@@ -26,7 +26,7 @@ from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.losses import Denominators, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
-from gspo_gym.learning.scoring import Scorer, Truncation
+from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -38,6 +38,7 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.learning.shaping import AdvantageShaper
 from gspo_gym.learning.supervised import RouterLoad, find_routers
+from gspo_gym.types import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,11 @@ _IDLE_REFERENCE = (
 )
 
 
+def scored_sampling(sampling: Sampling, update: UpdateSettings) -> Sampling:
+    """Return the part of a way of sampling that the learner scores under."""
+    return sampling if update.score_truncated else Sampling(temperature=sampling.temperature)
+
+
 class Learner:
     """Learner of a policy by GSPO (`losses`), with its optimizer and, if a KL term asks for one, its reference.
 
@@ -82,8 +88,8 @@ class Learner:
         minibatch_size: most trajectories per optimizer step (the batch is split evenly); None takes the whole batch in
             one step, whose ratio is 1 everywhere: no clip acts (the paper takes 4 steps a batch).
         rescores: other weights sampled; nothing is then compared with `rollout_logprobs`, which may be zeros.
-        temperature: that the rollouts were sampled with; logprobs are of that distribution.
-        truncation: that they were sampled with; used if update.score_truncated says so, and then needed.
+        sampling: that the rollouts were drawn with; logprobs are of its temperature, and of its truncation if
+            update.score_truncated says so, which needs it. None: temperature 1.
         total_steps: optimizer steps of the whole run, for schedules that decay; None: not known.
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
         reference_model: a frozen model to use as the reference; None: what reference.source says.
@@ -106,15 +112,14 @@ class Learner:
         correction: CorrectionSettings | None = None,
         rescores: bool = False,
         reference: ReferenceSettings | None = None,
-        temperature: float = 1.0,
-        truncation: Truncation | None = None,
+        sampling: Sampling | None = None,
         total_steps: int | None = None,
         seed: int = 0,
         reference_model: nn.Module | None = None,
         reference_policy: ReferencePolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if update.score_truncated and truncation is None:
+        if update.score_truncated and sampling is None:
             raise ConfigError("update.score_truncated: expected the truncation of the rollouts, got none")
         self._model = model
         self._loss, self._settings, self._minibatch_size = loss, update, minibatch_size
@@ -136,9 +141,8 @@ class Learner:
         )
         make_scorer = partial(
             Scorer,
-            temperature=temperature,
+            sampling=scored_sampling(sampling or Sampling(), update),
             chunk_tokens=update.scoring_chunk_tokens,
-            truncation=truncation if update.score_truncated else None,
             entropy_has_gradient=loss.entropy_coef > 0,
         )
         self._scorer = make_scorer(model)

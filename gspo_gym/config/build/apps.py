@@ -23,7 +23,7 @@ from gspo_gym.rollout.selection import Selection, SelectionAlarm
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.seeding import child_seed
-from gspo_gym.types import Task, Trajectory, TrajectoryGroup
+from gspo_gym.types import Sampling, Task, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from gspo_gym.remote.apps.client import TaskAppClient
@@ -193,7 +193,7 @@ class AppPlayers:
         answers: list[AppRollout] = []
         episodes = self._episodes_of(
             source,
-            temperature=config.rollout.temperature,
+            sampling=config.rollout.sampling,
             limits=config.training_limits,
             mode="rl",
             on_answer=answers.append,
@@ -217,7 +217,7 @@ class AppPlayers:
             await client.close()
 
     def player_of(
-        self, source: TaskSource, *, temperature: float, limits: EpisodeLimits, mode: Literal["rl", "eval"]
+        self, source: TaskSource, *, sampling: Sampling, limits: EpisodeLimits, mode: Literal["rl", "eval"]
     ) -> PlayEpisode:
         """Plays the episodes of one app, once `start` was called."""
         episodes: AppEpisodes | None = None
@@ -225,7 +225,7 @@ class AppPlayers:
         async def play(request: EpisodeRequest) -> Trajectory:
             nonlocal episodes
             if episodes is None:
-                episodes = self._episodes_of(source, temperature=temperature, limits=limits, mode=mode)
+                episodes = self._episodes_of(source, sampling=sampling, limits=limits, mode=mode)
                 self._trained += [episodes] if mode == "rl" else []
             return await episodes.play(request)
 
@@ -289,7 +289,7 @@ class AppPlayers:
         self,
         source: TaskSource,
         *,
-        temperature: float,
+        sampling: Sampling,
         limits: EpisodeLimits,
         mode: Literal["rl", "eval"],
         on_answer: Callable[[AppRollout], None] | None = None,
@@ -306,7 +306,7 @@ class AppPlayers:
             sampling_seed=0,
             max_output_tokens=limits.max_output_tokens,
             max_model_len=limits.max_model_len,
-            sampling=replace(rollout.sampling, temperature=temperature),
+            sampling=sampling,
             max_calls=self._section.max_calls,
         )
         settings = AppEpisodeSettings(

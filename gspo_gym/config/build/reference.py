@@ -15,7 +15,7 @@ import torch
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import names_of, place
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Truncation
+from gspo_gym.learning.update import scored_sampling
 from gspo_gym.policy.load import Policy, save_base, save_policy
 from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.parallel import parallel_options
@@ -54,12 +54,8 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Of the distribution that the learner scores."""
-    rollout, update = config.rollout, config.training
-    return ScoringSettings(
-        temperature=rollout.temperature,
-        chunk_tokens=update.scoring_chunk_tokens,
-        truncation=Truncation.of(rollout.sampling) if update.score_truncated else Truncation(),
-    )
+    sampling = scored_sampling(config.rollout.sampling, config.training)
+    return ScoringSettings(sampling, chunk_tokens=config.training.scoring_chunk_tokens)
 
 
 @contextlib.contextmanager

@@ -122,11 +122,6 @@ def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
     )
 
 
-def build_actor(config: RunConfig, engine: Engine, *, temperature: float) -> EngineActor:
-    """Who samples from the engine as [rollout] says, but for the temperature."""
-    return EngineActor(engine, replace(config.rollout.sampling, temperature=temperature))
-
-
 def build_environment(config: RunConfig, source: TaskSource | None = None) -> IsolatedFactory:
     """Makes fresh environments of a source, each where it is to run: in a thread or a worker process.
 
@@ -179,15 +174,15 @@ def local_play(
 def build_play(config: RunConfig, player: Player, *, mode: Literal["rl", "eval"]) -> PlayEpisode:
     """Plays the episodes of every source: as training does ("rl"), or an evaluation, with the player's own weights."""
     is_training = mode == "rl"
-    temperature = config.rollout.temperature if is_training else config.evaluation.temperature
+    sampling = config.rollout.sampling if is_training else config.evaluation_sampling
     limits = config.training_limits if is_training else config.episode_limits
-    act = build_actor(config, player.sampler if is_training else player.engine, temperature=temperature)
+    act = EngineActor(player.sampler if is_training else player.engine, sampling)
 
     def play_of(source: TaskSource) -> PlayEpisode:
         if source.task_url is None:
             return local_play(config, player.renderers, act, source=source, limits=limits)
         assert player.apps is not None  # `build_player` made them, because there is such a source
-        return player.apps.player_of(source, temperature=temperature, limits=limits, mode=mode)
+        return player.apps.player_of(source, sampling=sampling, limits=limits, mode=mode)
 
     names = environment_ids(config)
     return play_by_environment({name: play_of(source) for name, source in zip(names, config.sources, strict=True)})

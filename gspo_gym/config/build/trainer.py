@@ -17,7 +17,6 @@ from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.engines import build_while_learning
 from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
 from gspo_gym.config.build.rollouts import Player as Player
-from gspo_gym.config.build.rollouts import build_actor as build_actor
 from gspo_gym.config.build.rollouts import build_environment as build_environment
 from gspo_gym.config.build.rollouts import build_evaluate as build_evaluate
 from gspo_gym.config.build.rollouts import build_play as build_play
@@ -36,7 +35,6 @@ from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import place, refuse_to_train, require_gpus
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.reference import ReferencePolicy
-from gspo_gym.learning.scoring import Truncation
 from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
@@ -172,7 +170,6 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
 
     `reference` is one that is served; None: it is in this process, if anything compares with it.
     """
-    rollout = config.rollout
     return Learner(
         policy.model,
         optimizer=config.optimizer,
@@ -184,8 +181,7 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
         correction=config.correction,
         rescores=config.rollout.rescore,
         reference=config.reference if config.has_reference else None,
-        temperature=rollout.temperature,
-        truncation=Truncation.of(rollout.sampling),
+        sampling=config.rollout.sampling,
         total_steps=config.size.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,

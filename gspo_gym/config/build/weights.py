@@ -24,7 +24,7 @@ from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.staging import Handover, Staging, num_weight_bytes, staging_root
 from gspo_gym.policy.weight_sync import Target, WeightSync, choose_kind
 from gspo_gym.run.recording import RunRecorder
-from gspo_gym.types import Float32Array
+from gspo_gym.types import Float32Array, Sampling
 
 
 def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:
@@ -85,7 +85,7 @@ def build_canary(config: RunConfig, policy: Policy) -> Canary:
 
 def learner_score(model: nn.Module, temperature: float) -> Score:
     """Scores whole sequences under the model's present weights, not truncated."""
-    scorer = Scorer(model, temperature=temperature)
+    scorer = Scorer(model, sampling=Sampling(temperature=temperature))
     device = next(model.parameters()).device
 
     @torch.no_grad()

@@ -63,7 +63,7 @@ class LogprobFacts:
 
     Attributes:
         mode: "processed": after the temperature. "raw": the model's own. "none": it gives none.
-        is_renormalised: over the tokens that top_p, top_k and min_p leave; otherwise the logprobs of truncated samples
+        is_renormalised: over the tokens that top_p and its kin leave; otherwise the logprobs of truncated samples
             are not known.
     """
 

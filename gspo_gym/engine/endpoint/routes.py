@@ -346,13 +346,7 @@ def _headers(request: SampleRequest, attempt: int) -> dict[str, str]:
 
 def _require_plain(sampling: SamplingParams) -> None:
     """Refuse parameters that OpenAI's protocol has no field for: they would be dropped silently."""
-    asked = {
-        "top_k": sampling.top_k != 0,
-        "min_p": sampling.min_p > 0,
-        "repetition_penalty": abs(sampling.repetition_penalty - 1) > 0,
-        "min_tokens": sampling.min_tokens > 0,
-    }
-    if wrong := [name for name, is_asked in asked.items() if is_asked]:
+    if wrong := [name for name in sampling.changed() if name not in ("temperature", "top_p")]:
         raise ConfigError(
             f"HttpEngine: an endpoint that gives text only takes temperature, top_p, seed and max_tokens; "
             f"leave {', '.join(wrong)} at the default"

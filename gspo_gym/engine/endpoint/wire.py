@@ -170,14 +170,11 @@ def sglang_request(
     return {
         "input_ids": list(prompt),
         "sampling_params": {
+            **{name: value for name, value in sampling.values().items() if name != "min_tokens"},
             "n": 1,
             "max_new_tokens": max_tokens,
             "min_new_tokens": min(sampling.min_tokens, max_tokens),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,  # its name for all
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": list(sampling.stop_token_ids),

@@ -44,14 +44,10 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
         )
     schema = {} if sampling.json_schema is None else {"structured_outputs": {"json": sampling.json_schema}}
     return {
+        **sampling.values(),
         "n": 1,
         "max_tokens": max_new,
         "min_tokens": min(sampling.min_tokens, max_new),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "seed": sampling.seed % 2**63,  # vLLM takes -1 for "no seed"

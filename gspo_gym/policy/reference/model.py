@@ -47,12 +47,8 @@ class FrozenModel:
         device = next(self._model.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
         if settings not in self._scorers:
-            truncation = None if settings.truncation.keeps_all else settings.truncation
             self._scorers[settings] = Scorer(
-                self._model,
-                temperature=settings.temperature,
-                chunk_tokens=settings.chunk_tokens,
-                truncation=truncation,
+                self._model, sampling=settings.sampling, chunk_tokens=settings.chunk_tokens
             )
         return self._scorers[settings].score(**inputs).logprobs.cpu()
 

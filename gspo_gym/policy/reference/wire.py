@@ -12,14 +12,15 @@ The tensors travel padded as they are, because the shape of a batch decides how 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode
 
 import torch
 from torch import Tensor
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.scoring import Truncation
+from gspo_gym.learning.scoring import TRUNCATION_NAMES
+from gspo_gym.types import Sampling
 
 TOKEN_HEADER = "X-Reference-Token"  # of clients that may change the weights
 TOKEN_VARIABLE = "GSPO_GYM_REFERENCE_TOKEN"  # where a run's server finds its token
@@ -28,21 +29,22 @@ MAX_BODY_BYTES = 1 << 30  # of a micro-batch: 17 bytes a token
 _INPUTS = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask": torch.bool}
 
 
-_TRUNCATION = {name: type(value) for name, value in asdict(Truncation()).items()}  # how each is read back
+# What an address says of `Sampling`, and how each is read back.
+_READERS = {name: type(getattr(Sampling(), name)) for name in ("temperature", *TRUNCATION_NAMES)}
+_NAMES = ("temperature", "chunk_tokens", *TRUNCATION_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """The distribution of the logprobs; see `learning.scoring.Scorer`."""
+    """The distribution of the logprobs, and the memory to compute them in; see `learning.scoring.Scorer`."""
 
-    temperature: float
+    sampling: Sampling
     chunk_tokens: int
-    truncation: Truncation
 
     def to_query(self) -> str:
         """Return the query of an address; floats are written in full and read back exactly."""
-        values = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
-        return urlencode({**values, **asdict(self.truncation)})
+        held = self.sampling.values() | {"chunk_tokens": self.chunk_tokens}
+        return urlencode({name: held[name] for name in _NAMES})
 
     @staticmethod
     def from_query(query: str) -> ScoringSettings:
@@ -54,13 +56,11 @@ class ScoringSettings:
         values = dict(parse_qsl(query))
         try:
             settings = ScoringSettings(
-                temperature=float(values.pop("temperature")),
+                Sampling(**{name: read(values.pop(name)) for name, read in _READERS.items()}),
                 chunk_tokens=int(values.pop("chunk_tokens")),
-                truncation=Truncation(**{name: read(values.pop(name)) for name, read in _TRUNCATION.items()}),
             )
         except (KeyError, ValueError) as error:
-            names = ", ".join(("temperature", "chunk_tokens", *_TRUNCATION))
-            raise RecordError(f"/score: expected {names}: {error}") from error
+            raise RecordError(f"/score: expected {', '.join(_NAMES)}: {error}") from error
         if values:
             raise RecordError(f"/score: unknown settings {', '.join(sorted(values))}")
         return settings

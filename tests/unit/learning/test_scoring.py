@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.scoring import Scorer, score_logprobs
 from gspo_gym.policy.load import load_policy
+from gspo_gym.types import Sampling
 
 # Logits and logprobs here are of order 10; float32 rounds them to 1e-6, and a sum over 32 hidden units in another order
 # moves a few of those.
@@ -61,7 +62,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits(make_
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
 
-    scores = Scorer(model, temperature=0.7, chunk_tokens=5).score(*tokens)
+    scores = Scorer(model, sampling=Sampling(temperature=0.7), chunk_tokens=5).score(*tokens)
     torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=FLOAT32)
     torch.testing.assert_close(scores.entropy, expected_entropy, rtol=0, atol=FLOAT32)
     assert scores.logprobs.dtype == torch.float32
@@ -330,10 +331,14 @@ def test_left_padding_and_uncaused_tokens_are_refused(make_model, tokens):
         scorer.score(token_ids, attention_mask, attention_mask)
 
 
+def make_scorer(model, *, temperature=1.0, **settings):
+    return Scorer(model, sampling=Sampling(temperature=temperature), **settings)
+
+
 @pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": float("nan")}, {"chunk_tokens": 0}])
 def test_settings_out_of_range_are_refused(make_model, setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
-        Scorer(make_model(), **setting)
+        make_scorer(make_model(), **setting)
 
 
 def test_a_model_that_cannot_be_called_without_a_cache_is_refused() -> None:

@@ -7,48 +7,49 @@ import torch
 
 from gspo_gym.engine.local.sampling import RowSampling, sampling_logprobs
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Scorer, Truncation
+from gspo_gym.learning.scoring import Scorer, truncate
+from gspo_gym.types import Sampling
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
 
 
-def probabilities(truncation, target, logits=HALVES):
-    kept = truncation.apply(logits.expand(1, -1), torch.tensor([target]))
+def probabilities(sampling, target, logits=HALVES):
+    kept = truncate(logits.expand(1, -1), torch.tensor([target]), sampling)
     return [round(p, 12) for p in kept.softmax(-1)[0].tolist()]
 
 
 def test_top_k_keeps_the_likeliest_and_the_lower_id_of_equals():
-    assert probabilities(Truncation(top_k=2), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
-    assert probabilities(Truncation(top_k=3), 0) == [round(4 / 7, 12), round(2 / 7, 12), round(1 / 7, 12), 0]
+    assert probabilities(Sampling(top_k=2), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
+    assert probabilities(Sampling(top_k=3), 0) == [round(4 / 7, 12), round(2 / 7, 12), round(1 / 7, 12), 0]
 
 
 def test_top_p_keeps_the_token_that_reaches_it():
-    assert probabilities(Truncation(top_p=0.5), 0) == [1, 0, 0, 0]
-    assert probabilities(Truncation(top_p=0.51), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
-    assert probabilities(Truncation(top_p=1e-9), 0) == [1, 0, 0, 0], "the likeliest is always kept"
-    assert probabilities(Truncation(top_p=0.5), 0, logits=torch.zeros(1, 2)) == [1, 0], "exactly a half is enough"
+    assert probabilities(Sampling(top_p=0.5), 0) == [1, 0, 0, 0]
+    assert probabilities(Sampling(top_p=0.51), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
+    assert probabilities(Sampling(top_p=1e-9), 0) == [1, 0, 0, 0], "the likeliest is always kept"
+    assert probabilities(Sampling(top_p=0.5), 0, logits=torch.zeros(1, 2)) == [1, 0], "exactly a half is enough"
 
 
 def test_top_p_is_of_what_top_k_left():
     # of the two, the first has 2/3, which reaches 0.6; of all four it has 1/2, which does not
-    assert probabilities(Truncation(top_k=2, top_p=0.6), 0) == [1, 0, 0, 0]
+    assert probabilities(Sampling(top_k=2, top_p=0.6), 0) == [1, 0, 0, 0]
 
 
 def test_min_p_is_a_share_of_the_likeliest():
     # 0.25 is half of 0.5 (kept at 0.49), 0.125 a quarter
-    assert probabilities(Truncation(min_p=0.49), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
-    assert probabilities(Truncation(min_p=0.24), 0) == [0.5, 0.25, 0.125, 0.125]
-    assert probabilities(Truncation(min_p=1.0), 3) == [0.8, 0, 0, 0.2], "the likeliest has all of its own probability"
+    assert probabilities(Sampling(min_p=0.49), 0) == [round(2 / 3, 12), round(1 / 3, 12), 0, 0]
+    assert probabilities(Sampling(min_p=0.24), 0) == [0.5, 0.25, 0.125, 0.125]
+    assert probabilities(Sampling(min_p=1.0), 3) == [0.8, 0, 0, 0.2], "the likeliest has all of its own probability"
 
 
 def test_top_p_is_of_what_min_p_left():
     # without the eighths, the first has 2/3
-    assert probabilities(Truncation(min_p=0.3, top_p=0.6), 0) == [1, 0, 0, 0]
+    assert probabilities(Sampling(min_p=0.3, top_p=0.6), 0) == [1, 0, 0, 0]
 
 
 def test_the_sampled_token_is_kept_in_any_case():
     # 1/2 and the sampled 1/8 remain: 4/5 and 1/5
-    assert probabilities(Truncation(top_k=1), 3) == [0.8, 0, 0, 0.2]
+    assert probabilities(Sampling(top_k=1), 3) == [0.8, 0, 0, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_the_learner_scores_what_the_engine_samples_from(setting):
     expected = sampling_logprobs(logits, rows)
     for token in range(61):
         targets = torch.full((50,), token)
-        scored = Truncation(**setting).apply(logits / 0.7, targets).log_softmax(-1)[:, token]
+        scored = truncate(logits / 0.7, targets, Sampling(**setting)).log_softmax(-1)[:, token]
         may_sample = expected[:, token].isfinite()
         torch.testing.assert_close(scored[may_sample], expected[:, token][may_sample], rtol=0, atol=1e-6)
 
@@ -81,7 +82,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_softmax(make_
     token_ids = torch.tensor([[5, 3, 40]])
     everywhere = torch.ones(1, 3, dtype=torch.bool)
     sampled = torch.tensor([[False, True, True]])
-    scorer = Scorer(model, truncation=Truncation(top_k=10), entropy_has_gradient=True)
+    scorer = Scorer(model, sampling=Sampling(top_k=10), entropy_has_gradient=True)
     scores = scorer.score(token_ids, everywhere, sampled)
     assert scores.logprobs[0].tolist() == pytest.approx([0, -math.log(10), -math.log(11)])
     assert scores.entropy[0].tolist() == pytest.approx([0, math.log(10), math.log(11)])
@@ -94,22 +95,22 @@ def test_truncation_that_keeps_all_is_the_whole_softmax(make_model):
     model = make_model()
     ids, everywhere = torch.tensor([[5, 3, 40]]), torch.ones(1, 3, dtype=torch.bool)
     sampled = torch.tensor([[False, True, True]])
-    plain, same = (Scorer(model, truncation=t).score(ids, everywhere, sampled) for t in (None, Truncation()))
+    plain, same = (Scorer(model, sampling=t).score(ids, everywhere, sampled) for t in (None, Sampling()))
     assert torch.equal(plain.logprobs, same.logprobs)
-    assert Truncation().keeps_all
-    assert not any(Truncation(**setting).keeps_all for setting in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
+    assert not Sampling().is_truncated
+    assert all(Sampling(**setting).is_truncated for setting in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
 
 
 def test_a_top_p_of_one_keeps_what_is_too_unlikely_to_count():
     """In float32 the first of the two has all the probability, and the second is kept all the same."""
-    kept = Truncation(top_k=2).apply(torch.tensor([[0.0, -200.0, -300.0]]), torch.tensor([0]))
+    kept = truncate(torch.tensor([[0.0, -200.0, -300.0]]), torch.tensor([0]), Sampling(top_k=2))
     assert kept.tolist() == [[0.0, -200.0, -math.inf]]
 
 
 @pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}])
 def test_values_out_of_range_are_refused(setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
-        Truncation(**setting)
+        Sampling(**setting)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 100])

@@ -19,6 +19,7 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.learning.update import Learner
+from gspo_gym.types import Sampling
 
 LR = 1e-3
 
@@ -70,7 +71,9 @@ def test_one_step_equals_the_step_written_out_by_hand(make_model, make_batch, te
     batch = make_batch()
     model, expected = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
     norm = by_hand(expected, batch, temperature=temperature, max_grad_norm=max_grad_norm)
-    learner = make_learner(model, temperature=temperature, optimizer={"max_grad_norm": max_grad_norm})
+    learner = make_learner(
+        model, sampling=Sampling(temperature=temperature), optimizer={"max_grad_norm": max_grad_norm}
+    )
     report = learner.update(batch)
     # AdamW's first step is lr * g / (|g| + 1e-8): an error of 1e-12 in g, from float32 rotary tables and summation,
     # can move a weight by lr * 1e-4
@@ -389,7 +392,7 @@ def test_wrong_settings_are_refused_when_built(make_model):
     with pytest.raises(ConfigError, match="total_steps"):
         make_learner(make_model(), optimizer={"schedule": "cosine"})
     with pytest.raises(ConfigError, match="temperature"):
-        make_learner(make_model(), temperature=0.0)
+        make_learner(make_model(), sampling=Sampling(temperature=0.0))
 
 
 def test_gradients_left_by_another_take_no_part(make_model, make_batch):

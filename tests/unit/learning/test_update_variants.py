@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load, save
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Truncation
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -21,6 +20,7 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.learning.update import Learner
+from gspo_gym.types import Sampling
 
 LR = 1e-3
 
@@ -302,9 +302,9 @@ def test_the_ratio_of_an_adapter_that_drops_out_is_one_until_its_weights_move(ma
 def test_truncated_scoring_needs_to_know_the_truncation(make_model, make_batch):
     with pytest.raises(ConfigError, match="score_truncated"):
         make_learner(make_model(), update={"score_truncated": True})
-    truncation = Truncation(top_k=5)
-    whole = make_learner(make_model(), truncation=truncation).update(make_batch()).metrics
-    truncated = make_learner(make_model(), truncation=truncation, update={"score_truncated": True})
+    sampling = Sampling(top_k=5)
+    whole = make_learner(make_model(), sampling=sampling).update(make_batch()).metrics
+    truncated = make_learner(make_model(), sampling=sampling, update={"score_truncated": True})
     # of six tokens at most: the five likeliest and the sampled one
     assert truncated.update(make_batch()).metrics["policy/entropy"] <= math.log(6) < whole["policy/entropy"]
 

@@ -15,12 +15,12 @@ import pytest
 from gspo_gym.config.build.reference import scoring_settings, serving_reference
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
-from gspo_gym.learning.scoring import Truncation
 from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.policy.reference.client import ReferenceClient
 from gspo_gym.policy.reference.client import ReferenceProcess
 from gspo_gym.policy.reference.server import ReferenceModel, make_server
 from gspo_gym.policy.reference.wire import ScoringSettings
+from gspo_gym.types import Sampling
 
 
 def make_config(folder: Path, *, url: str | None = None, **reference: Any) -> RunConfig:
@@ -198,4 +198,4 @@ def test_without_a_server_nothing_is_served(policy: Policy, tmp_path: Path) -> N
 
 def test_the_distribution_is_the_learners(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    assert scoring_settings(config) == ScoringSettings(0.7, config.training.scoring_chunk_tokens, Truncation())
+    assert scoring_settings(config) == ScoringSettings(Sampling(temperature=0.7), config.training.scoring_chunk_tokens)

@@ -37,16 +37,21 @@ from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCau
 
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
-from gspo_gym.learning.scoring import Truncation
+from gspo_gym.learning.scoring import truncate
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import adapt_policy, load_policy, save_policy
 from gspo_gym.policy.parallel import parallel_options, require_even_parts
 from gspo_gym.policy.reference.client import ReferenceClient, ReferenceProcess
 from gspo_gym.policy.reference.wire import ScoringSettings
+from gspo_gym.types import Sampling
 
 ROUNDING = 1e-5
-PLAIN = ScoringSettings(1.0, 1024, Truncation())
-SETTINGS = [PLAIN, ScoringSettings(0.7, 3, Truncation()), ScoringSettings(1.3, 5, Truncation(top_k=40, top_p=0.9))]
+PLAIN = ScoringSettings(Sampling(temperature=1.0), 1024)
+SETTINGS = [
+    PLAIN,
+    ScoringSettings(Sampling(temperature=0.7), 3),
+    ScoringSettings(Sampling(temperature=1.3, top_k=40, top_p=0.9), 5),
+]
 
 
 def make_batch(seed: int) -> TokenBatch:
@@ -67,10 +72,10 @@ def make_batch(seed: int) -> TokenBatch:
 def plain_logprobs(model: Any, batch: TokenBatch, settings: ScoringSettings) -> torch.Tensor:
     """What the model's own forward gives in this process, without the code that scores."""
     logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits[:, :-1]
-    logits = logits / settings.temperature
+    logits = logits / settings.sampling.temperature
     targets = batch.token_ids[:, 1:]
-    if not settings.truncation.keeps_all:
-        logits = settings.truncation.apply(logits.flatten(0, 1), targets.flatten()).view(logits.shape)
+    if settings.sampling.is_truncated:
+        logits = truncate(logits.flatten(0, 1), targets.flatten(), settings.sampling).view(logits.shape)
     logprobs = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
     return torch.cat([torch.zeros(2, 1), logprobs], dim=1).where(batch.action_mask, 0.0)
 
@@ -153,7 +158,7 @@ def test_new_weights_reach_both_ranks_and_other_ones_are_refused(dense: Referenc
     with pytest.raises(ServiceError, match="holds other parameters"):
         dense.load(tmp_path / "other.safetensors", 9)
     with pytest.raises(ServiceError, match=r"ConfigError: Scorer\.temperature"):
-        dense.score(batch, ScoringSettings(0.0, 1024, Truncation()))
+        dense.score(batch, ScoringSettings(Sampling(temperature=0.0), 1024))
     assert health_of(dense)["version"] == 5
     torch.testing.assert_close(dense.score(batch, PLAIN), expected, rtol=0, atol=ROUNDING)  # it still serves
 

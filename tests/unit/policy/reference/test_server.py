@@ -15,15 +15,16 @@ from safetensors.torch import load, save, save_file
 
 from gspo_gym.errors import CheckpointError, ConfigError, RecordError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
-from gspo_gym.learning.scoring import Scorer, Truncation
+from gspo_gym.learning.scoring import Scorer
 from gspo_gym.policy.load import load_policy
 from gspo_gym.policy.reference.client import ReferenceClient, ServedReference
 from gspo_gym.policy.reference.server import ReferenceModel, make_server
 from gspo_gym.policy.reference.wire import MAX_BODY_BYTES, TOKEN_HEADER, ScoringSettings
+from gspo_gym.types import Sampling
 
 BASE = "tiny:qwen3-64@5"
 TOKEN = "of this test"
-PLAIN = ScoringSettings(1.0, 1024, Truncation())
+PLAIN = ScoringSettings(Sampling(temperature=1.0), 1024)
 
 
 @pytest.fixture
@@ -76,12 +77,7 @@ def ask(port: int, method: str, path: str, body: bytes = b"", **headers: str) ->
 
 
 def own_logprobs(model: Any, batch: TokenBatch, settings: ScoringSettings) -> torch.Tensor:
-    scorer = Scorer(
-        model,
-        temperature=settings.temperature,
-        chunk_tokens=settings.chunk_tokens,
-        truncation=settings.truncation,
-    )
+    scorer = Scorer(model, sampling=settings.sampling, chunk_tokens=settings.chunk_tokens)
     with torch.no_grad():
         return scorer.score(**inputs(batch)).logprobs
 
@@ -90,8 +86,8 @@ def own_logprobs(model: Any, batch: TokenBatch, settings: ScoringSettings) -> to
     "settings",
     [
         PLAIN,
-        ScoringSettings(0.7, 1024, Truncation()),
-        ScoringSettings(1.3, 3, Truncation(min_p=0.1, top_k=9, top_p=0.9)),
+        ScoringSettings(Sampling(temperature=0.7), 1024),
+        ScoringSettings(Sampling(temperature=1.3, min_p=0.1, top_k=9, top_p=0.9), 3),
     ],
 )
 def test_logprobs_are_those_of_the_scorer_here_bit_for_bit(
@@ -107,7 +103,7 @@ def test_logprobs_are_those_of_the_scorer_here_bit_for_bit(
 
 
 def test_settings_survive_the_address_exactly() -> None:
-    settings = ScoringSettings(0.1 + 0.2, 77, Truncation(min_p=1 / 3, top_k=5, top_p=0.95))
+    settings = ScoringSettings(Sampling(temperature=0.1 + 0.2, min_p=1 / 3, top_k=5, top_p=0.95), 77)
     assert ScoringSettings.from_query(settings.to_query()) == settings
 
 
