@@ -192,12 +192,12 @@ def kl_term_dominates(run: RunView) -> Finding | None:
 
 def steps_too_large(run: RunView) -> Finding | None:
     """Find the first step that moved the policy far from the batch."""
-    exploded = [line for line in run.metrics if _has_exploded(line)]
+    # A metric that was not finite is null in its line.
+    lines = [{name: value for name, value in line.items() if value is not None} for line in run.metrics]
+    exploded = [line for line in lines if _has_exploded(line)]
     if not exploded:
         return None
-    until = [
-        line.get("batch/constant_group_fraction", 0.0) for line in run.metrics if line["step"] <= exploded[0]["step"]
-    ]
+    until = [line.get("batch/constant_group_fraction", 0.0) for line in lines if line["step"] <= exploded[0]["step"]]
     if statistics.fmean(until) >= _GREEDY_GROUPS:
         return None  # hardly anything was learned before: one episode alone moved the policy
     rate, epochs = run.setting("training.learning_rate", 0.0), run.setting("training.update_epochs", 1)
@@ -207,7 +207,7 @@ def steps_too_large(run: RunView) -> Finding | None:
     else:
         wanted = 10 * max(run.setting("loss.clip_low", 0.0), 1e-4)
         # the length of a step of Adam is linear in its rate
-        factor = min(0.1, wanted / line.get("ratio/log_std", 1.0))
+        factor = min(0.1, wanted / max(line.get("ratio/log_std", 1.0), wanted))
         key = "training.learning_rate"
         advice = f"lower it to {rate * factor:.1g}, and further until ratio/log_std is near the clip range"
     return Finding(
@@ -215,8 +215,8 @@ def steps_too_large(run: RunView) -> Finding | None:
         "steps_too_large",
         "The steps are too large: within one batch the policy became another one than the one that played it.",
         f"the ratio exploded in step {line['step']}, from {line.get('ratio/min', 1.0):.2g} to "
-        f"{line.get('ratio/max', 1.0):.2g} (log s varies by {line.get('ratio/log_std', 0.0):.2g} nats, KL to the old "
-        f"policy {line.get('kl/old_k3', 0.0):.2g} nats a token), and in {len(exploded)} of {len(run.metrics)} steps",
+        f"{line.get('ratio/max', math.inf):.2g} (log s varies by {line.get('ratio/log_std', 0.0):.2g} nats, KL to the "
+        f"old policy {line.get('kl/old_k3', 0.0):.2g} nats a token), and in {len(exploded)} of {len(lines)} steps",
         key,
         advice,
     )

@@ -143,6 +143,19 @@ def test_each_cause_is_silent_below_its_threshold_and_speaks_above(
     assert (finding.check, finding.severity) == (check.__name__, "serious")
 
 
+def test_an_explosion_is_found_beside_values_that_were_not_finite_and_where_all_ratios_are_alike() -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": 1, "ratio/log_std": None, "kl/old_k3": None, "batch/constant_group_fraction": None},  # null: NaN
+        {"step": 2, "ratio/log_std": 0.0, "kl/old_k3": 0.51, "ratio/min": 0.25, "ratio/max": None},
+    ]
+    settings = {"training": {"learning_rate": 1e-3}, "loss": {"clip_low": 3e-4}}
+    assert causes.steps_too_large(RunView(config=settings, metrics=lines[:1])) is None
+    finding = causes.steps_too_large(RunView(config=settings, metrics=lines))
+    assert finding is not None
+    assert finding.evidence.startswith("the ratio exploded in step 2, from 0.25 to inf (")
+    assert finding.suggestion.startswith("lower it to 0.0001,")  # a tenth, the least that is advised
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lr_1", "top_k_1", "kl_coef_100", "max_turns_1"])
 def test_a_planted_fault_is_found_in_a_run_played_now(name: str, tmp_path: Path) -> None:
