@@ -97,7 +97,7 @@ def _direct_tests(path: Path, imports: Mapping[Path, set[str]]) -> list[Path]:
         is_elsewhere = path.parent.name not in test.parent.parts
         # A file of that name in another room's folder mirrors another module, unless it imports this one.
         if is_named and (is_imported or not is_elsewhere):
-            mirrors.append((is_elsewhere, len(imported), test))
+            mirrors.append((is_elsewhere, test.stem != f"test_{path.stem}", len(imported), test))
         elif is_imported:
             importers.append((len(imported), test))
     return [test for *_, test in sorted(mirrors)] + [test for _, test in sorted(importers)]

@@ -137,8 +137,8 @@ def test_tests_are_found_by_name_and_by_import_narrowest_first(tmp_path: Path) -
         {
             "gspo_gym/room/pool.py": "",
             "gspo_gym/room/doc.py": "# >>> 1\n",
-            "tests/unit/room/test_pool.py": "import gspo_gym.room.pool",
-            "tests/unit/room/test_pool_limits.py": "from gspo_gym.room import pool\nimport gspo_gym.errors",
+            "tests/unit/room/test_pool.py": "from gspo_gym.room import pool\nimport gspo_gym.errors",
+            "tests/unit/room/test_pool_limits.py": "import gspo_gym.room.pool",
             "tests/unit/other/test_pool.py": "import gspo_gym.other.pool",
             "tests/unit/test_wide.py": "from gspo_gym.room.pool import A\nimport gspo_gym.x, gspo_gym.y",
             "tests/contract/test_narrow.py": "from gspo_gym.room.pool import A",
