@@ -116,7 +116,7 @@ def _row(trajectory: Trajectory, policy_name: str, tools: Sequence[Mapping[str, 
         "events": [list(turn.events) for turn in trajectory.turns],
         "messages": [_message(message) for message in trajectory.messages],
         "tools": json.dumps(list(tools)),
-        "episode": json.dumps(trajectory_to_json(trajectory, policy_name=policy_name), allow_nan=False),
+        "episode": _json_text(trajectory, policy_name),
     }
 
 
@@ -124,7 +124,8 @@ def _message(message: Message) -> dict[str, Any]:
     wire = message.to_dict()
     if calls := wire.pop("tool_calls", None):
         wire["tool_calls"] = json.dumps(calls)  # arguments differ from call to call; a column has one type
-    return wire
+    # Arrow refuses half a surrogate pair, which a text may hold; the column `episode` has it exactly, as JSON escapes.
+    return {key: text.encode(errors="replace").decode() for key, text in wire.items()}
 
 
 def _schema(pyarrow: Any) -> Any:
@@ -236,13 +237,14 @@ def write_episodes(path: Path, trajectories: Iterable[Trajectory], *, policy_nam
     Raises:
         RecordError: a trajectory holds what JSON has no name for (NaN, infinity, an object).
     """
-    lines = []
-    for trajectory in trajectories:
-        try:
-            lines.append(json.dumps(trajectory_to_json(trajectory, policy_name=policy_name), allow_nan=False) + "\n")
-        except (TypeError, ValueError) as error:
-            raise RecordError(f"episode {trajectory.trajectory_id} cannot be written as JSON: {error}") from error
-    replace_file(path, "".join(lines))
+    replace_file(path, "".join(f"{_json_text(trajectory, policy_name)}\n" for trajectory in trajectories))
+
+
+def _json_text(trajectory: Trajectory, policy_name: str) -> str:
+    try:
+        return json.dumps(trajectory_to_json(trajectory, policy_name=policy_name), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"episode {trajectory.trajectory_id} cannot be written as JSON: {error}") from error
 
 
 def read_episodes(path: Path) -> list[Trajectory]:

@@ -176,24 +176,6 @@ def test_both_file_formats_give_back_every_bit(tmp_path: Path, suffix: str) -> N
     assert [trajectory_to_json(t) for t in load_episodes(path)] == [trajectory_to_json(t) for t in written]
 
 
-def test_the_flat_columns_of_a_parquet_file_say_what_the_episode_says(tmp_path: Path) -> None:
-    import pyarrow.parquet as parquet
-
-    collected = collect_episodes("SqlAnalyst", "scripted:reference", seeds=[0])
-    path = tmp_path / "e.parquet"
-    save_episodes(path, collected.trajectories, policy_name="reference", tools=collected.tools)
-    [row] = parquet.read_table(path).to_pylist()
-    [trajectory] = collected.trajectories
-    assert (row["env_id"], row["seed"], row["policy_name"]) == ("gspo_gym/SqlAnalyst-v0", 0, "reference")
-    assert (row["outcome"], row["success"], row["return"]) == ("terminated", True, 1.0)
-    assert row["rewards"] == [turn.reward for turn in trajectory.turns]
-    assert row["num_turns"] == len(trajectory.turns)
-    roles = [message["role"] for message in row["messages"]]
-    assert roles == [message.role for message in trajectory.messages]
-    [call] = json.loads(row["messages"][roles.index("assistant")]["tool_calls"])
-    assert call["function"]["name"] in {tool["function"]["name"] for tool in json.loads(row["tools"])}
-
-
 def test_the_command_writes_a_file_and_says_how_it_went(tmp_path: Path, capsys: Any, moody: str) -> None:
     path = tmp_path / "e.jsonl"
     arguments = ["env", "collect", "GuessNumber", "--out", str(path), "--seeds", "0:20"]

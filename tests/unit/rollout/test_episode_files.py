@@ -1,0 +1,248 @@
+"""Files of episodes: every bit comes back, what is damaged is named, and no half file is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_gym.errors import ConfigError, MissingExtraError, RecordError
+from gspo_gym.rollout.episode_files import (
+    load_episodes,
+    read_episodes,
+    require_writable,
+    save_episodes,
+    trajectory_from_json,
+    trajectory_to_json,
+    write_episodes,
+)
+from gspo_gym.types import FinishReason, Outcome, Segment, Task, Timing, Trajectory, Turn
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    """Equal field by field, down to types and bits: trajectories have no == because of their arrays."""
+    assert type(left) is type(right)
+    if dataclasses.is_dataclass(left):
+        for field in dataclasses.fields(left):
+            assert_equal(getattr(left, field.name), getattr(right, field.name))
+    elif isinstance(left, tuple):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b)
+    elif isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        assert left.tobytes() == right.tobytes()
+    else:
+        assert left == right
+
+
+def test_an_episode_comes_back_from_its_file_bit_for_bit(tmp_path: Path, rich_trajectory: Trajectory) -> None:
+    failed = dataclasses.replace(
+        rich_trajectory,
+        trajectory_id="u",
+        segments=(),
+        turns=(),
+        outcome=Outcome.ENV_ERROR,
+        error="broke",
+        success=None,
+    )
+    write_episodes(tmp_path / "step_000001.jsonl", [rich_trajectory, failed])
+    lines = (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8").split("\n")
+    assert len(lines) == 3
+    assert lines[2] == ""
+    back = read_episodes(tmp_path / "step_000001.jsonl")
+    assert len(back) == 2
+    assert_equal(back[0], rich_trajectory)
+    assert_equal(back[1], failed)
+
+
+@given(st.lists(st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+def test_every_float32_logprob_survives_its_decimal_text(values: list[float]) -> None:
+    mask = [False] + [True] * len(values)
+    segment = Segment(
+        token_ids=np.arange(len(mask)),
+        action_mask=np.array(mask),
+        rollout_logprobs=np.array([0.0, *values], dtype=np.float32),
+        turn_index=np.where(mask, 0, -1),
+        weight_version=np.where(mask, 0, -1),
+    )
+    turn = Turn(0, 0, (0, 1), (1, len(mask)), FinishReason.STOP)
+    written = Trajectory("t", 0, Task("e", 0), 0, (segment,), (turn,), (), Outcome.TERMINATED)
+    read = trajectory_from_json(json.loads(json.dumps(trajectory_to_json(written), allow_nan=False)))
+    bits = [struct.pack("<f", value) for value in values]  # an independent route from a number to its 32 bits
+    assert [read.segments[0].rollout_logprobs[k + 1].tobytes() for k in range(len(values))] == bits
+
+
+def test_the_json_of_an_episode_can_be_read_without_this_library(rich_trajectory: Trajectory) -> None:
+    values = json.loads(json.dumps(trajectory_to_json(rich_trajectory)))
+    assert values["schema"] == 1
+    assert values["task"] == {"env_id": "gspo_gym/SqlAnalyst-v0", "seed": 2147483653, "options": {"level": 2}}
+    assert values["reward"] == 0.1 + 1 / 3
+    assert values["outcome"] == "truncated"
+    assert values["segments"][0]["token_ids"] == [5, 6, 7, 2147483647, 9, 10]
+    assert values["segments"][0]["action_mask"] == [0, 0, 1, 1, 0, 1]
+    assert values["segments"][0]["rollout_logprobs"] == [0, 0, -0.1, -0.33333334, 0, -1e-7]
+    assert values["messages"][3] == {"role": "tool", "content": "3", "tool_call_id": "call_0", "name": "query"}
+    assert values["turns"][1]["parse"] == "bad_tool_call"
+    assert values["turns"][1]["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["schema"], 2, "expected schema 1, got 2"),
+        (["outcome"], "lost", "'lost' is not a valid Outcome"),
+        (["turns", 0, "parse"], "odd", "'odd' is not a valid ParseStatus"),
+        (["turns", 0, "extra"], 1, "unexpected keyword argument 'extra'"),
+        (["turns", 0, "segment"], 7, "turn 0 names segment 7"),
+        (["segments", 0, "token_ids"], [1], "expected equal lengths"),
+        (["messages", 0, "role"], "robot", "Message.role"),
+    ],
+)
+def test_a_damaged_episode_is_an_error_that_names_file_and_line(
+    tmp_path: Path, rich_trajectory: Trajectory, path: list[str | int], value: Any, message: str
+) -> None:
+    good = trajectory_to_json(rich_trajectory)
+    bad = json.loads(json.dumps(good))
+    table = bad
+    for part in path[:-1]:
+        table = table[part]
+    table[path[-1]] = value
+    file = tmp_path / "eval_000000.jsonl"
+    file.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n", encoding="utf-8")
+    with pytest.raises(RecordError, match=rf"eval_000000\.jsonl:2: .*{message}"):
+        read_episodes(file)
+
+
+def test_an_episode_without_a_field_names_the_field(rich_trajectory: Trajectory) -> None:
+    values = trajectory_to_json(rich_trajectory)
+    del values["sampling_seed"]
+    with pytest.raises(RecordError, match=r"episode step_000001/group_0000/0: KeyError: 'sampling_seed'"):
+        trajectory_from_json(values)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_refused_and_the_old_file_stays(
+    tmp_path: Path, rich_trajectory: Trajectory, value: float, suffix: str
+) -> None:
+    """Of a timing here; a reward of this kind is refused before it is in a turn."""
+    file = tmp_path / f"step_000001{suffix}"
+    save_episodes(file, [rich_trajectory], policy_name="policy")
+    before = file.read_bytes()
+    broken = dataclasses.replace(rich_trajectory, timing=Timing(total_seconds=value))
+    with pytest.raises(RecordError, match=r"episode step_000001/group_0000/0 cannot be written as JSON"):
+        save_episodes(file, [rich_trajectory, broken], policy_name="policy")
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_both_kinds_of_file_give_back_every_bit(tmp_path: Path, rich_trajectory: Trajectory, suffix: str) -> None:
+    path = tmp_path / f"episodes{suffix}"
+    save_episodes(path, [rich_trajectory], policy_name="rich")
+    [back] = load_episodes(path)
+    assert_equal(back, rich_trajectory)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_columns_of_a_parquet_file_say_what_the_episode_says(tmp_path: Path, rich_trajectory: Trajectory) -> None:
+    import pyarrow.parquet as parquet
+
+    unscored = dataclasses.replace(
+        rich_trajectory, turns=tuple(dataclasses.replace(turn, reward=None) for turn in rich_trajectory.turns)
+    )
+    tools = [{"type": "function", "function": {"name": "query"}}]
+    save_episodes(tmp_path / "e.parquet", [rich_trajectory, unscored], policy_name="rich", tools=tools)
+    first, second = parquet.read_table(tmp_path / "e.parquet").to_pylist()
+    assert {key: first[key] for key in ("env_id", "seed", "policy_name", "outcome", "success", "num_turns")} == {
+        "env_id": "gspo_gym/SqlAnalyst-v0",
+        "seed": 2**31 + 5,
+        "policy_name": "rich",
+        "outcome": "truncated",
+        "success": False,
+        "num_turns": 3,
+    }
+    assert (first["return"], first["rewards"]) == (0.1 + 1 / 3, [0.1, None, 1 / 3])
+    assert (second["return"], second["rewards"]) == (None, [None] * 3)
+    assert first["events"] == [["a", "b"], [], []]
+    assert json.loads(first["tools"]) == tools
+    assert [message["role"] for message in first["messages"]] == ["system", "user", "assistant", "tool"]
+    assert first["messages"][1]["content"] == "Wie viele? 数 ?"  # half a surrogate pair is no text in Arrow
+    [call] = json.loads(first["messages"][2]["tool_calls"])
+    assert call["function"]["name"] == "query"
+    assert first["messages"][3]["tool_call_id"] == "call_0"
+    assert json.loads(first["episode"]) == trajectory_to_json(rich_trajectory, policy_name="rich")
+
+
+@pytest.mark.parametrize(
+    ("version", "knows"), [(0, True), (-1, False)], ids=["the first weights", "an endpoint or a script"]
+)
+def test_an_episode_says_whether_its_tokens_are_of_known_weights(version: int, knows: bool) -> None:
+    segment = Segment([5, 6], [False, True], [0.0, -1.0], [-1, 0], [-1, version])  # type: ignore[arg-type]
+    turn = Turn(0, 0, (0, 1), (1, 2), FinishReason.STOP)
+    episode = Trajectory("t", 0, Task("e", 0), 0, (segment,), (turn,), (), Outcome.TERMINATED)
+    assert trajectory_to_json(episode)["knows_weights"] is knows
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("e.csv", "expected a file that ends in .jsonl or .parquet, got '.csv'"),
+        ("e", "expected a file that ends in .jsonl or .parquet, got 'no end'"),
+        ("no/e.jsonl", "there is no folder"),
+        ("there.jsonl", "there is such a file already"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_before_an_episode_is_played(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "there.jsonl").touch()
+    require_writable(tmp_path / "e.jsonl")
+    require_writable(tmp_path / "e.parquet")
+    with pytest.raises(ConfigError, match=message):
+        require_writable(tmp_path / name)
+
+
+def test_without_pyarrow_only_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    require_writable(tmp_path / "e.jsonl")
+    with pytest.raises(MissingExtraError, match=r"a \.parquet file needs: pip install"):
+        require_writable(tmp_path / "e.parquet")
+
+
+@pytest.mark.parametrize("use", [load_episodes, lambda path: save_episodes(path, [], policy_name="")])
+def test_files_of_another_kind_are_neither_written_nor_read(tmp_path: Path, use: Callable[[Path], Any]) -> None:
+    (tmp_path / "e.csv").touch()
+    with pytest.raises(ConfigError, match=r"expected a file that ends in \.jsonl or \.parquet"):
+        use(tmp_path / "e.csv")
+
+
+def test_a_file_that_is_not_there_or_holds_no_episodes_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    with pytest.raises(ConfigError, match=r"none\.parquet: there is no such file"):
+        load_episodes(tmp_path / "none.parquet")
+    parquet.write_table(pyarrow.table({"a": [1], "b": [2]}), tmp_path / "other.parquet")
+    with pytest.raises(RecordError, match=r"other\.parquet: expected a column 'episode', got a, b"):
+        load_episodes(tmp_path / "other.parquet")
+    parquet.write_table(pyarrow.table({"episode": ['{"schema": 9}']}), tmp_path / "wrong.parquet")
+    with pytest.raises(RecordError, match=r"wrong\.parquet: row 0: episode: expected schema 1, got 9"):
+        load_episodes(tmp_path / "wrong.parquet")
+
+
+def test_files_of_episodes_are_read_without_torch() -> None:
+    program = "import sys, gspo_gym.rollout.episode_files; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
