@@ -306,6 +306,16 @@ def refuse_schema(sampling: SamplingParams, engine: str) -> None:
         )
 
 
+def require_vocabulary(lowest: int, highest: int, vocab_size: int) -> None:
+    """Refuse a prompt with tokens outside the vocabulary.
+
+    Raises:
+        EngineError: there are some.
+    """
+    if not 0 <= lowest <= highest < vocab_size:
+        raise EngineError(f"generate: prompt tokens must be in [0, {vocab_size}), got {lowest}..{highest}")
+
+
 def num_tokens_to_sample(prompt_length: int, sampling: SamplingParams, max_model_len: int) -> int:
     """Return how many tokens a request may sample: `max_tokens`, or the rest of the context if that is less.
 

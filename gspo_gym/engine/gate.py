@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from gspo_gym.engine.base import Capabilities, EngineHealth, PauseMode
+from gspo_gym.engine.base import Capabilities, EngineHealth, PauseMode, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
 
 # True for calls, made here or in tasks begun here, that attest an update.
@@ -293,6 +293,16 @@ class GatedEngine(ABC):
             wanted = " or ".join(map(repr, modes))
             raise ConfigError(f"{type(self).__name__}.pause: expected mode {wanted}, got {mode!r}")
         self._gate.pause()
+
+    def _require_kind(self, update: WeightUpdate) -> None:
+        """Refuse an update that the engine cannot take.
+
+        Raises:
+            ConfigError: its kind is not in the capabilities.
+        """
+        if update.kind not in (kinds := self.capabilities.update_kinds):
+            wanted = " or ".join(map(repr, kinds)) or "none"
+            raise ConfigError(f"{type(self).__name__}: expected an update of kind {wanted}, got {update.kind!r}")
 
     async def _close_gate(self) -> None:
         """Admit no calls ever again, and wait until those in flight have ended."""

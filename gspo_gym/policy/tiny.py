@@ -112,7 +112,7 @@ def build_tiny(name: str, seed: int) -> Any:
     """Build the model of that shape (Any: transformers is untyped), its weights drawn from `seed` alone."""
     tokenizer = tiny_tokenizer()
     config_class, model_class, sizes = _tiny_config(_TINY_SHAPES[name], tokenizer)
-    with torch.random.fork_rng(devices=[]):  # the constructor draws weights of its own, which are replaced below
+    with torch.random.fork_rng(devices=[]):  # the constructor draws weights, which are replaced below
         model = model_class(config_class(**sizes))
     _initialize(model, seed)
     model.name_or_path = f"{TINY_PREFIX}{name}@{seed}"  # PEFT copies it into adapter_config.json as the base to rebuild

@@ -97,21 +97,14 @@ class Route(Protocol):
     Attributes:
         path: below the client's base URL, or a complete URL.
         name: for people.
-        has_logprobs: the completions' logprobs are the server's own; otherwise they are zeros, and mean nothing.
+        has_logprobs: the completions' logprobs are the server's; otherwise they are zeros, and mean nothing.
         says_versions: answers tell which weights sampled each token.
     """
 
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def has_logprobs(self) -> bool: ...
-
-    @property
-    def says_versions(self) -> bool: ...
+    path: str
+    name: str
+    has_logprobs: bool
+    says_versions: bool
 
     async def sample(self, request: SampleRequest, attempt: int) -> Sampled:
         """Return the sample.

@@ -25,7 +25,7 @@ from gspo_gym.types import Completion, FinishReason
 _MINUS_INFINITY = -9999.0
 # Rounding may leave a logprob a little above 0; as `Completion` allows.
 _MAX_LOGPROB = 1e-3
-# So many tokens in a row whose logprob is exactly 0 were not sampled: float32 rounds a probability to 1 when all other
+# So many tokens in a row with logprobs of exactly 0 were not sampled: float32 rounds a probability to 1 when all other
 # tokens together have less than 6e-8. Fewer may be chance at a peaked distribution, and below that temperature, too.
 _MIN_CERTAIN_TOKENS = 4
 _MIN_CERTAIN_TEMPERATURE = 0.5

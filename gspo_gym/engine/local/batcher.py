@@ -29,7 +29,7 @@ class _Plan:
 
     decoding: Int64Array
     spans: list[SegmentSpan] = field(default_factory=list)
-    completed: list[int] = field(default_factory=list)  # slots whose prompt ends in this step
+    completed: list[int] = field(default_factory=list)  # slots with prompts that end in this step
     logits_at: list[int] = field(default_factory=list)  # packed index of the last token of each of them
 
 
@@ -40,7 +40,7 @@ class Batcher(Batch):
         super().__init__(model.shared, max_batch_size=max_batch_size)
         self._model = model
         self._cache = SlotCache(max_slots=max_batch_size, max_len=max_model_len)
-        self._reading: dict[int, int] = {}  # slots whose prompt is not read yet -> how much of it is
+        self._reading: dict[int, int] = {}  # slots with unread prompts -> tokens read so far
         self._decoding: Int64Array = np.zeros(0, np.int64)  # slots that sample, ascending
 
     @property

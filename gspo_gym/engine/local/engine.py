@@ -26,6 +26,7 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
+    require_vocabulary,
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.local.batch import Batch, Caching, Counters, Request
@@ -162,10 +163,7 @@ class LocalEngine(GatedEngine):
         refuse_schema(sampling, "LocalEngine")
         max_new = num_tokens_to_sample(len(prompt_token_ids), sampling, self._max_model_len)
         prompt = np.asarray(prompt_token_ids, np.int32)
-        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            raise EngineError(
-                f"generate: prompt tokens must be in [0, {self._vocab_size}), got {prompt.min()}..{prompt.max()}"
-            )
+        require_vocabulary(prompt.min(), prompt.max(), self._vocab_size)
         request = Request(prompt, sampling, max_new, session_id)
         async with self._gate.admit(session_id, deadline_seconds):
             answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -188,8 +186,7 @@ class LocalEngine(GatedEngine):
         Raises:
             EngineError: the engine is not paused, closed or dead. ConfigError: the weights are in a folder.
         """
-        if update.kind != "shared":
-            raise ConfigError(f"LocalEngine: expected an update of kind 'shared', got {update.kind!r}")
+        self._require_kind(update)
         self._gate.require_paused()
         await self._do(lambda batch: self._take(batch, update.version))
 
@@ -253,7 +250,7 @@ class _Worker:
         self.batch = batch
         self._changed = threading.Condition()
         self._commands: deque[Callable[[Batch], object]] = deque()
-        # Who waits for what: a request for its completion, or a command for its end. Any: results of both kinds.
+        # By request, for its completion, or by command, for its end. Any: results of both kinds.
         self._futures: dict[object, asyncio.Future[Any]] = {}
         self._is_closing = False
         self._failure: BaseException | None = None
@@ -286,7 +283,7 @@ class _Worker:
             if future is not None:
                 by_loop.setdefault(future.get_loop(), []).append((future, result))
         for loop, settled in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all that waited are gone
                 loop.call_soon_threadsafe(_settle_in_loop, settled)
 
     @property
@@ -307,7 +304,7 @@ class _Worker:
         try:
             while self._take_commands():
                 self.settle([(item.request, item.result) for item in self.batch.step()])
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # of any kind: calls that wait must get it
             reason = f"the engine's thread died: {error!r}"
             with self._changed:
                 self._failure = error

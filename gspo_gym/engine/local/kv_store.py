@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from numpy.typing import NDArray
 
 from gspo_gym.types import Int32Array

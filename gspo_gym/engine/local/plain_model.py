@@ -200,7 +200,7 @@ class _Probe:
                 of_last, states[which] = self._model.extend(states[which], self._sequences[which][start:stop])
                 logits.append(of_last)
                 expected.append(self._expected[which][stop - 1])
-        except Exception:  # whatever a model raises: its cache cannot be used
+        except Exception:  # of any kind: the model's cache cannot be used
             return False
         return self._agrees(torch.stack(logits), expected)
 
@@ -238,7 +238,7 @@ def slot_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001  # the interface's; here the step says who sees what
+    attention_mask: torch.Tensor | None,  # noqa: ARG001  # of the interface; here the step says what a token sees
     *,
     slot_step: SlotStep | None = None,
     scaling: float | None = None,

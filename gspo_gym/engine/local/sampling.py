@@ -118,7 +118,7 @@ def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     if rows.top_p is not None:
         probs = ordered.softmax(dim=-1)
         mass_before = probs.cumsum(dim=-1) - probs
-        # The first token that reaches top_p is kept; rank 0 always is, whatever rounding does to a tiny top_p.
+        # The first token that reaches top_p is kept; rank 0 always is, even if a tiny top_p is rounded to 0.
         ordered = ordered.masked_fill((mass_before >= rows.top_p[:, None]) & (rank > 0), float("-inf"))
     return torch.full_like(scaled, float("-inf")).scatter(-1, order, ordered)
 

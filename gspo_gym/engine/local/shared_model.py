@@ -119,7 +119,7 @@ class SharedModel:
         if not getattr(inner.base_model, "layers_are_rescaled", True):
             self.module.config.rescale_every = 0  # RWKV would halve weights in place, which are the learner's
         self._device = _input_device(inner)
-        # Weights that are offloaded have no memory here between two forward passes: nobody trains them, either.
+        # Weights that are offloaded have no memory here between two forward passes, and are never trained.
         self._parameters = [p for p in inner.parameters() if p.device.type != "meta"]
         self._trained = [p for p in self._parameters if p.requires_grad]
         self._versions = [p._version for p in self._trained]

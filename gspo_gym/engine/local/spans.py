@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+import torch.nn.functional as F  # noqa: N812  # the usual name
 
 from gspo_gym.engine.local.kv_store import AttentionOptions, KeyValueStore, masked_scores
 
-_NEW_STEP, _TOTAL_STEP = 16, 128  # sequences whose sizes agree up to these attend together, padded to the largest
+_NEW_STEP, _TOTAL_STEP = 16, 128  # sequences with sizes equal up to these attend together, padded to the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def attend_group(
         keys, values = store.read(group.slots, group.total)
         num_kv_heads = keys.shape[1]
         groups = num_heads // num_kv_heads
-        # The query heads that share a key head attend as if they were positions, so that no key is repeated.
+        # The query heads that share a key head attend as if they were positions: no key is repeated.
         grouped = query.reshape(len(query), num_kv_heads, groups * group.num_new, size)
         mask = group.mask(options.window, groups, queries.dtype)
         if options.softcap is None:

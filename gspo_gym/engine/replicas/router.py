@@ -132,9 +132,7 @@ class RoutedEngine(GatedEngine):
 
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Load staged weights into all replicas, and let them be attested; see `Engine.apply_weights`."""
-        if update.kind not in self.capabilities.update_kinds:
-            expected = ", ".join(self.capabilities.update_kinds) or "none"
-            raise ConfigError(f"apply_weights: expected an update of a kind in ({expected}), got {update.kind!r}")
+        self._require_kind(update)
         self._gate.require_paused()
         await self._on_each("apply_weights", lambda engine: self._apply(engine, update))
 

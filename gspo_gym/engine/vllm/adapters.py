@@ -42,7 +42,7 @@ class Adapters:
         folder = adapter_folder(update.folder)
         from vllm.lora.request import LoRARequest
 
-        # A number of its own even if a version is published twice: vLLM takes equal numbers for equal adapters.
+        # A fresh number even if a version is published twice: vLLM takes equal numbers for equal adapters.
         request = LoRARequest(f"policy-v{update.version}-{self._next_id}", self._next_id, str(folder))
         self._next_id += 1
         if not await self._llm.add_lora(request):

@@ -23,6 +23,7 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
+    require_vocabulary,
     token_list,
 )
 from gspo_gym.engine.gate import GatedEngine
@@ -136,10 +137,7 @@ class VllmEngine(GatedEngine):
         """
         prompt = token_list(prompt_token_ids)
         max_new = num_tokens_to_sample(len(prompt), sampling, self._settings.max_model_len)
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise EngineError(
-                f"generate: prompt tokens must be in [0, {self._vocab_size}), got {min(prompt)}..{max(prompt)}"
-            )
+        require_vocabulary(min(prompt), max(prompt), self._vocab_size)
         if not self._settings.structured_output:
             refuse_schema(sampling, "VllmEngine without VllmSettings.structured_output")
         elif sampling.min_tokens > 0:
@@ -176,9 +174,7 @@ class VllmEngine(GatedEngine):
             ConfigError: a kind that is not in the capabilities.
             EngineError: the engine is not paused or asleep, or the weights cannot be loaded.
         """
-        if update.kind not in (kinds := self.capabilities.update_kinds):
-            wanted = " or ".join(map(repr, kinds))
-            raise ConfigError(f"VllmEngine: expected an update of kind {wanted}, got {update.kind!r}")
+        self._require_kind(update)
         self._gate.require_paused()
         if self._is_asleep:
             raise EngineError("apply_weights: the engine is asleep; call wake_up first")
@@ -187,8 +183,8 @@ class VllmEngine(GatedEngine):
                 await self._adapters.load(update)
             else:
                 await self._replace_model(update)
-            # On from here: what is in flight, and whoever probes the new weights. The gate lets nothing out before
-            # `resume`, and nobody else in.
+            # Requests in flight and probes of the new weights go on from here. The gate lets no answer out before
+            # `resume`, and no other calls in.
             self._version = update.version
             await self._let_run()
 
@@ -265,7 +261,7 @@ class VllmEngine(GatedEngine):
         self._llm, self._adapters, self._transfer = None, Adapters(None), None
 
     async def _prepare(self) -> None:
-        # Else `min_tokens` would also withhold the end tokens of generation_config.json, which nobody asked to stop at.
+        # Else `min_tokens` would also withhold the end tokens of generation_config.json, which no request stops at.
         self._llm.input_processor.generation_config_fields = {}
         try:
             async with commanding(self._llm, "vLLM did not start"):
@@ -288,13 +284,13 @@ class VllmEngine(GatedEngine):
             with contextlib.suppress(Exception):  # vLLM is dead, and the call has failed already
                 await self._adapters.end(adapter)
         tokens = list(output.token_ids)
-        # Without an answer of its own for every token a logprob would be another token's.
+        # If there were fewer logprobs than tokens, each would be that of another token.
         if output.logprobs is None or list(output.logprobs.token_ids) != tokens:
             raise EngineError(f"vLLM: expected a logprob of each of {len(tokens)} sampled tokens, got others or none")
         reason = finish_reason_of(
             output.finish_reason, tokens, stop_token_ids=stop_token_ids, max_new=fields["max_tokens"]
         )
-        # An adapter is the request's own and stays it; the weights under it never change.
+        # A request keeps its adapter to the end, and the weights under it never change.
         spans = None if self._settings.max_lora_rank else output.weight_versions
         versions = [version] * len(tokens) if self._settings.max_lora_rank else versions_of(spans, len(tokens))
         return completion_of(
@@ -328,7 +324,7 @@ class VllmEngine(GatedEngine):
 
 
 async def _ask(llm: Any, prompt: list[int], fields: dict[str, Any], *, request_id: str, salt: str, **where: Any) -> Any:
-    """vLLM's `CompletionOutput` (Any: untyped) of the adapter and the copy that `where` says; cancelling aborts it."""
+    """Return vLLM's `CompletionOutput` (Any: untyped); `where` names adapter and copy. Cancelling aborts it."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

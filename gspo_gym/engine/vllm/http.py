@@ -26,6 +26,7 @@ from gspo_gym.engine.base import (
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
+    require_vocabulary,
     token_list,
 )
 from gspo_gym.engine.endpoint.routes import Route, SampleRequest, Served
@@ -198,10 +199,7 @@ class VllmHttpEngine(GatedEngine):
         """
         prompt = token_list(prompt_token_ids)
         max_new = num_tokens_to_sample(len(prompt), sampling, self.handshake.max_model_len)
-        if not 0 <= min(prompt) <= max(prompt) < self._settings.vocab_size:
-            raise EngineError(
-                f"generate: prompt tokens must be in [0, {self._settings.vocab_size}), got {min(prompt)}..{max(prompt)}"
-            )
+        require_vocabulary(min(prompt), max(prompt), self._settings.vocab_size)
         if sampling.min_tokens > 0 and self.handshake.has_own_end_tokens:
             raise ConfigError(
                 "SamplingParams.min_tokens: this server withholds end tokens of the model's own, too; use one that "
@@ -311,7 +309,7 @@ class VllmHttpEngine(GatedEngine):
             await self._end(served)
 
     async def _end(self, served: Served) -> None:
-        # A server that is dead has failed the call already; one that does not unload in time only keeps a name.
+        # A server that is dead has failed the call already; a slow one only keeps a name that is not used again.
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_HEALTH_SECONDS):
                 await self._served.end(served)

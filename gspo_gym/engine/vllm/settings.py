@@ -121,7 +121,7 @@ class VllmSettings:
             # What schedules computes, too, as on one GPU. vLLM's own choice is a second process, whose threads it can
             # bind: it starts half as fast, and on a few cores each of the two takes the other's time by waiting for it.
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            variables["OMP_NUM_THREADS"] = str(max(1, len(allowed_cores()) - 1))  # a core is left for whoever asks
+            variables["OMP_NUM_THREADS"] = str(max(1, len(allowed_cores()) - 1))  # a core is left for this process
         return variables
 
     def engine_args(self) -> dict[str, Any]:
@@ -177,6 +177,6 @@ class VllmSettings:
 
 
 def _sees_gpus() -> bool:
-    import torch  # here: it is slow to load, and whoever only reads settings needs none
+    import torch  # here: it is slow to load, and reading settings needs none
 
     return torch.cuda.is_available()

@@ -146,7 +146,7 @@ def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float)
         )
         for rank in range(1, size)
     ]
-    ranks = Ranks(others, max_seconds)  # watches them from now on: one that does not come is no reason to wait
+    ranks = Ranks(others, max_seconds)  # watches them from now on: one that never starts ends the wait
     store = TCPStore(
         "127.0.0.1",
         port,
