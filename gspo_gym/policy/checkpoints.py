@@ -217,7 +217,7 @@ class CheckpointStore:
                 replaced.rename(target)
 
     def _remove(self, folder: Path) -> None:
-        """Remove a checkpoint; it stops being one before its first file goes."""
+        # Renamed first: it stops being a checkpoint before its first file goes.
         doomed = self._folder / f".tmp_removed_{folder.name}"
         folder.rename(doomed)
         shutil.rmtree(doomed)

@@ -53,9 +53,8 @@ def prepare_for_training(
 
     Args:
         gradient_checkpointing: each decoder layer keeps its input only and is computed again in the backward pass.
-        torch_compile: each decoder layer is compiled at its first use, for shapes that vary. Layers share the code.
-        liger_kernels: fused norms and feed-forward activations. Not the rotary embedding, which Liger can only replace
-            in all models of the process, and no loss: the head and the log-softmax belong to `learning.scoring`.
+        torch_compile: each decoder layer is compiled at its first use, for shapes that vary.
+        liger_kernels: fused norms and feed-forward activations.
 
     Raises:
         ConfigError: the machine or the model's architecture does not support it.
@@ -75,7 +74,7 @@ def prepare_for_training(
         except ValueError as error:
             raise ConfigError(f"gradient_checkpointing: {error}") from error
     if torch_compile:
-        for layer in layers:
+        for layer in layers:  # one by one and not the whole model: layers share the code
             layer.compile(dynamic=True)
 
 
@@ -94,6 +93,8 @@ def apply_liger(model: Any) -> None:
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
     try:
+        # Liger can replace the rotary embedding only in all models of the process; head and log-softmax belong to
+        # `learning.scoring`.
         _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
     finally:
         vars(module).update(before)

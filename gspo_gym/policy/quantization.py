@@ -38,14 +38,13 @@ def check_quantization(device: str) -> None:
 def quantization_options(kind: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Return the options of transformers' `from_pretrained` for "nf4" or "int8" (Any: untyped).
 
-    nf4 computes in the dtype of the other weights: scored and sampled logprobs then agree as closely as that dtype
-    allows. The paper computes in bfloat16. int8 is LLM.int8 (arXiv 2208.07339) without its outlier columns: all tokens
-    of a batch choose them, and a logprob would depend on its neighbours. It rounds activations to 8 bits, too: a
-    difference in rounding becomes 1/127 of a token's largest activation, and logprobs agree less well.
+    int8 is LLM.int8 (arXiv 2208.07339) without its outlier columns. It rounds activations to 8 bits, too: a difference
+    in rounding becomes 1/127 of a token's largest activation, and logprobs agree less well.
     """
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
+        # 0: no outlier columns. All tokens of a batch choose them, and a logprob would depend on its neighbours.
         config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_not_about_casting)
     else:
@@ -53,6 +52,8 @@ def quantization_options(kind: str, dtype: torch.dtype, device: str) -> dict[str
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
+            # The paper computes in bfloat16; in the dtype of the other weights, scored and sampled logprobs agree as
+            # closely as that dtype allows.
             bnb_4bit_compute_dtype=dtype,
         )
     return {"quantization_config": config, "device_map": {"": device}}

@@ -155,10 +155,10 @@ class Handover:
         return WeightUpdate(version, kind, tensors=PolicyTensors(self._policy.model, self._dtype))
 
     def retire(self, committed: int) -> None:
-        """Nothing was kept."""
+        """Do nothing: nothing was kept."""
 
     def close(self) -> None:
-        """Nothing was written."""
+        """Do nothing: nothing was written."""
 
 
 class PolicyTensors:
@@ -214,11 +214,11 @@ class PolicyTensors:
 
 
 def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights of a policy under the names of its base, detached; a LoRA is merged into copies.
+    """Yield all weights of a policy under the names of its base, detached; a LoRA is merged into copies (Any: untyped).
 
-    Merged in the precision of the adapter (float32) and then rounded once to the base's, one at a time. PEFT's
-    `merge_adapter` changes the model, and `unmerge_adapter` does not give a 16-bit base back. (Any: models untyped.)
+    Merged in the precision of the adapter (float32) and then rounded once to the base's, one at a time.
     """
+    # Not PEFT's `merge_adapter`, which changes the model: `unmerge_adapter` does not give a 16-bit base back.
     deltas = dict(_deltas(model.get_base_model())) if is_adapter(model) else {}
     for name, tensor in _base_weights(model):
         if (delta := deltas.pop(name, None)) is None:
@@ -252,11 +252,8 @@ def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _names_once(model: Any) -> Iterator[str]:
-    """Return the names of all weights, but one name for tied weights, such as head and embeddings (Any: untyped).
-
-    In the order of the model, in which the embeddings come first, as transformers and vLLM expect it.
-    """
-    seen = set()
+    """Yield the names of all weights, but one name for tied weights, such as head and embeddings (Any: untyped)."""
+    seen = set()  # in the model's order embeddings come first: transformers and vLLM expect this name of tied weights
     for name, tensor in _base_weights(model):
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen:
@@ -265,10 +262,8 @@ def _names_once(model: Any) -> Iterator[str]:
 
 
 def _fingerprint(model: Any) -> list[int]:
-    """Return a number for each parameter that other values would change: the sum of its bits as 64-bit words.
-
-    It reads all weights, which costs little beside sending them. torch's count of writes misses fused optimizers.
-    """
+    """Return a number for each parameter that other values would change: the sum of its bits as 64-bit words."""
+    # Reading all weights costs little beside sending them; torch's count of writes misses fused optimizers.
     return [int(total) for total in torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()]
 
 
@@ -297,13 +292,14 @@ def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
     """Make a fresh folder for a run's staged weights; remove those of earlier processes of the same run.
 
     In memory if asked for, if this machine has such a file system and `num_bytes` take at most half of the free space
-    there; else in the run's folder. Its name is new each time, because an engine may outlive the process that wrote.
+    there; else in the run's folder.
     """
     run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()
     for above, prefix in ((_MEMORY, f"gspo_gym-{run}-"), (run_folder, ".weights-")):
         for leftover in above.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
     if in_memory and _MEMORY.is_dir() and 2 * num_bytes <= shutil.disk_usage(_MEMORY).free:
+        # A new name each time: an engine may outlive the process that wrote, and read again.
         return Path(tempfile.mkdtemp(prefix=f"gspo_gym-{run}-", dir=_MEMORY))
     run_folder.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=".weights-", dir=run_folder))

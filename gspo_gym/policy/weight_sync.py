@@ -85,7 +85,7 @@ class WeightSync:
         _require_able(self._targets, mode=mode, kind=kind, has_staging=staging is not None, canary=canary)
 
     async def after_step(self, step: int) -> None:
-        """Publish what the learner has after a step, as that version, if it is the interval's turn."""
+        """Publish the learner's weights after a step, as that version, if it is the interval's turn."""
         if step % self._interval == 0:
             await self.publish(step)
 
@@ -95,7 +95,7 @@ class WeightSync:
         If they cannot be staged, the engines go on under the version that they have, and the failure is raised.
 
         Raises:
-            EnginePoisonedError: a step failed and the engine could not be replaced; what it holds is unknown, and it
+            EnginePoisonedError: a step failed and the engine could not be replaced; its weights are unknown, and it
                 never answers again.
             EngineError: the weights could not be staged, twice.
         """
@@ -136,9 +136,8 @@ class WeightSync:
     async def restore(self, engine: Engine) -> None:
         """Give a fresh engine the last committed version, in the place of an engine that died between updates.
 
-        If another version is committed meanwhile, the engine gets that one as well. Its canary is not compared with the
-        learner, which may be ahead by now; the files are compared with what was staged. Weights that were handed over
-        can be handed over again as long as they are the learner's present ones.
+        If another version is committed meanwhile, the engine gets that one as well. Weights that were handed over can
+        be handed over again as long as they are the learner's present ones.
 
         Raises:
             EngineError: nothing was staged: shared weights may have changed since the commit. Or the weights that were
@@ -149,6 +148,7 @@ class WeightSync:
             given = self._last
             if given is None or given.kind == "shared":
                 raise EngineError("the last committed weights were shared, not staged: the engine cannot be restored")
+            # Files are compared, and no canary: the learner may be ahead by now.
             await asyncio.to_thread(verify_staged, given)
             await engine.pause("wait")
             await engine.apply_weights(given)
@@ -175,7 +175,7 @@ class WeightSync:
             return await asyncio.to_thread(self._staging.stage, version, self._kind)
 
     def _verified_tensors(self, update: WeightUpdate) -> Mapping[str, str] | None:
-        """Digests of the staged tensors, if it is this update's turn to be verified; else None."""
+        """Return digests of the staged tensors, if it is this update's turn to be verified; else None."""
         if update.kind == "shared" or not self._verify_every_k or self._num_published % self._verify_every_k:
             return None
         verify_staged(update)

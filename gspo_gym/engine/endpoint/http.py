@@ -103,7 +103,7 @@ async def why_not(route: Route, served: Served, call_id: str, attempt: int) -> s
 
 async def obeys_seeds(ask: Ask) -> bool:
     """Return whether equal seeds sample equal tokens and different seeds different tokens."""
-    hot = replace(_PLAIN, temperature=2.0)
+    hot = replace(_PLAIN, temperature=2.0)  # peaked distributions give equal tokens for different seeds
     first, again, other = [await ask(_PROMPT, replace(hot, seed=seed)) for seed in (1, 1, 2)]
     return _same(first, again) and not _same(first, other)
 

@@ -77,7 +77,7 @@ class GeneralBatch(Batch):
         slots = sorted(self._requests)
         sequences = [np.concatenate([self._requests[slot].prompt, self._rows.sampled(slot)]) for slot in slots]
         self.counters.num_steps += 1
-        if self._model.caching is Caching.NONE:
+        if self._model.caching is Caching.NONE:  # sequences can be read together only without caches
             self.counters.num_read_tokens += sum(map(len, sequences))
             logits = self._model.read(sequences)
         else:

@@ -301,7 +301,7 @@ class BlockStore:
 
 
 def _untouched_zeros(*shape: int) -> torch.Tensor:
-    """Return float32 zeros that take memory when first used: numpy leaves it to the system, torch fills it."""
+    # numpy's zeros take memory when they are first used; torch would fill them at once.
     return torch.from_numpy(np.zeros(shape, np.float32))
 
 
@@ -412,17 +412,17 @@ class SlotCache:
         self.lengths[target] = length
 
     def wipe(self, slot: int) -> None:
-        """Forget a slot and overwrite it: a NaN in it would reach a later owner's masked positions."""
-        self.lengths[slot] = 0
+        """Forget a slot and overwrite it."""
+        self.lengths[slot] = 0  # a NaN left in it would reach a later owner's masked positions
         for store in self._layers.values():
             store.wipe(slot)
 
     def clear(self) -> None:
-        """Forget the contents of all slots: nothing stored before can be matched again."""
+        """Forget the contents of all slots."""
         self.lengths[:] = 0
 
     def num_bytes(self) -> int:
-        """Memory held by keys and values."""
+        """Return the bytes held by keys and values."""
         return sum(store.num_bytes() for store in self._layers.values())
 
 

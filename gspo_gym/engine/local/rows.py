@@ -47,6 +47,7 @@ class RowTable:
         self._num_sampled[slot] = 0
         self._max_new[slot] = max_new
         self._is_greedy[slot] = greedy
+        # Greedy rows are sampled without temperature and truncation, which would change their logprobs.
         self._temperature[slot] = 1.0 if greedy else sampling.temperature
         self._top_k[slot] = 0 if greedy else sampling.top_k
         self._top_p[slot] = 1.0 if greedy else sampling.top_p
@@ -143,9 +144,9 @@ class RowTable:
 def uniform_numbers(streams: NDArray[np.uint64], index: Int64Array) -> NDArray[np.float64]:
     """Return number `index` [B] of each of the streams [B], uniform on the multiples of 2**-53 in [0, 1).
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 13), read at any place at once: a generator object for every
-    request costs more than sampling a short turn does.
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 13), read at any place at once.
     """
+    # A generator object for every request would cost more than sampling a short turn.
     bits = _mix(streams + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

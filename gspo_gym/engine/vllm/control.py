@@ -1,8 +1,8 @@
 """The control of a vLLM server's weights, over the routes of its development mode.
 
 Those routes run any method of the workers and no key protects them, so this client speaks to loopback or a Unix socket
-only. It has separate connections, which no queue of samples can block, and it tries nothing twice: half of a failed
-update may have been applied, which cannot be seen from outside, so the caller poisons the engine.
+only. It tries nothing twice: half of a failed update may have been applied, which cannot be seen from outside, so the
+caller poisons the engine.
 
 The routes are those of vLLM 0.32, tried on the CPU.
 """
@@ -75,6 +75,8 @@ class VllmControl:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_seconds: float = 900.0) -> None:
+        # Separate connections, which no queue of samples can block, and a fresh one for each step: one that the server
+        # closes meanwhile would lose a step, and no step is tried twice.
         self._client = client_of(
             require_local(address_of(url)), api_key=api_key, timeout_seconds=timeout_seconds, reuses_connections=False
         )
@@ -107,7 +109,7 @@ class VllmControl:
     async def reload_weights(self, folder: Path, *, has_our_workers: bool) -> None:
         """Read a whole model (transformers layout) into the served one, and drop the caches of older weights.
 
-        Requests that are frozen are computed again when they go on. `folder` is absolute, and a fresh one each time.
+        `folder` is absolute, and a fresh one each time.
 
         Raises:
             EngineError: the server may now hold half of the new weights, or keys and values of the old ones.
@@ -116,15 +118,14 @@ class VllmControl:
             "/collective_rpc",
             {"method": RELOAD_METHOD if has_our_workers else "reload_weights", "kwargs": {"weights_path": str(folder)}},
         )
+        # Running requests are reset, too: frozen ones are computed again when they go on.
         answer = await self._client.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if not _member(answer, "success", bool):
             raise EngineError("vLLM kept blocks of its prefix cache that were computed under earlier weights")
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter (PEFT layout) under a name that was never used before; `folder` is absolute.
-
-        Never "in place": vLLM 0.32 then reads it again at every step.
-        """
+        """Load a LoRA adapter (PEFT layout) under a name that was never used before; `folder` is absolute."""
+        # "In place", vLLM 0.32 would read it again at every step.
         body = {"lora_name": name, "lora_path": str(folder), "load_inplace": False}
         await self._client.post("/v1/load_lora_adapter", body)
 
