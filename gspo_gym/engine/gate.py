@@ -86,7 +86,7 @@ class Gate:
     async def admit(
         self, session_id: str | None = None, deadline_seconds: float | None = None
     ) -> AsyncIterator[Deadline]:
-        """Hold one call: wait while paused, and end the call when it is aborted, poisoned or out of time.
+        """Admit one call: wait while paused, and end the call when it is aborted, poisoned or out of time.
 
         Raises:
             EngineTimeoutError, EnginePoisonedError, EngineError: see `Engine.generate`.

@@ -209,7 +209,7 @@ class _Probe:
         return self._model.logits(token_ids[None])[0].float().log_softmax(-1)
 
     def sharpen(self) -> None:
-        """From now on, tolerate only differences that rounding explains."""
+        """Tolerate only differences that rounding explains, from now on."""
         rounding = self._model.shared.rounding(torch.stack(self._expected))
         self._tolerance = min(self._tolerance, max(rounding, _TIMES_READING * self.difference))
 

@@ -151,7 +151,7 @@ class ReplicaSet:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Hold a call: health is checked while there are calls; no task is left in the loop when there are none."""
+        """Check health while a call runs; no task is left in the loop when there are no calls."""
         self._num_calls += 1
         if self._num_calls == 1:
             self._monitor = asyncio.create_task(self._watch())

@@ -33,7 +33,7 @@ class Adapters:
         self._next_id = 1
 
     async def load(self, update: WeightUpdate) -> None:
-        """Load an adapter, for new calls.
+        """Load an adapter and use it for new calls.
 
         Raises:
             EngineError: there is no adapter in the folder, or vLLM refused it.

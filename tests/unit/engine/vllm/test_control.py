@@ -236,3 +236,9 @@ def test_a_unix_socket_is_spoken_to(tmp_path: Path) -> None:
         return paused
 
     assert asyncio.run(run())
+
+
+def test_an_error_names_the_socket_and_not_the_host_that_stands_for_it(tmp_path: Path) -> None:
+    url = f"unix:{tmp_path}/nothing.sock"
+    with pytest.raises(EngineError, match=rf"^{url}/pause: connection failed \(ConnectError\)$"):
+        controlled(url, lambda control: control.pause("wait"))
