@@ -186,7 +186,8 @@ class LocalEngine(GatedEngine):
         Raises:
             EngineError: the engine is not paused, closed or dead. ConfigError: the weights are in a folder.
         """
-        self._require_kind(update)
+        if update.kind != "shared":
+            raise ConfigError(f"LocalEngine: expected an update of kind 'shared', got {update.kind!r}")
         self._gate.require_paused()
         await self._do(lambda batch: self._take(batch, update.version))
 
