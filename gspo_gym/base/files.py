@@ -74,7 +74,7 @@ def write_output(path: Path, text: str) -> None:
         StorageError: see `writing`.
     """
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")  # in place: replacing it would remove the device or the link
 
 
 def require_writable(path: Path) -> None:

@@ -37,7 +37,7 @@ def message_from_wire(value: Json, *, where: str) -> Message:
     role, content, calls = value.get("role"), value.get("content"), value.get("tool_calls") or ()
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RecordError(f"{where}: expected tool_calls as a list, got {described(calls)}")
-    text = "" if content is None else text_from_wire(content, where=where)
+    text = "" if content is None else text_from_wire(content, where=where)  # null stands beside tool calls
     parsed = tuple(tool_call_from_wire(call, where=f"{where}: tool call {index}") for index, call in enumerate(calls))
     rest = {key: _text_or_none(value, key, where) for key in ("tool_call_id", "name", "reasoning_content")}
     try:

@@ -134,6 +134,7 @@ def _json_list(path: Path) -> Iterator[Row]:
 
 
 def _csv_lines(path: Path) -> Iterator[Row]:
+    # "-sig" drops the byte order mark that spreadsheets write before the first column's name.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

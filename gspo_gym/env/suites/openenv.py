@@ -132,7 +132,7 @@ class OpenEnvEnv(TextEnv):
         """Play one turn: one step of the server, or one for each tool call."""
         if not self._is_playing:
             raise ResetNeeded("OpenEnvEnv.step: no episode is being played; call reset first")
-        self._is_playing = False  # until this turn is answered in full, so that a failed turn ends the episode
+        self._is_playing = False  # until this turn is answered in full: a failed turn ends the episode
         if isinstance(action, str):
             answer = await self._step_text(action)
         elif self._facts.takes_whole_turns:

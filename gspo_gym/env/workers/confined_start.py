@@ -105,7 +105,7 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _build_root(spec: Spec) -> None:
-    """Make an empty bounded root, bind what is needed into it, and let go of the old one."""
+    """Make an empty bounded root, bind the needed paths into it, and detach the old one."""
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     size = spec["limits"]["file_bytes"] + sum(len(text) + 8192 for text in spec["files"].values()) + 2**18
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=8192,mode=755")
@@ -170,7 +170,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _drop_rights(spec: Spec) -> None:
-    """Give up every capability for good, and become another user where root can."""
+    """Give up every capability for good, and become another user if root can."""
     for capability in range(_NUM_CAPABILITIES):
         _LIBC.prctl(_CAPBSET_DROP, capability, 0, 0, 0)  # fails for what does not exist, and without the right to
     if os.geteuid() == 0 and spec["user"] is not None:
@@ -185,7 +185,9 @@ def _drop_rights(spec: Spec) -> None:
 
 
 def _restrict_files(spec: Spec) -> None:
-    """Landlock: read what is needed, and nothing else; no connection, and no signal to others where it can say so."""
+    """Allow by Landlock to read the needed paths only, and forbid connections and signals to others if the kernel
+    can.
+    """
     version = _LIBC.syscall(_NUMBERS["landlock_create_ruleset"], None, ctypes.c_size_t(0), 1)
     _checked("landlock", version)
     rights = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
@@ -278,7 +280,7 @@ _REFUSED = {
     "personality": (135, 92), "vmsplice": (278, 75), "seccomp": (317, 277), "sethostname": (170, 161),
     "settimeofday": (164, 170), "clock_settime": (227, 112),
 }  # fmt: skip
-# Where the files of others are in sight: what Landlock does not look at, and signals.
+# Refused where files of others are visible: calls that Landlock does not check, and signals.
 _ALONE = {
     "pidfd_send_signal": (424, 424), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
@@ -296,12 +298,12 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 _CLONE_THREAD = 0x10000
 _CLONE_NEW = 0x7E020080  # every namespace
 _AF_UNIX = 1
-# What lets a program grow buffers that lie in the kernel, beside the bound on its memory.
+# They grow buffers in the kernel, which the bound on a program's memory does not count.
 _SO_SNDBUF, _SO_SNDBUFFORCE, _F_SETPIPE_SZ = 7, 32, 1031
 
 
 def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
-    """Install the filter; `is_alone`: there are processes of others in sight, so no signal but to itself."""
+    """Install the seccomp filter; with `is_alone`, other processes are visible, so signals may go to itself only."""
     if not _AUDIT_ARCH:
         raise OSError(f"seccomp: expected x86_64 or aarch64, this machine is {os.uname().machine}")
     refused = [numbers[_COLUMN] for numbers in (_REFUSED | (_ALONE if is_alone else {})).values()]
@@ -334,10 +336,13 @@ def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
 
 
 def _on_argument(name: str, *answers: Any, number: int = 0) -> list[tuple[int, int, int, int]]:
-    """On the call `name`: the answer of the first test (kind, value, answer) that holds for an argument, the first if
-    no `number` is given; the last of `answers` is the answer if none does. Only the low half is looked at, which is
-    all that these take."""
+    """Return the filter of the call `name`: the answer of the first test (kind, value, answer) that holds for an
+    argument.
+
+    `number` is the argument's; the last of `answers` is the answer if no test holds.
+    """
     *tests, otherwise = answers
+    # Only the low half of the argument is loaded, which is all that these calls take.
     code = [(_LOAD, 0, 0, 16 + 8 * number)]
     for kind, value, answer in tests:
         code += [(kind, 0, 1, value), (_RETURN, 0, 0, answer)]

@@ -190,7 +190,7 @@ async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[st
     try:
         shown = await session.reset(0)
         known = [name for name in ("random", "reference") if name in env.policies]
-        said: Message | str = "0"  # arbitrary, for want of a player
+        said: Message | str = "0"  # arbitrary, without a player
         if known:
             said = await spoken_by(env.policies[known[0]](env, np.random.default_rng(0)), shown.messages)
         await session.step(Message("assistant", said) if isinstance(said, str) else said)
