@@ -165,13 +165,13 @@ class _Episode:
             played = self.wrapper
             if played is not None and await self._is_the_actions_doing(error, played, make_env, is_late=is_late):
                 played.end_at_limit(self._limits.action_limit_return)
-                return Outcome.ACTION_LIMIT, _one_line(error)
+                return Outcome.ACTION_LIMIT, _said_by(error)
             if is_late:
                 assert played is not None, "the deadline begins when the environment is there"
                 place = "the engine" if self._culprit is Outcome.ENGINE_ERROR else "the environment"
                 where = f"at last in {place} after {played.num_turns} turns"
                 return Outcome.EPISODE_TIMEOUT, f"the episode took longer than {seconds:g} seconds, {where}"
-            return self._outcome_of(error), _one_line(error)
+            return self._outcome_of(error), _said_by(error)
 
     async def _make(self, make_env: MakeEnv) -> None:
         task = self.request.task
@@ -270,7 +270,7 @@ class _Episode:
                 await close()
             except Exception as error:
                 _log.debug("closing episode %s failed", self.request.session_id, exc_info=True)
-                failures.append((self._outcome_of(error), f"while closing: {_one_line(error)}"))
+                failures.append((self._outcome_of(error), f"while closing: {_said_by(error)}"))
         return failures[0] if failures else None
 
     async def _end_session(self) -> None:
@@ -282,10 +282,15 @@ class _Episode:
             await self.session.close()  # which has its own deadline
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(text: str) -> str:
+    """Return a text on one line of readable length."""
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."
+
+
+def _said_by(error: BaseException) -> str:
     """Return an error with its cause on one line of readable length."""
     text = f"{type(error).__name__}: {error}"
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text += f" (from {type(error.__cause__).__name__}: {error.__cause__})"
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."
+    return one_line(text)

@@ -38,12 +38,11 @@ from gspo_gym.remote.gateway.capture import Capture, FailedCall
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
 from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
-from gspo_gym.rollout.episode import EpisodeRequest
+from gspo_gym.rollout.episode import EpisodeRequest, one_line
 from gspo_gym.types import Message, Outcome, Task, Timing, Trajectory, Turn
 
 _log = logging.getLogger(__name__)
 
-_MAX_ERROR_CHARACTERS = 500
 # Refusals that the episode's own limits are: what the app makes of them is a result.
 _OUR_LIMITS: Mapping[str, Outcome] = {"overflow": Outcome.CONTEXT_OVERFLOW, "limit": Outcome.MAX_TURNS}
 # Refusals of what the app asked for, which asking again does not change: how it goes on is its own affair.
@@ -219,7 +218,7 @@ class AppEpisodes:
             raise
         except Exception as error:  # a bad rollout is a record, whatever was bad about it
             _log.debug("episode %s failed", request.session_id, exc_info=True)
-            ending = _Ending(Outcome.ENGINE_ERROR, _one_line(f"{type(error).__name__}: {error}"))
+            ending = _Ending(Outcome.ENGINE_ERROR, one_line(f"{type(error).__name__}: {error}"))
         total_seconds = self._clock() - started
         engine_seconds = capture.engine_seconds if capture is not None else 0.0
         return Trajectory(
@@ -340,13 +339,13 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
     if rollout.aborted:
         return _Ending(Outcome.ENV_ERROR, "the app aborted the rollout")
     if failed is not None and failed.kind in _OUR_LIMITS:
-        error = None if parts.turns else _one_line(f"the first call of the model was refused: {failed.error}")
+        error = None if parts.turns else one_line(f"the first call of the model was refused: {failed.error}")
         return _Ending(_OUR_LIMITS[failed.kind], error)
     cause = _why_made_up(capture, failed, rollout)
     if cause is not None:
         said = "".join(f"; the app says: {error}" for error in rollout.errors[-1:])
         text = f"the app answers with a return of {rollout.episode_return}, but its model did not play: {cause}{said}"
-        return _Ending(Outcome.ENGINE_ERROR, _one_line(text))
+        return _Ending(Outcome.ENGINE_ERROR, one_line(text))
     return _Ending(rollout.outcome)
 
 
@@ -368,9 +367,9 @@ def _failure_of(error: AppError | None, failed: FailedCall | None) -> _Ending:
     if failed is not None:
         text += f"; the last call of the model had failed ({failed.kind}): {failed.error}"
     if isinstance(error, AppTimeoutError):
-        return _Ending(Outcome.EPISODE_TIMEOUT, _one_line(text))
+        return _Ending(Outcome.EPISODE_TIMEOUT, one_line(text))
     is_engine = failed is not None and failed.kind == "engine"
-    return _Ending(Outcome.ENGINE_ERROR if is_engine else Outcome.ENV_ERROR, _one_line(text))
+    return _Ending(Outcome.ENGINE_ERROR if is_engine else Outcome.ENV_ERROR, one_line(text))
 
 
 def _unanswered(capture: Capture) -> FailedCall | None:
@@ -393,8 +392,3 @@ def _went_on_without(failed: FailedCall, parts: CaptureBuild) -> bool:
     for which that was a failure says so (`AppRollout.ends_in_error`).
     """
     return failed.kind in ("cancelled", "open") and bool(parts.turns)
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."

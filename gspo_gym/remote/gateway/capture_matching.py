@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gspo_gym.remote.gateway.capture import CapturedCall
-from gspo_gym.types import Message
+from gspo_gym.types import Int32Array, Message
 
 _Place = tuple[int, int]  # of a tool call: the number of its message, and its number within
 
@@ -77,14 +79,14 @@ class Conversations:
         line = reversed(list(self._line_of(call)))
         return tuple(message for one in line for message in (*one.new_messages, one.answer))
 
-    def tokens_of(self, call: CapturedCall) -> list[int]:
+    def tokens_of(self, call: CapturedCall) -> Int32Array:
         """Return the whole prompt of a call and its sampled tokens."""
-        parts: list[list[int]] = []
+        parts: list[Int32Array] = []
         for one in self._line_of(call):
-            parts += (one.completion.token_ids.tolist(), one.context_ids.tolist())
+            parts += (one.completion.token_ids, one.context_ids)
             if not one.appends:
                 break
-        return [token_id for part in reversed(parts) for token_id in part]
+        return np.concatenate(parts[::-1])
 
     def _line_of(self, call: CapturedCall) -> Iterable[CapturedCall]:
         """Yield the call, its parent, and so on."""

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gspo_gym.chat.renderer import Renderer, cannot_fit
 from gspo_gym.errors import ConfigError, ContextOverflowError, nearest_name
 from gspo_gym.remote.gateway.capture import REQUIRED, CapturedCall, ChatCall, CompletionCall
 from gspo_gym.remote.gateway.capture_matching import Conversations
-from gspo_gym.types import Message
+from gspo_gym.types import Int32Array, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class Prompt:
     parent: CapturedCall | None
     appends: bool
     new_messages: tuple[Message, ...]
-    token_ids: list[int]
-    context_ids: list[int]
+    token_ids: Int32Array
+    context_ids: Int32Array
     opening: list[int]
     digest: bytes
 
@@ -67,14 +69,15 @@ def chat_prompt(
         raise overflow(f"{sum(len(message.content) for message in found.new)} characters", max_model_len)
     opening = renderer.call_opening(forced_tool(call.tool_choice, call.tools)) if call.tool_choice else []
     if found.parent is None:
-        kept, context, appends = [], renderer.start(found.new), False
+        added, appends = renderer.start(found.new), False
     else:
         is_closed = int(found.parent.completion.token_ids[-1]) in renderer.stop_token_ids
         continuation = renderer.continue_from(found.known, found.new, closed=is_closed)
-        context, appends = continuation.token_ids, not continuation.is_new_segment
-        kept = conversations.tokens_of(found.parent) if appends else []
-    context = context + opening
-    prompt = Prompt(found.parent, appends, found.new, kept + context, context, opening, found.request_digest)
+        added, appends = continuation.token_ids, not continuation.is_new_segment
+    whole = context = np.array([*added, *opening], dtype=np.int32)
+    if found.parent is not None and appends:
+        whole = np.concatenate([conversations.tokens_of(found.parent), context])
+    prompt = Prompt(found.parent, appends, found.new, whole, context, opening, found.request_digest)
     return _fitting(prompt, max_model_len)
 
 
@@ -99,11 +102,12 @@ def raw_prompt(
         ids = _checked_ids(call.prompt, len(tokenizer))
     if not ids:
         raise ConfigError("prompt: expected a text or token ids, got nothing")
-    parent, kept = _longest_beginning(ids, conversations)
-    context = ids[len(kept) :]
-    new = (Message("user", renderer.decode(context)),) if context else ()
+    whole = np.array(ids, dtype=np.int32)
+    parent, num_known = _longest_beginning(whole, conversations)
+    context = whole[num_known:]
+    new = (Message("user", renderer.decode(context)),) if len(context) else ()
     digest = b",".join(str(token_id).encode() for token_id in ids)
-    return _fitting(Prompt(parent, parent is not None, new, ids, context, [], digest), max_model_len)
+    return _fitting(Prompt(parent, parent is not None, new, whole, context, [], digest), max_model_len)
 
 
 def overflow(size: str, max_model_len: int) -> ContextOverflowError:
@@ -128,11 +132,11 @@ def _checked_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:  # Any: what
     return listed
 
 
-def _longest_beginning(ids: Sequence[int], conversations: Conversations) -> tuple[CapturedCall | None, list[int]]:
-    """Return the raw call with the most tokens with which `ids` begins, and these tokens; of equals the first."""
+def _longest_beginning(ids: Int32Array, conversations: Conversations) -> tuple[CapturedCall | None, int]:
+    """Return the raw call with the most tokens with which `ids` begins, and their number; of equals the first."""
     known = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
-    beginnings = [(call, tokens) for call, tokens in known if list(ids[: len(tokens)]) == tokens]
-    return max(beginnings, key=lambda found: len(found[1]), default=(None, []))
+    beginnings = [(call, len(tokens)) for call, tokens in known if np.array_equal(ids[: len(tokens)], tokens)]
+    return max(beginnings, key=lambda found: found[1], default=(None, 0))
 
 
 def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | None:

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.errors import ConfigError, EngineError
@@ -337,7 +335,7 @@ class GatewaySession:
             number=number,
             parent=None if prompt.parent is None else prompt.parent.index,
             appends=prompt.appends,
-            context_ids=np.array(prompt.context_ids, dtype=np.int32),
+            context_ids=prompt.context_ids,
             num_prompt_tokens=len(prompt.token_ids),
             new_messages=prompt.new_messages,
             answer=answer.message,
