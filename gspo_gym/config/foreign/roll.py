@@ -49,10 +49,7 @@ _AGGREGATIONS = {
 }
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Tables of workers, and the parts of each with settings that have a counterpart.
-_NESTED = {
-    "actor_train": ("training_args", "model_args"),
-    "actor_infer": ("generating_args",),
-}
+_NESTED = {"actor_train": ("training_args", "model_args"), "actor_infer": ("generating_args",)}
 _AGENTIC = ("train_env_manager", "val_env_manager", "custom_envs", "reward_normalization", "ratio_type")
 _RESPONSE = 1024  # tokens of an answer, as a placeholder
 

@@ -229,10 +229,7 @@ SERVICE_RULES = (
     Rule(("topology", *_GPUS), _gpus_add_up),
     Rule(("topology.tensor_parallel", "topology.gpus_for_vllm"), _tensor_parallel_divides),
     Rule(("vllm.tensor_parallel_size", "topology.tensor_parallel"), _tensor_parallel_agrees),
-    Rule(
-        ("vllm.data_parallel_size", "topology.tensor_parallel", "topology.gpus_for_vllm"),
-        _data_parallel_agrees,
-    ),
+    Rule(("vllm.data_parallel_size", "topology.tensor_parallel", "topology.gpus_for_vllm"), _data_parallel_agrees),
     Rule(
         ("vllm", "topology", "vllm.tensor_parallel_size", "vllm.data_parallel_size", "compute.gpu_count"),
         _vllm_has_gpus,
