@@ -88,10 +88,10 @@ def hosted_statement(key: str) -> str:
 
 
 def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:
-    """Yield a section of the page; keys of one meaning share a row."""
-    keys: dict[str, list[str]] = {}
+    """Yield a section of the page; keys of one meaning and one table share a row."""
+    keys: dict[tuple[str, str], list[str]] = {}
     for key, said in rows.items():
-        keys.setdefault(said, []).append(key)
+        keys.setdefault((said, key.rpartition(".")[0]), []).append(key)
     yield from (f"## {title}: {len(rows)}", "", "| parameter | here |", "|---|---|")
-    yield from (f"| {', '.join(named)} | {said} |" for said, named in keys.items())
+    yield from (f"| {', '.join(named)} | {said} |" for (said, _), named in keys.items())
     yield ""

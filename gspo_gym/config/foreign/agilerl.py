@@ -44,12 +44,11 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_model(draft: Draft) -> None:
-    network, options = draft.get("actor_network"), draft.get("model_config")
+    network = draft.get("actor_network")
     named = network if isinstance(network, str) else None
     draft.set("model.base", draft.first("model_name", "pretrained_model_name_or_path") or named)
     if named is None:
         draft.leave_out("actor_network", "a model in memory cannot be in a file: give model.base, or --model")
-    _take_model_config(draft, options)
     draft.set("algorithm.variety", "gspo")
     if draft.get("algo") not in (None, "GSPO"):
         draft.note(f"algo = {draft.get('algo')!r}: translated as GSPO")
@@ -107,12 +106,9 @@ def _take_advantages(draft: Draft) -> None:
         draft.set("advantages.filter_eps", eps or 0.0)
 
 
-def _take_model_config(draft: Draft, options: Any) -> None:
+def _take_model_config(draft: Draft) -> None:
     """Take the dtype among the arguments of transformers' from_pretrained; no other has a key here."""
-    if options is None:
-        return
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"AgileRL: model_config: expected a table, got {options!r}")
+    options = draft.table("model_config") or {}
     dtype = str(options.get("dtype") or options.get("torch_dtype") or "").removeprefix("torch.")
     draft.set("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
     for key, value in options.items():
@@ -121,14 +117,12 @@ def _take_model_config(draft: Draft, options: Any) -> None:
 
 
 def _take_lora(draft: Draft) -> None:
-    given = draft.get("lora_config")
+    given = draft.table("lora_config")
     from_table = {
         key: draft.get(name)
         for key, name in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout"))
     }
     modules = draft.first("lora_target_modules", "target_modules")
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"AgileRL: lora_config: expected a table, got {given!r}")
     if given is not None:
         lora = {**PEFT_LORA, **given}
     elif modules is not None:
@@ -154,9 +148,7 @@ def _take_lora(draft: Draft) -> None:
 
 
 def _take_vllm(draft: Draft) -> None:
-    options = draft.get("vllm_config")
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(f"AgileRL: vllm_config: expected a table, got {options!r}")
+    options = draft.table("vllm_config")
     if not draft.flag("use_vllm"):
         draft.leave_out("vllm_config", "acts with use_vllm only")
         return
@@ -172,11 +164,9 @@ def _take_vllm(draft: Draft) -> None:
 
 
 def _take_schedule(draft: Draft) -> None:
-    schedule = draft.get("cosine_lr_schedule_config")
+    schedule = draft.table("cosine_lr_schedule_config")
     if schedule is None:
         return
-    if not isinstance(schedule, Mapping):
-        raise ConfigError(f"AgileRL: cosine_lr_schedule_config: expected a table, got {schedule!r}")
     draft.set("optimizer.schedule", "cosine")
     draft.set("optimizer.min_lr_fraction", 0.0)
     draft.set("optimizer.warmup_fraction", schedule.get("warmup_proportion") or None)
@@ -220,7 +210,7 @@ ROWS: Mapping[str, Row] = {
     "model_name": by(_take_model, "model.base"),
     "pretrained_model_name_or_path": by(_take_model, "model.base"),
     "actor_network": by(_take_model, "model.base", note="a model in memory cannot be in a file"),
-    "model_config": by(_take_model, "model.dtype", advice="write model.dtype", note="its other keys are left out"),
+    "model_config": by(_take_model_config, "model.dtype", advice="write model.dtype", note="other keys are left out"),
     "algo": by(_take_model, note="always translated as GSPO"),
     "lr": number("training.learning_rate", default=5e-7),
     "max_grad_norm": number("optimizer.max_grad_norm", default=0.1),

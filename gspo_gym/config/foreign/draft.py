@@ -149,6 +149,13 @@ class Draft:
             raise ConfigError(f"{self.system}: {theirs}: expected a list of names, got {value!r}")
         return list(names)
 
+    def table(self, theirs: str) -> Mapping[str, Any] | None:
+        """Return their table, None if it is absent."""
+        value = self.get(theirs)
+        if value is None or isinstance(value, Mapping):
+            return value
+        raise ConfigError(f"{self.system}: {theirs}: expected a table, got {value!r}")
+
     def require_number(self, theirs: str) -> float:
         """Return the number of a key that `defaults` holds."""
         value = self.number(theirs)

@@ -86,13 +86,11 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
 _NEARLY_OURS = ("device", "reference", "reward", "rewards", "validation")
 
 
-def rows_of(system: System) -> dict[str, Row]:
-    """Return all rows of a system, those of keys without a counterpart among them."""
-    return {**system.rows, **{key: Row(note=why) for key, (_, why) in system.without_counterpart.items()}}
-
-
 def _hints() -> Iterator[tuple[str, tuple[str, Row]]]:
-    named = [*OTHERS.items(), *((system.name, rows_of(system)) for system in SYSTEMS.values())]
+    named = list(OTHERS.items())
+    for system in SYSTEMS.values():
+        reasons = {key: Row(note=why) for key, (_, why) in system.without_counterpart.items()}
+        named.append((system.name, {**system.rows, **reasons}))
     for origin, rows in reversed(named):  # the last wins in the dict: of a name in several systems, the first
         for key, row in rows.items():
             if key not in _NEARLY_OURS and key not in {ours.rpartition(".")[2] for ours in row.ours}:

@@ -12,8 +12,7 @@ from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.rules.judge import APP_RULES, JUDGE_RULES
 from gspo_gym.config.rules.notices import NOTICE_RULES
 from gspo_gym.config.rules.objective import OBJECTIVE_RULES, Rule, find_problem, no_effect
-from gspo_gym.config.rules.rescore import RESCORE_RULES
-from gspo_gym.config.rules.services import SERVICE_RULES, TRANSFER_RULES
+from gspo_gym.config.rules.services import RESCORE_RULES, SERVICE_RULES, TRANSFER_RULES
 from gspo_gym.config.sections import SIZE_KEYS, parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.learning.settings import OptimizerSettings
