@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
-from gspo_gym.engine.gate import Gate
+from gspo_gym.engine.gate import Deadline, Gate
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
 from gspo_gym.policy.weight_sync import WeightSync
@@ -190,3 +190,42 @@ def test_an_update_in_flight_keeps_the_calls_that_run() -> None:
 def test_an_update_must_say_where_its_weights_are() -> None:
     with pytest.raises(ConfigError, match="expected a folder with kind"):
         WeightUpdate(1, "full")
+
+
+def test_a_call_is_told_when_its_time_is_over() -> None:
+    async def main() -> None:
+        gate = Gate()
+        loop = asyncio.get_running_loop()
+        async with gate.admit(deadline_seconds=60) as deadline:
+            assert deadline.end == pytest.approx(loop.time() + 60, abs=30)  # however busy the machine is
+            left = deadline.seconds_left()
+            assert left is not None
+            assert 30 < left <= 60
+            assert not deadline.has_passed()
+        async with gate.admit() as deadline:
+            assert (deadline.end, deadline.seconds_left(), deadline.has_passed()) == (None, None, False)
+        for seconds in (0.0, -1.0):
+            assert Deadline.after(seconds).seconds_left() == 0
+            assert Deadline.after(seconds).has_passed()
+
+    asyncio.run(main())
+
+
+def test_a_gated_engine_closes_when_its_calls_have_ended() -> None:
+    class Slow(ScriptedEngine):
+        async def close(self) -> None:
+            await self._close_gate()
+
+    async def main() -> None:
+        engine = Slow([[1]], failures=Failures(every=1, kind="hang"))
+        calling = asyncio.create_task(engine.generate([1], SAMPLING))
+        await settle()
+        await engine.close()
+        assert (await engine.health()).num_in_flight == 0
+        with pytest.raises(EngineError, match="closed"):
+            await calling
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate([1], SAMPLING)
+        await engine.close()
+
+    asyncio.run(main())
