@@ -648,16 +648,21 @@ def test_replica_that_answers_under_a_version_it_should_not_have_is_left_out() -
     run(main())
 
 
-def test_health_check_says_why_it_leaves_a_replica_out() -> None:
+def test_health_check_says_once_why_it_leaves_a_replica_out(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         stale, poisoned, sound = Fragile(), Fragile(), Fragile()
         engine = routed(stale, poisoned, sound)
         await update(engine, 3)
         await update(stale, 2)
         poisoned.poison("out of memory")
-        await engine.check_health()
+        for _ in range(2):
+            await engine.check_health()
         stated = [replica.left_out for replica in engine.replicas]
         assert stated == ["it is under version 2, not 3", "out of memory", None]
+        assert [record.getMessage() for record in caplog.records] == [
+            "replica 0 is left out: it is under version 2, not 3",
+            "replica 1 is left out: out of memory",
+        ]
 
     run(main())
 
