@@ -459,3 +459,13 @@ def test_half_precision_agrees_to_its_own_rounding(plain_logprobs: Any) -> None:
 def test_impossible_settings_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LocalEngine(model, **options)
+
+
+def test_the_shortest_context_and_one_slot_are_enough(model: Any) -> None:
+    async def main() -> int:
+        engine = LocalEngine(model, max_model_len=2, max_batch_size=1, device="cpu")
+        completion = await engine.generate([5], SamplingParams(max_tokens=9, stop_token_ids=(), seed=0))
+        await engine.close()
+        return len(completion.token_ids)
+
+    assert asyncio.run(main()) == 1
