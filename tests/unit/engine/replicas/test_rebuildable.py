@@ -240,6 +240,19 @@ def test_a_call_that_finds_the_engine_dead_begins_one_rebuild_and_calls_during_i
     run(body)
 
 
+def test_an_engine_that_dies_again_is_rebuilt_again() -> None:
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        engine.bring_up = under(4)
+        for number in range(3):
+            await workshop.made[number].close()
+            with pytest.raises(EngineError, match="closed"):
+                await engine.generate([1], SAMPLING)
+            assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [4, 4]
+        assert engine.num_rebuilds == 3
+
+    run(body)
+
+
 def test_a_call_waits_for_the_rebuild_that_follows_the_one_it_waited_for() -> None:
     async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
         workshop.may_make.clear()
