@@ -290,6 +290,33 @@ def test_drained_replica_keeps_its_sessions_and_gets_no_new_ones() -> None:
     assert run(main()) == [["old", "old", "z"], ["x", "y"]]
 
 
+def test_call_that_waits_for_a_drained_replica_is_made_as_soon_as_it_is_drained_no_more() -> None:
+    async def main() -> float:
+        engine, loop = routed(Fragile(seconds=1.0), health_interval_seconds=60.0), asyncio.get_running_loop()
+        await engine.drain(0)
+        call = asyncio.create_task(engine.generate([1], SAMPLING))
+        await asyncio.sleep(2.0)
+        assert not call.done()
+        engine.undrain(0)
+        begun = loop.time()
+        await call
+        return loop.time() - begun
+
+    assert run(main()) == pytest.approx(1.0)  # and not when health is checked next
+
+
+def test_weights_without_a_pause_are_refused_and_cost_no_replica() -> None:
+    async def main() -> None:
+        engine = routed(Fragile(), Fragile())
+        with pytest.raises(EngineError, match="call pause first"):
+            await engine.apply_weights(WeightUpdate(1, "shared"))
+        assert [replica.left_out for replica in engine.replicas] == [None, None]
+        await update(engine, 1)
+        assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [1, 1]
+
+    run(main())
+
+
 def test_failed_call_is_answered_by_another_replica_with_the_same_sample() -> None:
     async def main() -> None:
         broken, sound = Fragile(failures=Failures(every=1)), Fragile()
