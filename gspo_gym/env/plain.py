@@ -116,7 +116,6 @@ class PlainEnv(gymnasium.Env[str, str]):
         """Start an episode; without a seed, of a task drawn by `splits.next_seed`."""
         super().reset(seed=seed)
         self._num_calls = 0
-        # Drawn even if a seed is given, because `super().reset` has just made the generator from it.
         drawn = next_seed(self.np_random)
         result = self._run(self.session.reset(drawn if seed is None else seed, options))
         schemas = [dict(schema) for schema in self.session.tool_schemas]

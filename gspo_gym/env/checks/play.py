@@ -148,7 +148,7 @@ async def is_deterministic(subject: Subject, findings: Findings) -> None:
 
 async def _count_tasks(subject: Subject, findings: Findings) -> None:
     """Report how many tasks the seeds give, at least."""
-    # Different openings alone prove nothing (a nonce): tasks differ if the same actions get different answers.
+    # The same actions are played under every seed, so only the tasks can make a difference.
     spoken = [run.actions for run in subject.runs.values() if run.seed == subject.seeds[0]]
     played = await subject.replay_all([(actions, seed) for seed in subject.seeds for actions in spoken])
     texts = [repr((run.opening, run.answers) if isinstance(run, Playthrough) else run) for run in played]
