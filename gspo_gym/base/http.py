@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 300  # characters of a body in an error
 _INLINE_BYTES = 200_000  # parsing a longer answer in the event loop would block every other episode
-# uvicorn closes an idle connection after 5 seconds; a shorter time sends no request into a closing one.
+# Below the 5 seconds after which uvicorn closes an idle connection, or a request may be sent into a closing one.
 _KEEP_ALIVE_SECONDS = 2.0
 
 

@@ -169,7 +169,7 @@ def random_play(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     own = OwnGenerators(int(rng.integers(2**31)))  # the game's generators must not advance
 
     def play(_messages: Sequence[Message]) -> str:
-        # Two games have no random action. Some others forget the \\boxed{} that they require, or add brackets.
+        # Two games have no random action. Some others forget the \boxed{} that they require, or add brackets.
         for name, draw in _RANDOM_MOVES.items():
             if env.game.startswith(f"game:{name}-"):
                 return f"\\boxed{{{draw(env.inner, rng)}}}"
