@@ -295,7 +295,7 @@ class RefusalError(GymError, RuntimeError):
 def failure_status(error: BaseException, given: Collection[str]) -> int:
     """Return 422 if an environment failed because it refuses values that the client has `given`, else 500.
 
-    It refuses them by a ValueError, TypeError or LookupError of its own, as constructors and `reset` do.
+    It refuses them by a ValueError, TypeError or LookupError, as constructors and `reset` do.
     """
     return 422 if given and refusal_in(error) is not None else 500
 

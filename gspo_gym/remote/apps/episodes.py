@@ -54,21 +54,21 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")  # run ids stand in URLs and file name
 
 @dataclass(frozen=True, slots=True)
 class AppEpisodeSettings:
-    """What an app is asked to play, and with whom.
+    """The app's environment and policy, and limits of its episodes.
 
     Attributes:
         env_name: the app's name of the environment.
         session: of the gateway; name and sampling seed are those of each attempt.
         model: the name under which the app asks the gateway for the model.
         gateway_url: base URL under which the app reaches the gateway.
-        max_turns: decisions of an episode; the app is sent `ops` so often.
-        env_config, policy_name, policy_config: handed to the app as they stand (Any: each app has its own).
+        max_turns: decisions of an episode; the app is sent `ops` once for each.
+        env_config, policy_name, policy_config: passed to the app unchanged.
         ops: of one decision.
         mode: "rl" to train, "eval" to measure.
         episode_timeout_seconds: of one attempt, and a quarter of it more until the answer's last byte: in that time a
             server of this library finds out whether the actions used the time up, which it then scores.
-        max_tries: requests of one attempt at an episode, where the app turns them away. Eight wait half a minute to a
-            minute in all, so that an app can be restarted under a run.
+        max_tries: requests of one attempt at an episode that the app turns away. Eight wait half a minute to a minute
+            in all, enough to restart an app under a run.
     """
 
     env_name: str
@@ -105,13 +105,13 @@ class AppEpisodeSettings:
 
 @dataclass(slots=True)
 class AppCounters:
-    """What has happened so far. Mutable.
+    """Counts so far; mutable.
 
-    `num_attempts` counts requests to the app, `calls` the calls of the model by what became of them ("trained", or why
-    not), `warnings` by kind, `first_warnings` the whole text of the first of each kind; tokens are those that were
-    sampled in episodes that were not failures. `num_untrained_episodes` are those with a return of which no token is
-    trained on. `returns` are what the app said of every attempt that it finished, used or not, by trajectory and
-    attempt; the oldest are forgotten.
+    `num_attempts` counts requests to the app, `calls` the calls of the model by their use ("trained", or the reason
+    against it), `warnings` by kind, `first_warnings` the whole text of the first of each kind; tokens are those sampled
+    in episodes that were not failures. `num_untrained_episodes` have a return and no token that is trained on.
+    `returns` are the app's returns of every attempt that it finished, used or not, by trajectory and attempt; the
+    oldest are forgotten.
     """
 
     num_attempts: int = 0
@@ -157,14 +157,14 @@ class AppEpisodes:
 
     Args:
         client: of the app.
-        gateway: that captures.
-        settings: what is played.
+        gateway: records the model's calls.
+        settings: the app's environment, policy and limits.
         retry_seed: of the jitter between tries.
         clock, sleep: seconds, monotonic.
-        on_answer: receives what the app answers to each rollout, before it is judged; None: nothing does.
+        on_answer: receives the app's answer to each rollout before it is judged; None: nothing does.
 
     Attributes:
-        counters: what has happened so far.
+        counters: counts so far.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class AppMetrics:
 
 
 def take_returns(counters: Sequence[AppCounters], groups: Sequence[TrajectoryGroup]) -> PlayedReturns:
-    """Return what apps said of the attempts at the episodes of these groups, and remove it from the counters."""
+    """Return the apps' returns of the attempts at these groups' episodes, and remove them from the counters."""
     is_kept = {(t.trajectory_id, t.attempt) for group in groups for t in group.trajectories}
     wanted = {name for name, _ in is_kept} | {lost.trajectory_id for group in groups for lost in group.dropped}
     kept: list[float] = []

@@ -1,7 +1,4 @@
-"""What one probe rollout of a task app came to: whether return, turns and trained tokens reconcile, and what does not.
-
-Pure functions of a rollout that has ended; who plays it, and with which model, is elsewhere.
-"""
+"""Report on a probe rollout of a task app: whether return, turns and trained tokens reconcile. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ _TOLERANCE = 1e-6  # of the larger one: below it, two returns are the same
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """One probe.
+    """The report on one probe.
 
     Attributes:
-        name: which probe. asked: what the app was given to cope with.
-        outcome, error: how the episode ended.
-        app_return: what the app says that it is worth; None: nothing. episode_return: the sum of its turns' rewards;
-            None if it is not scored.
+        name: of the probe. asked: what the app had to cope with.
+        outcome, error: the end of the episode.
+        app_return: the app's return; None: none. episode_return: the sum of the turns' rewards; None if it is not
+            scored.
         step_rewards: how many of the app's steps have a positive, zero, negative or null reward.
-        num_decisions: that the app lists. num_turns: that were captured. calls: of the model, by what became of them.
+        num_decisions: listed by the app. num_turns: captured. calls: of the model, by their use.
         num_sampled_tokens, num_trained_tokens: sampled for the calls, and trained on.
-        reports_events: the app says what its decisions achieved.
-        problems: what must be mended before training. notices: what is allowed, and may not be meant.
+        reports_events: the app reports what its decisions achieved.
+        problems: to be mended before training. notices: allowed, but perhaps not intended.
     """
 
     name: str
@@ -57,7 +54,7 @@ class ProbeReport:
 def report_of(
     name: str, asked: str, trajectory: Trajectory, counters: AppCounters, rollout: AppRollout | None
 ) -> ProbeReport:
-    """The report of one attempt, played with counters of its own; `rollout` is the app's answer, None if none came."""
+    """Report on one attempt that was played with new counters; `rollout` is the app's answer, None if none came."""
     problems, notices = _findings(trajectory, counters, rollout)
     return ProbeReport(
         name=name,
