@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -49,6 +49,7 @@ class AttemptCounts:
         attempts, kept, failed_at_reset, failed_after_action: attempts.
         num_actions: of all of them together.
         lost_after_action: attempts that failed after an action, or ran out of the episode's time after one.
+        of_apps, lost_by_apps: attempts at environments that task apps play, and those of them lost after an action.
     """
 
     attempts: int = 0
@@ -57,6 +58,8 @@ class AttemptCounts:
     failed_after_action: int = 0
     num_actions: int = 0
     lost_after_action: int = 0
+    of_apps: int = 0
+    lost_by_apps: int = 0
 
     @property
     def excess(self) -> float:
@@ -81,8 +84,12 @@ class AttemptWatch:
     Failures that the policy did not cause come at resets as often as at steps. So of the calls of a step's attempts,
     those that failed are compared with random ones, by how many of them answered an action. Steps are added up, each
     compared with itself: over the run, both failures and the length of episodes change.
+
+    Attributes:
+        app_envs: the environments that task apps play; None: all.
     """
 
+    app_envs: Collection[str] | None = None
     _step: AttemptCounts = field(default_factory=AttemptCounts)
     _excess: float = 0.0
     _variance: float = 0.0
@@ -98,7 +105,11 @@ class AttemptWatch:
         self._step.kept += disposition is Disposition.KEPT
         self._step.failed_at_reset += is_failure and not is_after_action
         self._step.failed_after_action += is_after_action
-        self._step.lost_after_action += trajectory.outcome in _LOSSES and num_actions > 0
+        is_lost = trajectory.outcome in _LOSSES and num_actions > 0
+        is_of_app = self.app_envs is None or trajectory.task.env_id in self.app_envs
+        self._step.lost_after_action += is_lost
+        self._step.of_apps += is_of_app
+        self._step.lost_by_apps += is_of_app and is_lost
         self._step.num_actions += num_actions
         self._failed_after_action += is_after_action
 
@@ -138,8 +149,8 @@ class AttemptWatch:
         and what it turns away before its first call is asked for again unseen, so that nothing shows what chance would
         do. Hence a bound of ours: more than `MAX_LOST_FRACTION` of the attempts, and at least `MIN_LOST`.
         """
-        lost = sum(counts.lost_after_action for counts in self._recent)
-        attempts = sum(counts.attempts for counts in self._recent)
+        lost = sum(counts.lost_by_apps for counts in self._recent)
+        attempts = sum(counts.of_apps for counts in self._recent)
         if lost < MIN_LOST or lost <= MAX_LOST_FRACTION * attempts:
             return None
         self._recent.clear()

@@ -253,7 +253,7 @@ def build_trainer(
         folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
         recorder.event("checkpoint", state.step, {"folder": folder.name})
 
-    attempts = AttemptWatch()
+    attempts = AttemptWatch({source.env_name for source in config.sources if source.task_url is not None})
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
     plan = build_plan(config)

@@ -46,7 +46,7 @@ def test_failed_calls_are_compared_with_all_other_choices_of_as_many_calls(
     assert counts.variance == pytest.approx(np.var(answered), abs=1e-12)
 
 
-def attempt(num_actions: int, outcome: Outcome) -> Trajectory:
+def attempt(num_actions: int, outcome: Outcome, env_id: str = "test/Env-v0") -> Trajectory:
     """An attempt of so many actions, of one token each after one of the environment's."""
     mask = np.array([False, True] * num_actions, dtype=bool)
     index = np.array([k for turn in range(num_actions) for k in (-1, turn)], dtype=np.int32)
@@ -57,7 +57,7 @@ def attempt(num_actions: int, outcome: Outcome) -> Trajectory:
         for k in range(num_actions)
     )
     error = None if outcome is Outcome.TERMINATED else "it failed"
-    return Trajectory("t", 0, Task("test/Env-v0", 7), 1, segments, turns, (), outcome, error=error)
+    return Trajectory("t", 0, Task(env_id, 7), 1, segments, turns, (), outcome, error=error)
 
 
 class Breaks:
@@ -210,6 +210,21 @@ def test_a_few_attempts_that_apps_lose_are_not_told_of_and_more_than_a_twentieth
     watch(attempt(1, Outcome.ENV_ERROR), Disposition.KEPT)
     watch.metrics()
     assert watch.app_alarm() is not None  # 18 of 341
+
+
+def test_what_environments_played_here_lose_is_not_told_of_as_the_apps() -> None:
+    watch = AttemptWatch({"crafter"})
+    for _ in range(40):
+        watch(attempt(1, Outcome.ENV_ERROR), Disposition.RETRIED)
+        watch(attempt(1, Outcome.TERMINATED, "crafter"), Disposition.KEPT)
+    assert watch.metrics()["rollout/lost_after_action"] == 0.5
+    assert watch.app_alarm() is None
+    for _ in range(8):
+        watch(attempt(1, Outcome.ENV_ERROR, "crafter"), Disposition.RETRIED)
+    watch.metrics()
+    reason = watch.app_alarm()
+    assert reason is not None
+    assert reason.startswith("8 of 48 attempts (17%;")  # 8 / 48
 
 
 def test_p_is_the_share_of_subsets_that_are_as_far_from_the_mean() -> None:
