@@ -7,12 +7,13 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.base.keys import read_key
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli.command_line import env_config_of
 from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.remote.apps.client import AppKeys, TaskAppClient
 
 if TYPE_CHECKING:
-    from gspo_gym.remote.apps.client import AppKeys
     from gspo_gym.remote.apps.probe import ProbeReport
 
 _STEP_REWARDS = {"enabled": True, "mode": "decision_stepwise"}
@@ -91,7 +92,6 @@ async def _environment_of(url: str, keys: AppKeys, seed: int) -> str:
     Raises:
         ConfigError: the app gives none.
     """
-    from gspo_gym.remote.apps.client import TaskAppClient
 
     async with TaskAppClient(url, keys=keys) as app:
         (info,) = await app.task_info([seed])
@@ -102,8 +102,6 @@ async def _environment_of(url: str, keys: AppKeys, seed: int) -> str:
 
 
 def _keys(variable: str | None) -> AppKeys:
-    from gspo_gym.base.keys import read_key
-    from gspo_gym.remote.apps.client import AppKeys
 
     if variable is not None:
         return AppKeys([read_key(variable, "--api-key-env")])

@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gspo_gym.config.run_config import RunConfig
+from gspo_gym.base.files import write_output
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.cli.config_from import add_arguments as add_translations
+from gspo_gym.config.new import new_config
+from gspo_gym.config.parameters import parameters
+from gspo_gym.config.reference import reference, resolved
+from gspo_gym.config.run_config import RunConfig, load_config, load_sections
+from gspo_gym.config.services import missing_machinery
+from gspo_gym.errors import ConfigError
 
 _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
 
@@ -45,11 +52,7 @@ def new_file(arguments: argparse.Namespace) -> int:
     import re
     import shlex
 
-    from gspo_gym.base.files import write_output
-    from gspo_gym.config.new import new_config
-    from gspo_gym.config.run_config import RunConfig
-    from gspo_gym.env.registry import resolve
-    from gspo_gym.errors import ConfigError
+    from gspo_gym.env.registry import resolve  # which loads gymnasium: checking a file needs none
 
     path: Path | None = arguments.file
     if path is not None and (path.suffix != ".toml" or path.exists()):
@@ -73,14 +76,11 @@ def check_config(arguments: argparse.Namespace) -> int:
 
     An invalid file is one error that lists all its problems.
     """
-    from gspo_gym.config.run_config import load_config
-    from gspo_gym.config.services import missing_machinery
 
     config = load_config(arguments.file, arguments.overrides)
     if arguments.elsewhere:
         obstacles = missing_machinery(config.sections)
     else:
-        from gspo_gym.base.loops import run_to_end
         from gspo_gym.config.build.preflight import find_obstacles
 
         obstacles = [str(obstacle) for obstacle in run_to_end(find_obstacles(config))]
@@ -113,7 +113,6 @@ def _print_plan(config: RunConfig) -> None:
 
 def _rehearse(config: RunConfig) -> None:
     """Build everything and play one scripted episode of each environment; print a line about each."""
-    from gspo_gym.base.loops import run_to_end
     from gspo_gym.config.build.preflight import rehearse
 
     seen = run_to_end(rehearse(config))
@@ -128,8 +127,6 @@ def _rehearse(config: RunConfig) -> None:
 
 def show_config(arguments: argparse.Namespace) -> int:
     """Print the resolved configuration as TOML that reads back to an equal one."""
-    from gspo_gym.config.reference import resolved
-    from gspo_gym.config.run_config import load_config, load_sections
 
     config = load_config(arguments.file, arguments.overrides)
     print(resolved(config, load_sections(arguments.file, arguments.overrides)), end="")
@@ -139,7 +136,6 @@ def show_config(arguments: argparse.Namespace) -> int:
 def print_reference(arguments: argparse.Namespace) -> int:
     """Print the text of configs/README.md."""
     del arguments
-    from gspo_gym.config.reference import reference
 
     print(reference(), end="")
     return 0
@@ -148,7 +144,6 @@ def print_reference(arguments: argparse.Namespace) -> int:
 def print_parameters(arguments: argparse.Namespace) -> int:
     """Print the text of configs/recipes/PARAMETERS.md."""
     del arguments
-    from gspo_gym.config.parameters import parameters
 
     print(parameters(), end="")
     return 0
@@ -161,6 +156,5 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def _add_translations(commands: Any) -> None:
     """Add the translation commands without importing the translators."""
-    from gspo_gym.cli.config_from import add_arguments as add_translations
 
     add_translations(commands)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.base.files import write_output
+from gspo_gym.base.files import read_file, write_output
 from gspo_gym.config.foreign.draft import Draft, Translation, label_of
 from gspo_gym.config.foreign.table import SYSTEMS
+from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 
 # What a run needs and another system's file need not hold; the first four have an option of the command.
@@ -69,8 +70,6 @@ def add_arguments(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Write the TOML; return 0 if all was translated, 1 if keys were left out or the result is not valid yet."""
-    from gspo_gym.base.files import read_file
-    from gspo_gym.config.run_config import RunConfig  # here: --help need not wait for pydantic
 
     wanted = Wanted(arguments.env, arguments.model, arguments.label, arguments.iterations, arguments.max_turns)
     translation = translate(arguments.system, read_file(arguments.file), wanted)

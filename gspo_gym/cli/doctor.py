@@ -15,7 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
+from gspo_gym.run.doctor import causes, checks, checks_judge, checks_play
 from gspo_gym.run.doctor.view import Finding, RunView
+from gspo_gym.types import Outcome
 
 _ORDER = ("serious", "warning", "note")
 _WIDTH = 110
@@ -48,9 +51,7 @@ def read_run(folder: Path) -> RunView:
         ConfigError: the folder holds no run.
         RecordError: a file is damaged.
     """
-    from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
     from gspo_gym.run.recording import read_events, read_metrics, read_summary
-    from gspo_gym.types import Outcome
 
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
@@ -78,7 +79,6 @@ def read_run(folder: Path) -> RunView:
 
 def diagnose(run: RunView) -> list[Finding]:
     """Return the findings, worst first; of a chain of causes only the first."""
-    from gspo_gym.run.doctor import causes, checks, checks_judge, checks_play
 
     cause = next((found for check in causes.CAUSES if isinstance(found := check(run), Finding)), None)
     findings = [] if cause is None else [cause]

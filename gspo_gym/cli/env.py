@@ -19,13 +19,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.base.files import write_output
+from gspo_gym.base.files import PartFile, write_output
 from gspo_gym.base.keys import is_loopback, read_key
+from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.authoring import command as authoring_commands
 from gspo_gym.cli.command_line import add_environment, env_config_of
+from gspo_gym.env.checks.checker import check_env
+from gspo_gym.env.registry import list_environments as registered
+from gspo_gym.env.registry import resolve
+from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import MissingExtraError
+from gspo_gym.rollout.adapter import TokenObservationWrapper
+from gspo_gym.rollout.episode_files import require_writable, save_episodes, trajectory_from_json, trajectory_to_json
 from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
+from gspo_gym.run.report.progress import counting
 from gspo_gym.seeding import FIRST_TRAINING_SEED
+from gspo_gym.types import Message, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,8 +42,6 @@ if TYPE_CHECKING:
     from gspo_gym.config.build.episode_collection import CollectedEpisodes
     from gspo_gym.config.build.token_audit import TokenAudit
     from gspo_gym.remote.serve.served_env import ServedEnv
-    from gspo_gym.rollout.adapter import TokenObservationWrapper
-    from gspo_gym.types import Message, Trajectory
 
 _PLAY_ADVICE = 'The game is ended. Set isolation = "process" in the class of {env}, and what hangs can be ended alone.'
 
@@ -65,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def list_environments(arguments: argparse.Namespace) -> int:
     """Print one line per environment."""
-    from gspo_gym.env.registry import list_environments as registered
 
     for env_id in registered(include_gymnasium=arguments.all):
         print(env_id)
@@ -76,10 +82,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
     """Play one episode from the keyboard; an empty line is an answer, end of input stops."""
     from rich.console import Console
 
-    from gspo_gym.env.registry import resolve
-    from gspo_gym.env.workers.isolation import isolated_factory
     from gspo_gym.policy.load import load_tokenizer
-    from gspo_gym.rollout.adapter import TokenObservationWrapper
 
     console = Console()
     tokenizer = load_tokenizer(arguments.model)
@@ -114,7 +117,6 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
 
 def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
     """Return the token ids of what was typed; `name(key=value, ...)` calls a tool of the environment."""
-    from gspo_gym.types import Message
 
     call = _tool_call(said, {schema["function"]["name"] for schema in wrapper.session.tool_schemas})
     message = Message("assistant", said) if call is None else Message("assistant", "", tool_calls=(call,))
@@ -123,7 +125,6 @@ def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
 
 def _tool_call(said: str, names: set[str]) -> Any:
     """Parse `query(sql="SELECT 1")` into a ToolCall; None if it is no call of a known tool with literal arguments."""
-    from gspo_gym.types import ToolCall
 
     try:
         node = ast.parse(said.strip(), mode="eval").body
@@ -193,7 +194,6 @@ def _add_check(commands: Any) -> None:
 
 def check_environment(arguments: argparse.Namespace) -> int:
     """Print the report of `check_env`, and with a model that of `audit_tokens`; return 1 if anything failed."""
-    from gspo_gym.env.checks.checker import check_env
 
     config = env_config_of(arguments.option)
     with watching(None, seconds_until_frozen(), advice=_CHECK_ADVICE):
@@ -284,11 +284,7 @@ def collect(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from gspo_gym.base.files import PartFile
-    from gspo_gym.base.settings import parse_seeds
     from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
-    from gspo_gym.rollout.episode_files import require_writable, save_episodes, trajectory_from_json, trajectory_to_json
-    from gspo_gym.run.report.progress import counting
 
     require_writable(arguments.out)
     seeds, env_config = parse_seeds(arguments.seeds), env_config_of(arguments.option)

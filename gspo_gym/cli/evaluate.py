@@ -20,13 +20,33 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.files import PartFile, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.base.settings import parse_seeds
+from gspo_gym.cli.command_line import Parser, parse_and_run
 from gspo_gym.cli.train import add_task_url
+from gspo_gym.config.apps import with_task_url
+from gspo_gym.config.build.apps import environment_ids
+from gspo_gym.config.build.judge import build_judging
+from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.services import refuse_to_run
+from gspo_gym.env.chat_model import ChatModel
+from gspo_gym.env.registry import resolve
+from gspo_gym.errors import UsageError
+from gspo_gym.policy.manifest import MANIFEST
+from gspo_gym.rollout.evaluation import (
+    Evaluation,
+    KeptRows,
+    PlayedRow,
+    evaluation_of_rows,
+    evaluation_table,
+    in_one_unit,
+)
+from gspo_gym.rollout.evaluation_comparison import compare, comparison_table
 from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
+from gspo_gym.run.report.progress import counting
+from gspo_gym.seeding import child_seed
 
 if TYPE_CHECKING:
-    from gspo_gym.config.run_config import RunConfig
     from gspo_gym.env.core import PolicyFactory
-    from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow
 
 _SCRIPTED, _ENDPOINT = "scripted:", "openai:"
 
@@ -55,12 +75,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from gspo_gym.base.settings import parse_seeds
-    from gspo_gym.config.apps import with_task_url
     from gspo_gym.config.build import trainer as build
-    from gspo_gym.config.run_config import load_config
-    from gspo_gym.rollout.evaluation import evaluation_table, in_one_unit
-    from gspo_gym.rollout.evaluation_comparison import compare, comparison_table
 
     if arguments.json_file not in (None, "-"):
         require_writable(Path(arguments.json_file))
@@ -117,7 +132,6 @@ def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.Abstra
 
 def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
     """Return the config, with worker processes for its environments if one of them held the interpreter before."""
-    from gspo_gym.env.registry import resolve
 
     frozen = () if marker is None else read_frozen(marker).env_ids
     if not any(source.task_url is None and resolve(source.env_name) in frozen for source in config.sources):
@@ -132,7 +146,6 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
     Raises:
         UsageError: `--resume` without such a file.
     """
-    from gspo_gym.errors import UsageError
 
     out = None if arguments.json_file in (None, "-") else Path(arguments.json_file)
     if out is None or (out.exists() and not out.is_file()):  # a device or a pipe keeps nothing
@@ -146,7 +159,6 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
 def _weights_of(name: str) -> str:
     """Return folder and digest of the weights, to tell a run's newest checkpoint from a later one."""
     from gspo_gym.config.build import trainer as build
-    from gspo_gym.policy.manifest import MANIFEST
 
     checkpoint = build.newest_checkpoint(name)
     manifest = Path(checkpoint) / MANIFEST
@@ -162,8 +174,6 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
     from rich.console import Console
 
     from gspo_gym.config.build.preflight import require_ready_to_evaluate
-    from gspo_gym.rollout.evaluation import KeptRows, PlayedRow
-    from gspo_gym.run.report.progress import counting
 
     found: dict[str, list[PlayedRow]] = {name: [] for name in names}
     for name, row in [] if part is None else part.read(lambda line: (line.pop("model"), PlayedRow.from_json(line))):
@@ -189,8 +199,6 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
 
 def _whole(config: RunConfig, found: Sequence[PlayedRow]) -> Evaluation | None:
     """Return the evaluation if all its rows are there already, else None."""
-    from gspo_gym.config.build.apps import environment_ids
-    from gspo_gym.rollout.evaluation import evaluation_of_rows
 
     return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, found) if found else None
 
@@ -207,7 +215,6 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
     """
     from gspo_gym.config.build import trainer as build
     from gspo_gym.config.build.preflight import require_ready_to_evaluate
-    from gspo_gym.rollout.evaluation import KeptRows
 
     rows = rows or KeptRows()
     name = model or build.model_name(config)
@@ -231,9 +238,7 @@ def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
 
 async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     from gspo_gym.config.build import trainer as build
-    from gspo_gym.config.build.judge import build_judging
     from gspo_gym.policy.load import load_policy
-    from gspo_gym.seeding import child_seed
 
     is_untrained_qlora = config.model.trainer_mode == "qlora" and name == build.model_name(config)
     policy = load_policy(
@@ -257,9 +262,6 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
     """Evaluate a player that answers messages: a scripted policy, or a model behind a chat route."""
     from gspo_gym.config.build import trainer as build
     from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
-    from gspo_gym.config.build.judge import build_judging
-    from gspo_gym.config.services import refuse_to_run
-    from gspo_gym.env.chat_model import ChatModel
     from gspo_gym.policy.load import load_tokenizer
 
     refuse_to_run(config.sections)
@@ -280,7 +282,6 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m gspo_gym.evaluate`."""
-    from gspo_gym.cli.command_line import Parser, parse_and_run
 
     parser = Parser(prog="python -m gspo_gym.evaluate", description="Evaluate a model over seeded episodes.")
     add_arguments(parser)

@@ -15,18 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.files import require_writable, write_output
 from gspo_gym.base.keys import read_key
+from gspo_gym.base.loops import run_to_end
+from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
+from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, MissingExtraError
+from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.audit.attacks import attacks
+from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit
+from gspo_gym.judge.audit.labels import Label, labelled_episodes, read_labels
+from gspo_gym.judge.budget import BudgetLimits, JudgeBudget
+from gspo_gym.judge.cache import JudgementCache
+from gspo_gym.judge.model.judge import ModelJudge
+from gspo_gym.judge.model.settings import ModelJudgeSettings
+from gspo_gym.judge.panel import PythonJudge
+from gspo_gym.judge.records import JudgedEpisode, JudgementRecorder
+from gspo_gym.judge.rescoring import Rescored, new_file, rescore, side_by_side, stored_episodes, stored_judgements
+from gspo_gym.judge.rubric import Rubric, strict_problems
+from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_rubrics, read_task_app_rubric
 
 if TYPE_CHECKING:
-    from gspo_gym.config.run_config import RunConfig
-    from gspo_gym.judge.audit.audit import AuditSettings
-    from gspo_gym.judge.audit.labels import Label
     from gspo_gym.judge.audit.report import AuditReport
     from gspo_gym.judge.base import Judge, Rubrics
     from gspo_gym.judge.blend import RewardBlend
-    from gspo_gym.judge.records import JudgedEpisode
-    from gspo_gym.judge.rescoring import Rescored
-    from gspo_gym.judge.rubric import Rubric
     from gspo_gym.remote.guard import App
     from gspo_gym.types import Trajectory
 
@@ -55,8 +65,6 @@ def _add_check(commands: Any) -> None:
 
 def check_rubric(arguments: argparse.Namespace) -> int:
     """Print VALID, the criteria and notes; an invalid rubric is one error that lists all its problems."""
-    from gspo_gym.judge.rubric import strict_problems
-    from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_task_app_rubric
 
     path = find_rubrics(arguments.rubric, arguments.folder)
     parts = {"rubric": read_task_app_rubric(path)} if arguments.task_app else load_rubrics(str(path)).parts
@@ -140,9 +148,6 @@ def _add_judge_arguments(parser: argparse.ArgumentParser) -> None:
 
 def score_run(arguments: argparse.Namespace) -> int:
     """Rejudge, write, and print both side by side; return 1 if an episode got no score."""
-    from gspo_gym.base.loops import run_to_end
-    from gspo_gym.judge.records import JudgementRecorder
-    from gspo_gym.judge.rescoring import new_file, side_by_side, stored_episodes
 
     source: Path = arguments.source
     episodes = stored_episodes(source, arguments.episodes)
@@ -162,8 +167,6 @@ def _load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig
     Raises:
         ConfigError: there is none, or it is wrong.
     """
-    from gspo_gym.config.run_config import load_config
-    from gspo_gym.errors import ConfigError
 
     path: Path | None = arguments.config
     if path is None:
@@ -179,10 +182,6 @@ def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episod
     Raises:
         ConfigError, UnknownNameError: it is not valid.
     """
-    from gspo_gym.base.loops import run_to_end
-    from gspo_gym.config.build.judge import build_rubrics
-    from gspo_gym.errors import ConfigError
-    from gspo_gym.judge.rubric_files import load_rubrics
 
     if arguments.rubric is not None:
         rubrics = load_rubrics(arguments.rubric, folders=arguments.folder)
@@ -214,8 +213,6 @@ async def _rejudge(
     source: Path,
     write: Callable[[JudgedEpisode], None],
 ) -> list[Rescored]:
-    from gspo_gym.config.build.judge import build_judge_variants
-    from gspo_gym.judge.rescoring import rescore, stored_judgements
 
     judges = build_judge_variants(config)
     try:
@@ -246,10 +243,6 @@ def _add_audit(commands: Any) -> None:
 
 def audit_episodes(arguments: argparse.Namespace) -> int:
     """Print the report; return 1 if an episode got no score."""
-    from gspo_gym.base.loops import run_to_end
-    from gspo_gym.judge.audit.audit import AuditSettings
-    from gspo_gym.judge.audit.labels import labelled_episodes, read_labels
-    from gspo_gym.judge.rescoring import stored_episodes
 
     if arguments.json is not None:
         require_writable(arguments.json)
@@ -273,9 +266,6 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
 async def _audit(
     config: RunConfig, rubrics: Rubrics, settings: AuditSettings, labelled: Sequence[tuple[Trajectory, Label]]
 ) -> AuditReport:
-    from gspo_gym.config.build.judge import build_judge_variants
-    from gspo_gym.judge.audit.attacks import attacks
-    from gspo_gym.judge.audit.audit import JudgeAudit
 
     judges = build_judge_variants(config, num_repeats=settings.num_repeats)
     audit = JudgeAudit(
@@ -338,7 +328,6 @@ def serve(arguments: argparse.Namespace) -> int:
         MissingExtraError: FastAPI, uvicorn or openai is not installed.
     """
     try:
-        from gspo_gym.judge.rubric_files import find_rubrics, read_rubrics
         from gspo_gym.judge.service.server import create_judge_app
     except ImportError as error:
         raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve,openai]'") from error
@@ -372,16 +361,9 @@ def _judge(arguments: argparse.Namespace) -> Judge:
     if (arguments.model is None) == (arguments.python is None):
         raise ConfigError("judge serve: expected --model or --python, one of them")
     if arguments.python is not None:
-        from gspo_gym.judge.panel import PythonJudge
-
         return PythonJudge(
             arguments.python, max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds
         )
-    from gspo_gym.judge.asking import AskingSettings
-    from gspo_gym.judge.budget import BudgetLimits, JudgeBudget
-    from gspo_gym.judge.cache import JudgementCache
-    from gspo_gym.judge.model.judge import ModelJudge
-    from gspo_gym.judge.model.settings import ModelJudgeSettings
 
     settings = ModelJudgeSettings(
         arguments.model,

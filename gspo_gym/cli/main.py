@@ -1,4 +1,4 @@
-"""The `gspo-gym` command. A command's heavy imports wait until it runs: `--help` answers at once."""
+"""The `gspo-gym` command. Only the module of the chosen command is imported: `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from gspo_gym.cli import app as app_commands
-from gspo_gym.cli import config as config_commands
-from gspo_gym.cli import doctor, evaluate, train
-from gspo_gym.cli import env as env_commands
-from gspo_gym.cli import judge as judge_commands
-from gspo_gym.cli import serve_engine as serve_engine_command
 from gspo_gym.cli.command_line import Parser, package_version, parse_and_run
-from gspo_gym.cli.search import command as search
+
+# Each command's module, which has `add_arguments`, and what the list of commands says of it.
+_COMMANDS = {
+    "train": ("gspo_gym.cli.train", "train a model as a config file says"),
+    "evaluate": ("gspo_gym.cli.evaluate", "evaluate a model over seeded episodes"),
+    "doctor": ("gspo_gym.cli.doctor", "say what is wrong with a run, and which key to change"),
+    "search": ("gspo_gym.cli.search.command", "try many values of some keys, and keep the best"),
+    "config": ("gspo_gym.cli.config", "check, show and translate configurations"),
+    "serve": ("gspo_gym.cli.serve_engine", "serve a model to training runs"),
+    "env": ("gspo_gym.cli.env", "list, check and play environments"),
+    "app": ("gspo_gym.cli.app", "check task apps before training on them"),
+    "judge": ("gspo_gym.cli.judge", "check rubrics; serve, audit and use judges"),
+}
 
 
 class _Version(argparse.Action):
@@ -42,8 +48,8 @@ class _Completion(argparse.Action):
         parser.exit()
 
 
-def command_parser() -> Parser:
-    """Return the parser of `gspo-gym` with all its commands."""
+def command_parser(chosen: str | None = None) -> Parser:
+    """Return the parser of `gspo-gym`; `chosen`: only this command has its arguments. None: all have."""
     parser = Parser(
         prog="gspo-gym", description="Train language-model agents on multi-turn text environments with GSPO."
     )
@@ -52,15 +58,10 @@ def command_parser() -> Parser:
     completion = "print a completion script for a shell, and exit: see README.md"
     parser.add_argument("--print-completion", action=_Completion, choices=shells, help=completion)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train.add_arguments(commands.add_parser("train", help="train a model as a config file says"))
-    evaluate.add_arguments(commands.add_parser("evaluate", help="evaluate a model over seeded episodes"))
-    doctor.add_arguments(commands.add_parser("doctor", help="say what is wrong with a run, and which key to change"))
-    search.add_arguments(commands.add_parser("search", help="try many values of some keys, and keep the best"))
-    config_commands.add_arguments(commands.add_parser("config", help="check, show and translate configurations"))
-    serve_engine_command.add_arguments(commands.add_parser("serve", help="serve a model to training runs"))
-    env_commands.add_arguments(commands.add_parser("env", help="list, check and play environments"))
-    app_commands.add_arguments(commands.add_parser("app", help="check task apps before training on them"))
-    judge_commands.add_arguments(commands.add_parser("judge", help="check rubrics; serve, audit and use judges"))
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if chosen in (None, name):
+            importlib.import_module(module).add_arguments(command)
     return parser
 
 
@@ -68,4 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     if not sys.flags.safe_path and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that MODULE:NAME finds modules of the present folder
-    return parse_and_run(command_parser(), argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    completes = any(word.startswith("--print-completion") for word in words)  # which takes the parsers of all commands
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    return parse_and_run(command_parser(None if completes else chosen), argv)

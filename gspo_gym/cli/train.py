@@ -11,10 +11,13 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.cli.command_line import Parser, parse_and_run
+from gspo_gym.config.apps import with_task_url
+from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.run.report.terminal import print_run_report
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from gspo_gym.config.run_config import RunConfig
 
 
 def add_task_url(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +45,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the `train` command; return 0 when the plan is done."""
     from rich.console import Console
 
-    from gspo_gym.config.apps import with_task_url
-    from gspo_gym.config.run_config import load_config
-
     config = load_config(arguments.config, with_task_url(arguments.overrides, arguments.task_url, os.environ))
     console = Console()
     summary = run_training(config, resume=arguments.resume, set_aside=arguments.set_aside, console=console)
-    from gspo_gym.run.report.terminal import print_run_report
 
     print_run_report(console, config.run_folder, summary)
     return 0
@@ -76,7 +75,6 @@ def run_training(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m gspo_gym.train`."""
-    from gspo_gym.cli.command_line import Parser, parse_and_run
 
     parser = Parser(prog="python -m gspo_gym.train", description="Train a model as a config file says.")
     add_arguments(parser)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import make_folder, write_output
+from gspo_gym.cli.authoring.card import card_as_markdown, make_card
+from gspo_gym.cli.authoring.new import new_environment
 from gspo_gym.cli.command_line import add_environment, env_config_of
 
 
@@ -30,7 +32,6 @@ def add_commands(subparsers: Any) -> None:  # Any: argparse does not name the ty
 
 def write_new(arguments: argparse.Namespace) -> int:
     """Write the package, and say what is where and what to do next."""
-    from gspo_gym.cli.authoring.new import new_environment
 
     new = new_environment(arguments.name, kind=arguments.kind, folder=arguments.folder)
     print(f"{new.env_id} is in {new.folder}:")
@@ -43,7 +44,6 @@ def write_new(arguments: argparse.Namespace) -> int:
 
 def print_card(arguments: argparse.Namespace) -> int:
     """Print the card, or write it to a file; 1 if an episode could not be played."""
-    from gspo_gym.cli.authoring.card import card_as_markdown, make_card
 
     card = make_card(
         arguments.name,

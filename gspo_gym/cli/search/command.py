@@ -22,14 +22,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.base.files import make_folder, replace_file, writing
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.cli.search.study import (
+    SearchSettings,
+    SearchStudy,
+    as_override,
+    load_search,
+    require_optuna,
+    require_same_search,
+)
+from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import ConfigError
 
 if TYPE_CHECKING:
     import optuna
     from rich.console import Console
 
-    from gspo_gym.cli.search.study import SearchSettings, SearchStudy
     from gspo_gym.cli.search.trial import TrialResult
 
 
@@ -43,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the `search` command; return 1 if no trial finished."""
     from rich.console import Console
-
-    from gspo_gym.cli.search.study import load_search
 
     settings = load_search(arguments.search)
     console = Console()
@@ -81,7 +88,6 @@ def run_search(
         ConfigError: the folder is taken, or (resume) holds no search or another one.
         MissingExtraError: Optuna is not installed.
     """
-    from gspo_gym.cli.search.study import SearchStudy, require_optuna
     from gspo_gym.cli.search.trial import TRAIN
 
     require_optuna()
@@ -123,9 +129,7 @@ class _Search:
             self.write_leaderboard()
 
     async def _play(self, trial: optuna.Trial) -> None:
-        from gspo_gym.cli.search.study import as_override
         from gspo_gym.cli.search.trial import run_trial
-        from gspo_gym.config.run_config import load_config
 
         if (twin := self._study.twin_of(trial)) is not None:  # a run with the same values and seed would end alike
             self._copy(trial, twin)
@@ -180,7 +184,6 @@ class _Search:
         return is_behind
 
     def _finish(self, trial: optuna.Trial, result: TrialResult) -> None:
-        from gspo_gym.cli.search.study import require_optuna
 
         trial.set_user_attr("seconds", round(result.seconds, 1))
         trial.set_user_attr("evaluations", [list(evaluation) for evaluation in result.evaluations])
@@ -196,7 +199,6 @@ class _Search:
             self._say(trial, f"{self._settings.search.metric} {score:.3f}")
 
     def _fail(self, trial: optuna.Trial, error: str) -> None:
-        from gspo_gym.cli.search.study import require_optuna
 
         trial.set_user_attr("error", error)
         self._study.study.tell(trial, state=require_optuna().trial.TrialState.FAIL)
@@ -209,7 +211,6 @@ class _Search:
 
     def write_leaderboard(self) -> dict[str, Any]:
         """Write leaderboard.json and best.toml; return the former."""
-        from gspo_gym.base.files import replace_file
 
         rows = [self._row(trial) for trial in self._study.trials()]
         rows.sort(key=lambda row: (row["state"] != "complete", -(row["score"] or 0.0), row["trial"]))
@@ -234,8 +235,6 @@ class _Search:
         }
 
     def _best_config(self, row: dict[str, Any]) -> str:
-        from gspo_gym.cli.search.study import as_override
-        from gspo_gym.config.run_config import load_config
 
         search = self._settings.search
         values = [as_override(key, value) for key, value in row["parameters"].items()]
@@ -246,8 +245,6 @@ class _Search:
 
 def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
     """Create or check the search's folder; return its copy of the base."""
-    from gspo_gym.base.files import make_folder, replace_file, writing
-    from gspo_gym.cli.search.study import load_search, require_same_search
 
     folder = settings.search_folder
     base = folder / f"base{Path(settings.search.base).suffix}"

@@ -24,11 +24,14 @@ from gspo_gym.judge.blend import EnvRewards, env_rewards
 from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.gold import AgainstGoldJudge, AgainstLabels, Compare, DriftAlarm, GoldWatch
+from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.model.settings import ModelJudgeSettings
+from gspo_gym.judge.panel import PanelJudge, PythonJudge
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
 from gspo_gym.judge.scorer import RubricsOf
-from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
 from gspo_gym.learning.credit import turn_rewards
+from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.judging import Judging, OnEventOfStep
 from gspo_gym.seeding import child_seed
@@ -253,7 +256,6 @@ class _Parts:
     ) -> Judge:
         """A model or a function."""
         if who.python is not None:
-            from gspo_gym.judge.panel import PythonJudge
 
             return PythonJudge(
                 who.python,
@@ -261,7 +263,6 @@ class _Parts:
                 timeout_seconds=self.asking.timeout_seconds,
                 show_reasoning=self.options.show_reasoning,
             )
-        from gspo_gym.judge.model.judge import ModelJudge
 
         assert who.model is not None  # the rules have seen to it
         settings = ModelJudgeSettings(
@@ -285,7 +286,6 @@ class _Parts:
         return ModelJudge(settings, cache=self.cache if cached else None, budget=self.budget)
 
     def _http_judge(self, *, cached: bool) -> Judge:
-        from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
 
         options = self.options
         assert self.judge_url is not None  # the rules have seen to it
@@ -310,7 +310,6 @@ class _Parts:
     def _panel(self, members: Sequence[Judge]) -> Judge:
         if len(members) == 1:
             return members[0]
-        from gspo_gym.judge.panel import PanelJudge
 
         return PanelJudge(members, aggregate=self.options.aggregate)
 

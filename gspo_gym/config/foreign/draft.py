@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_gym.errors import ConfigError, nearest_name
+from gspo_gym.learning.settings import LENGTH_WEIGHTED, WIDE_CLIP
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +394,6 @@ def _take_folder(draft: Draft) -> None:
 
 def take_clip(draft: Draft, low: float, high: float, *, is_sequence: bool) -> None:
     """Set the clip range, as distances from 1."""
-    from gspo_gym.learning.settings import WIDE_CLIP  # here: --help need not wait for pydantic
-
     draft.set("loss.clip_low", low)
     draft.set("loss.clip_high", high)
     if is_sequence and max(low, high) >= WIDE_CLIP:
@@ -407,8 +406,6 @@ def take_clip(draft: Draft, low: float, high: float, *, is_sequence: bool) -> No
 
 def take_aggregation(draft: Draft, aggregation: str, *, is_sequence: bool, norm_length: int | None = None) -> None:
     """Set how token terms become a loss."""
-    from gspo_gym.learning.settings import LENGTH_WEIGHTED
-
     draft.set("loss.aggregation", aggregation)
     if aggregation in ("dr_grpo", "seq-mean-token-sum-norm"):
         draft.set("loss.norm_length", norm_length)
