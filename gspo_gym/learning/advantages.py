@@ -90,26 +90,24 @@ def batch_advantages(
     Level "trajectory" (arXiv 2507.18071, the equation of the group-based advantage, is baseline and scale "group"):
     x = R_i, and every turn of episode i gets the result. Level "turn" (ours): x = G_ik, turn by turn. Baseline and
     scale are chosen independently; at level "turn" they are taken at the same turn k, where an episode that had ended
-    counts with the 0 that its future was worth: comparing only those that still play would punish playing on.
+    counts with the 0 that its future was worth.
 
     Baseline: "group", the mean over the group; "leave_one_out", the mean over the siblings j != i, which depends on
     nothing that episode i did: the expected gradient is that of the returns alone ("group" is (G-1)/G of it);
     "batch", the mean over all episodes of the batch; "running", the mean of every x of the run so far, this batch's
     included, at level "turn" over all turns that were played, whatever their number; "none", 0 (REINFORCE).
 
-    Scale: the standard deviation, with Bessel's correction, of the same sets, or 1 for "none"; no epsilon is added,
-    because what does not vary is set to zero instead. At level "turn" the scale of "group" and "batch" is the largest
-    over turns: with one turn, or one reward at the end of episodes of equal length, the std of the returns; but where
-    all earn nearly the same return by different ways, the returns' std is nearly 0 while late turns differ, and
-    dividing by it would explode. So |advantage| <= sqrt(G) where both are the group's.
+    Scale: the standard deviation, with Bessel's correction, of the same sets, or 1 for "none". At level "turn" the
+    scale of "group" and "batch" is the largest over turns: with one turn, or one reward at the end of episodes of equal
+    length, the std of the returns. So |advantage| <= sqrt(G) where both are the group's.
 
     Where the set behind baseline or scale differs by no more than rounding (see `_Spread.of`) the advantage is exactly
     0; at level "turn" a baseline's set is that of one turn. So a group of one, which has nothing to be compared with,
-    gets 0 wherever the group is asked. `running` None: nothing was seen before; the running statistics are updated
-    first and used then, as ROLL does.
+    gets 0 wherever the group is asked. `running` None: nothing was seen before.
     """
     returns = [r for group in groups for r in group]
     values, magnitudes = _table(returns, settings.level), _magnitudes(returns, settings.level)
+    # Updated first and used then, as ROLL does.
     so_far = _updated(running or RunningReturns(), returns, settings.level)
     spreads = {"batch": _Spread.of(values, magnitudes), "running": _Spread.of_running(so_far, values.shape[1])}
     advantages: list[Float32Array] = []
@@ -155,6 +153,8 @@ class _Spread:
         """
         mean = values.mean(axis=0)
         varies = np.ptp(values, axis=0) > _rounding(magnitudes.max(axis=0), mean)
+        # The largest, and not that of the returns: where all earn nearly the same return by different ways, that is
+        # nearly 0 while late turns differ, and dividing by it would explode.
         std = float(values[:, varies].std(axis=0, ddof=1).max()) if varies.any() else 0.0
         return cls(mean, varies, std)
 
@@ -191,7 +191,7 @@ def _compare(
         advantages = np.where(spread.varies, values - spread.mean, 0.0)
     if settings.scale == "none":
         return advantages
-    std = spreads[settings.scale].std
+    std = spreads[settings.scale].std  # no epsilon is added: what does not vary is set to zero instead
     return advantages / std if std > 0 else np.zeros_like(advantages)
 
 
@@ -199,6 +199,7 @@ def _table(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
     """Return [N, K] values to compare: returns (K = 1), or returns-to-go with 0 after an episode's last turn."""
     if level == "trajectory":
         return np.array([[r.episode_return] for r in returns])
+    # An episode that has ended stays in the table: comparing only those that still play would punish playing on.
     table = np.zeros((len(returns), max(len(r.to_go) for r in returns)))
     for row, r in zip(table, returns, strict=True):
         row[: len(r.to_go)] = r.to_go

@@ -307,7 +307,7 @@ async def evaluate(
     known = {played.row.seed: played for played in found if played.env_id == env_id and played.row.seed in checked}
     missing = [Task(env_id, seed, dict(options or {})) for seed in checked if seed not in known]
     groups = await pool.run_tasks(missing, label=label)
-    if not known:
+    if not known:  # else there is an earlier result, and all that is missing may have failed
         require_episodes(groups)
     rows = {played.row.seed: played.row for played in known.values()}
     rows |= {group.task.seed: _row_of(group, env_return_of) for group in groups}

@@ -133,10 +133,8 @@ class PlayedAhead:
     After each step's groups are taken, as many are in play as `num_ahead` further steps need. A step takes those that
     are finished, the longest begun first. So with `num_ahead` 1 it waits for every group, and none is too old; with
     more it does not wait for a group that a whole batch of later ones has overtaken. Such a group is given up as soon
-    as no coming step may train on it: cancelled if it is still played, counted, and replaced by one of a fresh task.
-    That favours short episodes a little, and is the price of not waiting for the longest.
-
-    A group is as old as its oldest sample and given up whole: a baseline of the quick siblings alone would be biased.
+    as no coming step may train on it: cancelled if it is still played, counted, and replaced by one of a fresh task. A
+    group is as old as its oldest sample.
 
     Args:
         play: plays one group; see `RolloutPool.play_group`.
@@ -230,6 +228,7 @@ class PlayedAhead:
             Exception: that ended one of them; RolloutError: one is too old although it was just begun.
         """
         finished = [group for group in self._begun if group.playing.done()]
+        # Giving them up favours short episodes a little, and is the price of not waiting for the longest.
         late = [group for group in finished if self._age(group) > self._max_staleness]
         for group in late:
             self._give_up(group)
@@ -264,6 +263,7 @@ class PlayedAhead:
         )
 
     def _give_up(self, group: _Begun) -> None:
+        # Whole: without all its siblings, a sample would be compared with the quick ones alone.
         self._begun.remove(group)
         self._num_late += group.request.size
         self._end(group)

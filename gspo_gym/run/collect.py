@@ -172,13 +172,11 @@ async def collect_groups(
     """Take `num_groups` groups and keep them all, or the informative ones.
 
     With "refill", as many further groups as are missing are taken, until num_groups are informative or
-    max_refill_rounds such rounds are over. The paper oversamples and cuts the surplus; here a round asks for exactly
-    what is missing, and nothing informative is thrown away. A group that lost all its episodes is missing, too.
-    `take` is the schedule's.
+    max_refill_rounds such rounds are over. A group that lost all its episodes is missing, too. `take` is the
+    schedule's.
 
     Raises:
-        RolloutError: no episode of the first round could be used. A later round that fails so is entered in `failures`:
-            there is something to train on, and if the environment is down the next step will say so.
+        RolloutError: no episode of the first round could be used. A later round that fails so is entered in `failures`.
     """
     groups: list[TrajectoryGroup] = []
     kept: list[TrajectoryGroup] = []
@@ -188,10 +186,12 @@ async def collect_groups(
         num_missing = num_groups - len(kept)
         if not num_missing:
             break
+        # The paper oversamples and cuts the surplus; asking for what is missing throws nothing informative away.
         num_requested += num_missing
         try:
             played = await take(num_missing)
         except RolloutError as error:
+            # Later there is something to train on, and if the environment is down the next step will say so.
             if refill == 0:
                 raise
             failures.append(str(error))

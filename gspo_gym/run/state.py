@@ -56,6 +56,7 @@ class TrainState:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
         curve = tuple((int(step), float(score)) for step, score in values["curve"])
+        # What is read with a default is not in the checkpoints of earlier versions.
         pending = tuple(int(number) for number in values.get("pending_tasks", ()))
         running = RunningReturns(**values.get("running", {}))
         unit = values.get("score_unit")
