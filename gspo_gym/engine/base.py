@@ -279,7 +279,7 @@ class SleepingEngine(Engine, Protocol):
 
 
 def require_sleeping(engine: Engine) -> SleepingEngine:
-    """Return the engine as one that can sleep.
+    """Return the engine if it can sleep.
 
     Raises:
         ConfigError: it cannot.

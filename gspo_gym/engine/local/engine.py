@@ -289,7 +289,7 @@ class _Worker:
 
     @property
     def failure(self) -> str | None:
-        """Why the thread ended before it was told to; None if it did not."""
+        """The reason why the thread died; None if it did not."""
         with self._changed:
             return None if self._failure is None else f"the engine's thread died: {self._failure!r}"
 

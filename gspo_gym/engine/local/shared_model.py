@@ -159,7 +159,7 @@ def keeps_logits(model: Any) -> bool:
 
 
 def check_length(model: Any, max_model_len: int) -> None:
-    """Refuse sequences that the model cannot read, or of which the tokens would mean something else in longer ones.
+    """Refuse sequences that the model cannot read, or with tokens that would mean something else in longer ones.
 
     Raises:
         ConfigError: one of the two.

@@ -176,7 +176,7 @@ class RebuildableEngine:
         return await self._engine.health()
 
     async def close(self) -> None:
-        """Close the engine, and the one that a rebuild under way has made; it is not rebuilt again."""
+        """Close the engine, and that of a rebuild under way; it is not rebuilt again."""
         self._is_closed = True
         if self._rebuilding is not None:
             self._rebuilding.cancel()

@@ -119,7 +119,7 @@ class ReplicaSet:
         replica.sessions.add(session_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Forget a session, on every replica that has seen it; one that is dead has forgotten it already."""
+        """Forget a session, on every replica that has seen it; dead ones have forgotten it already."""
         homes = self._homes.pop(session_id, [])
         for replica in homes:
             replica.sessions.discard(session_id)
@@ -175,7 +175,7 @@ class ReplicaSet:
         """Wait until something was answered, left out, readmitted or checked.
 
         Raises:
-            EngineError: the health checks have ended, so that nothing may ever change.
+            EngineError: the health checks have ended, and nothing may ever change.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)

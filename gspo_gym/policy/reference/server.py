@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.secret is not None and hmac.compare_digest(given.encode(), self.secret.encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002  # the base class has it
-        """Answer what is not in this protocol as the base class does, but an unknown method with 405, not 501."""
+        """Answer requests outside this protocol as the base class does, but unknown methods with 405, not 501."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self.close_connection = True  # what follows in the stream is of the request that was not read
         self._say(status, message or status.phrase)
