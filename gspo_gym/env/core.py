@@ -252,7 +252,7 @@ class ToolEnv(TextEnv):
         self._tools_by_name = require_distinct_names(self.tools)
         authored = [self.start, self.no_tool_call, self.end_turn, *(t.function for t in self._tools_by_name.values())]
         self._is_async = any(map(inspect.iscoroutinefunction, authored))
-        return self._drive(self._start(options or {}))
+        return driven(self._start(options or {}), is_async=self._is_async)
 
     def step(self, action: Message | str) -> Any:
         """Answer one turn: Gymnasium's 5-tuple, or an awaitable of it if a tool or hook is async.
@@ -261,13 +261,13 @@ class ToolEnv(TextEnv):
             gymnasium.error.ResetNeeded: no episode is being played.
         """
         self._begin_turn("step")
-        return self._drive(self._play(action))
+        return driven(self._play(action), is_async=self._is_async)
 
     def invalid_action(self, error: str) -> Any:
         """Show `error` and count a turn. To penalise it, call `add_reward`, then `super().invalid_action(error)`."""
         self._begin_turn("invalid_action")
         self.num_calls = self.num_failed_calls = 1
-        return self._drive(self._play(None, error))
+        return driven(self._play(None, error), is_async=self._is_async)
 
     def close(self) -> None:
         """Return the thread of limited tools. Call `super().close()` if you override it."""
@@ -376,15 +376,16 @@ class ToolEnv(TextEnv):
             raise (_TimeLimitError() if isinstance(error, TimeoutError) else error) from None
         return returned.unwrap()
 
-    def _drive(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """Return the answer, or the awaitable if any hook or tool is async."""
-        if self._is_async:
-            return answer
-        try:
-            answer.send(None)
-        except StopIteration as done:
-            return done.value
-        raise AssertionError("a coroutine of plain functions has nothing to wait for")
+
+def driven(answer: Coroutine[Any, Any, Any], *, is_async: bool) -> Any:
+    """Return a coroutine's result if it has nothing to await, else the coroutine."""
+    if is_async:
+        return answer
+    try:
+        answer.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a coroutine of plain functions has nothing to wait for")
 
 
 CALL_FAILED = "error: "  # beginning of the answer to any failed call, also of other processes and servers

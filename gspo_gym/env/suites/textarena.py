@@ -7,13 +7,13 @@ at random, by a hand-written player, by a model behind an endpoint, or by a func
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, TextEnv, driven
 from gspo_gym.env.data.splits import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.suites.textarena_match import Match, RandomMover, Said, as_text, fewest_players, scripted_player
@@ -107,15 +107,15 @@ class TextArenaEnv(TextEnv):
         self._others = {other: self._opponent(other, child_seed(seed, "opponent", other)) for other in seats}
         self._conversations = {other: [] for other in seats}
         self._told_to_others = {each: [] for each in range(self.num_players)}
-        return self._drive(self._opening())
+        return driven(self._opening(), is_async=self._is_async)
 
     def step(self, action: str) -> Any:
         """Play the model's turn and the others' up to its next: Gymnasium's 5-tuple, or an awaitable of it."""
-        return self._drive(self._turn(action))
+        return driven(self._turn(action), is_async=self._is_async)
 
     def invalid_action(self, error: str) -> Any:
         """Play a turn in which nothing was said; the game decides its cost."""
-        return self._drive(self._turn("", error))
+        return driven(self._turn("", error), is_async=self._is_async)
 
     def close(self) -> Any:
         """Drop the game; with a model behind an endpoint, return an awaitable that closes its connections."""
@@ -188,16 +188,6 @@ class TextArenaEnv(TextEnv):
                 told.extend(news)
         text = as_text(news, with_speakers=True)
         return text if match.is_over else f"{text}\n{_turn_of(self.seat)}".lstrip("\n")
-
-    def _drive(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """Return the answer, or the awaitable if an opponent is async."""
-        if self._is_async:
-            return answer
-        try:
-            answer.send(None)
-        except StopIteration as done:
-            return done.value
-        raise AssertionError("only async opponents are waited for")
 
     def _running(self, method: str) -> Match:
         if self._match is None:
