@@ -1,4 +1,4 @@
-"""Limits on episodes and pools by themselves; what they do is in `test_episode.py` and `test_pool.py`."""
+"""Limits on episodes, pools and scoring by themselves; what they do is in `test_episode.py` and `test_pool.py`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from pydantic import ValidationError
 
 from gspo_gym.base.settings import Settings
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
+from gspo_gym.rollout.scoring import ScoringLimits
 
 
-@pytest.mark.parametrize("settings", [EpisodeLimits, PoolLimits])
-def test_defaults_and_ranges_are_those_of_the_published_tables(settings: type[Settings]) -> None:
-    checked = check_promises(settings, "limits") | check_promises(settings, "rollout")
-    assert checked == set(settings.model_fields)
+@pytest.mark.parametrize(
+    ("settings", "sections"),
+    [(EpisodeLimits, ("limits", "rollout")), (PoolLimits, ("limits", "rollout")), (ScoringLimits, ("judge",))],
+)
+def test_defaults_and_ranges_are_those_of_the_published_tables(
+    settings: type[Settings], sections: tuple[str, ...]
+) -> None:
+    assert set().union(*(check_promises(settings, section) for section in sections)) == set(settings.model_fields)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
