@@ -18,21 +18,23 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
-from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError
+from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError, UnscoredError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
-from gspo_gym.rollout.episode import episode_player
+from gspo_gym.rollout.episode import EpisodeRequest, episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
+from gspo_gym.rollout.scoring import Scoring, ScoringLimits
 from gspo_gym.seeding import child_seed, generator
-from gspo_gym.types import Completion, FinishReason, Outcome, Task, Trajectory, TrajectoryGroup
+from gspo_gym.types import Completion, FinishReason, Outcome, Segment, Task, Trajectory, TrajectoryGroup, Turn
 
 END = 258  # <|im_end|>
 
@@ -281,6 +283,51 @@ def test_an_unscored_episode_is_dropped_and_never_zero() -> None:
     assert all(d.reason.startswith("Adder-v0: not scored: the reward of every turn was None") for d in unscored.dropped)
     assert len(scored.trajectories) == 2
     assert len(made) == 4  # no second attempt: it would end the same way
+
+
+def ended(
+    request: EpisodeRequest, reward: float | None, outcome: Outcome = Outcome.TERMINATED, error: str | None = None
+) -> Trajectory:
+    """An episode of one sampled token."""
+    segment = Segment([5, 6], [False, True], [0.0, -1.0], [-1, 0], [-1, 0])  # type: ignore[arg-type]
+    turn = Turn(0, 0, (0, 1), (1, 2), FinishReason.STOP, reward=reward)
+    name, seed = request.trajectory_id, request.sampling_seed
+    return Trajectory(name, request.attempt, request.task, seed, (segment,), (turn,), (), outcome, error=error)
+
+
+def test_what_a_judge_cannot_score_or_leaves_unscored_is_dropped_with_its_reason() -> None:
+    async def play(request: EpisodeRequest) -> Trajectory:
+        return ended(request, None)
+
+    async def score(trajectory: Trajectory) -> Trajectory:
+        if trajectory.trajectory_id == "g0/1":
+            raise UnscoredError("no verdict")
+        reward = None if trajectory.trajectory_id == "g0/2" else 1.0
+        return replace(trajectory, turns=(replace(trajectory.turns[0], reward=reward),))
+
+    scoring = Scoring(score, ScoringLimits(on_unscored="drop"))
+    pool = RolloutPool(play=play, pool_limits=PoolLimits(min_group_fraction=0.5), run_seed=7, scoring=scoring)
+    [group] = collect(pool, groups_of(1, 4))
+    assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g0/0", "g0/3"]
+    assert [(d.trajectory_id, d.reason.partition(";")[0]) for d in group.dropped] == [
+        ("g0/1", "not scored: no verdict"),
+        ("g0/2", "Adder-v0: not scored: the reward of every turn was None"),
+    ]
+
+
+def test_an_episode_at_an_action_limit_is_kept_and_the_ledger_says_which() -> None:
+    async def play(request: EpisodeRequest) -> Trajectory:
+        if request.trajectory_id == "g0/0":
+            return ended(request, -1.0, Outcome.ACTION_LIMIT, "too slow")
+        return ended(request, 1.0)
+
+    pool = RolloutPool(play=play, pool_limits=PoolLimits(), run_seed=7, ledger=Ledger(keeps_entries=True))
+    [group] = collect(pool, groups_of(1, 2))
+    assert len(group.trajectories) == 2
+    assert {entry.trajectory_id: (entry.disposition, entry.reason) for entry in terminals(pool)} == {
+        "g0/0": (Disposition.KEPT, "too slow"),
+        "g0/1": (Disposition.KEPT, None),
+    }
 
 
 def test_a_first_prompt_that_does_not_fit_is_dropped_without_another_attempt() -> None:
