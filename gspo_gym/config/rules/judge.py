@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo_gym.config.apps import PolicyConfigSection
 from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection
-from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, no_effect
+from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, default_of, no_effect
 from gspo_gym.config.words import show
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import nearest_name
@@ -132,7 +132,7 @@ def _url_is_used(url: str | None, panel: Sequence[Any] | None) -> str | None:
 
 def _model_key_is_used(name: str) -> Rule:
     """Return the rule that a key about the judging model needs a judge that is a model."""
-    default = JudgeModelSettings.model_fields[name].default
+    default = default_of(JudgeModelSettings, name)
 
     def check(value: Any, *kind: Any) -> str | None:
         if value is None or value == default:
@@ -157,7 +157,7 @@ def _python_is_alone(python: str | None, kind: str | None, judge_url: str | None
 
 
 def _option_needs(name: str, kinds: tuple[str, ...], advice: str) -> Rule:
-    default = JudgeOptionsSection.model_fields[name].default
+    default = default_of(JudgeOptionsSection, name)
 
     def check(value: Any, *kind: Any) -> str | None:
         if value is None or value == default:
@@ -414,7 +414,7 @@ def _is_any_address(host: str) -> bool:
 
 
 def _of_environments_here(name: str) -> Rule:
-    default = IsolationSettings.model_fields[name].default
+    default = default_of(IsolationSettings, name)
 
     def check(value: Any, task_url: str | None, mixture: Entries, has_warmup: bool) -> str | None:
         is_played_here = task_url is None or has_warmup or any(not entry.get("task_url") for entry in mixture)

@@ -15,7 +15,7 @@ from gspo_gym.config.apps import PolicyConfigSection
 from gspo_gym.config.defaults import KL_TERMS
 from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
-from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, no_effect
+from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, acts_with, default_of, no_effect
 from gspo_gym.config.words import show
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.learning.settings import ReferenceSettings, StepRewardSettings
@@ -34,7 +34,7 @@ def _of_decisions(key: str, default: Any) -> Rule:
     """Return the notice about a key that acts in the mode decision_stepwise only, unless it has this default."""
 
     def check(value: Any, mode: str | None, enabled: bool | None) -> str | None:
-        used = "off" if enabled is False else mode or StepRewardSettings.model_fields["mode"].default
+        used = "off" if enabled is False else mode or default_of(StepRewardSettings, "mode")
         if value is None or value == default or used == "decision_stepwise":
             return None
         return f'has no effect with step rewards {show(used)}, only with "decision_stepwise"'
@@ -42,30 +42,10 @@ def _of_decisions(key: str, default: Any) -> Rule:
     return Rule((f"training.{key}", "training.step_rewards_mode", "training.step_rewards_enabled"), check)
 
 
-def _of_achievements(name: str) -> Rule:
-    return no_effect(
-        f"training.{name}",
-        {},
-        "training.step_rewards_strategy",
-        lambda strategy: strategy == "per_achievement",
-        'set that to "per_achievement"',
-    )
-
-
 def _reference_is_asked(placement: str, *weights: float) -> str | None:
     if placement == "none" or any(weight > 0 for weight in weights):
         return None
     return f"{show(placement)} has no effect without a KL term ({', '.join(KL_TERMS)}): nothing is loaded or started"
-
-
-def _of_dedicated(name: str) -> Rule:
-    return no_effect(
-        f"reference.{name}",
-        ReferenceSettings.model_fields[name].default,
-        "reference.placement",
-        lambda placement: placement == "dedicated",
-        'set that to "dedicated"',
-    )
 
 
 def _shorter_turns_count(max_turns: int | None, most: int) -> str | None:
@@ -95,7 +75,7 @@ def _judge_is_on(url: str | None, has_judge: bool) -> str | None:
 
 
 def _weighs_a_judge(name: str) -> Rule:
-    default = RewardBlend.model_fields[name].default
+    default = default_of(RewardBlend, name)
 
     def check(weight: float | None, enabled: bool | None) -> str | None:
         if enabled or weight is None or weight == default:
@@ -156,7 +136,10 @@ NOTICE_RULES: Sequence[Rule] = (
     _of_decisions("step_rewards_indicator_lambda", 0.0),
     _of_decisions("step_rewards_strategy", None),
     _of_decisions("event_rewards_kind", None),
-    *(_of_achievements(name) for name in ("step_rewards_weights", "step_rewards_k_limits")),
+    *(
+        acts_with(f"training.{name}", {}, "training.step_rewards_strategy", "per_achievement")
+        for name in ("step_rewards_weights", "step_rewards_k_limits")
+    ),
     no_effect(
         "training.event_rewards_kind",
         "unique",
@@ -166,7 +149,10 @@ NOTICE_RULES: Sequence[Rule] = (
     ),
     Rule(("training.step_rewards_mode", "training.step_rewards_enabled", "rollout.env_config"), _both_score_steps),
     Rule(("reference.placement", *KL_TERMS), _reference_is_asked),
-    *(_of_dedicated(name) for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")),
+    *(
+        acts_with(f"reference.{name}", default_of(ReferenceSettings, name), "reference.placement", "dedicated")
+        for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")
+    ),
     Rule(("training.max_turns", "rollout.max_turns"), _shorter_turns_count),
     Rule(("training.gradient_accumulation_steps", "training.max_accumulated_minibatch"), _cap_counts),
     Rule(("evaluation.instances", "evaluation.seeds"), _seeds_count),

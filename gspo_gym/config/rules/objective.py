@@ -54,6 +54,16 @@ def no_effect(key: str, default: Any, other: str, acts: Callable[[Any], bool], a
     return Rule((key, other), check)
 
 
+def acts_with(key: str, default: Any, other: str, wanted: str) -> Rule:
+    """Return the rule that `key` keeps its default unless the other key has the wanted value."""
+    return no_effect(key, default, other, lambda value: value == wanted, f"set that to {show(wanted)}")
+
+
+def default_of(settings: type[Any], name: str) -> Any:
+    """Return the default of a field."""
+    return settings.model_fields[name].default
+
+
 def _unit_fits_variety(unit: str, variety: str) -> str | None:
     return _fits_variety("loss.unit", unit, variety)
 
@@ -218,18 +228,6 @@ def _reference_can_move(update_every_n_iters: int, source: str, trainer_mode: st
     )
 
 
-def _default(settings: type[Any], name: str) -> Any:
-    return settings.model_fields[name].default
-
-
-def _in_correction(name: str, other: str, acts: Callable[[Any], bool], advice: str) -> Rule:
-    return no_effect(f"correction.{name}", _default(CorrectionSettings, name), f"correction.{other}", acts, advice)
-
-
-def _is_corrected(level: str) -> bool:
-    return level != "none"
-
-
 _SHAPE = ("loss.aggregation", "loss.unit", "loss.clip_low", "loss.clip_high")
 
 OBJECTIVE_RULES = (
@@ -244,23 +242,13 @@ OBJECTIVE_RULES = (
     Rule(("training.score_truncated", "rollout.top_p", "rollout.top_k", "rollout.min_p"), _truncation_is_there),
     Rule(("training.group_size", "advantages.baseline", "advantages.scale"), _baseline_has_siblings),
     Rule(("training.constant_groups", "advantages.baseline"), _constant_groups_are_worthless),
-    no_effect(
-        "training.max_refill_rounds",
-        10,
-        "training.constant_groups",
-        lambda what: what == "refill",
-        'set that to "refill"',
-    ),
-    no_effect(
-        "rewards.overlong_penalty",
-        _default(RewardSettings, "overlong_penalty"),
-        "rewards.overlong",
-        lambda what: what == "penalize",
-        'set that to "penalize"',
+    acts_with("training.max_refill_rounds", 10, "training.constant_groups", "refill"),
+    acts_with(
+        "rewards.overlong_penalty", default_of(RewardSettings, "overlong_penalty"), "rewards.overlong", "penalize"
     ),
     no_effect(
         "rewards.kl_horizon",
-        _default(RewardSettings, "kl_horizon"),
+        default_of(RewardSettings, "kl_horizon"),
         "rewards.kl_target",
         lambda target: target is not None,
         "set that",
@@ -273,9 +261,7 @@ OBJECTIVE_RULES = (
     Rule(("reference.placement", *KL_TERMS), _reference_fits_terms),
     Rule(("reference.source", "model.trainer_mode"), _source_fits_trainer_mode),
     Rule(("reference.update_every_n_iters", "reference.source", "model.trainer_mode"), _reference_can_move),
-    no_effect(
-        "reference.source", "auto", "reference.placement", lambda place: place == "shared", 'set that to "shared"'
-    ),
+    acts_with("reference.source", "auto", "reference.placement", "shared"),
     no_effect(
         "reference.update_every_n_iters",
         0,
@@ -283,7 +269,15 @@ OBJECTIVE_RULES = (
         lambda place: place != "none",
         'set that to "shared"',
     ),
-    _in_correction("mode", "level", _is_corrected, "choose a level"),
-    _in_correction("high", "level", _is_corrected, "choose a level"),
-    _in_correction("low", "mode", lambda mode: mode == "mask", 'set that to "mask"'),
+    *(
+        no_effect(
+            f"correction.{name}",
+            default_of(CorrectionSettings, name),
+            "correction.level",
+            lambda level: level != "none",
+            "choose a level",
+        )
+        for name in ("mode", "high")
+    ),
+    acts_with("correction.low", default_of(CorrectionSettings, "low"), "correction.mode", "mask"),
 )

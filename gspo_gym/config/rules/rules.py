@@ -11,7 +11,7 @@ from typing import Any
 from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.rules.judge import APP_RULES, JUDGE_RULES
 from gspo_gym.config.rules.notices import NOTICE_RULES
-from gspo_gym.config.rules.objective import OBJECTIVE_RULES, Rule, find_problem, no_effect
+from gspo_gym.config.rules.objective import OBJECTIVE_RULES, Rule, acts_with, default_of, find_problem, no_effect
 from gspo_gym.config.rules.services import RESCORE_RULES, SERVICE_RULES, TRANSFER_RULES
 from gspo_gym.config.sections import SIZE_KEYS, parse_source
 from gspo_gym.config.words import Problem, show
@@ -151,10 +151,6 @@ def _decay_has_room(schedule: str, num_warmup_steps: int, warmup_fraction: float
     return f"no step is left for the {schedule}: optimizer.{said}, and the run has {steps} optimizer steps"
 
 
-def _default(name: str) -> Any:
-    return OptimizerSettings.model_fields[name].default
-
-
 _RULES = (
     Rule(("rollout.episodes_per_batch", "training.group_size", "rollout.batches_per_step"), _batch_holds_whole_groups),
     Rule(("training.batch_size", "rollout.episodes_per_batch", "rollout.batches_per_step"), _batch_splits_evenly),
@@ -177,11 +173,11 @@ _RULES = (
     Rule(("model.source", "model.label"), _source_is_another_run),
     Rule(("training.lora", "model.trainer_mode"), _adapter_is_asked_for),
     Rule(("model.dtype", "model.trainer_mode"), _trained_weights_are_float32),
-    no_effect("model.quantization", "nf4", "model.trainer_mode", lambda mode: mode == "qlora", 'set that to "qlora"'),
+    acts_with("model.quantization", "nf4", "model.trainer_mode", "qlora"),
     Rule(("evaluation.instances", "evaluation.seeds"), _evaluation_has_seeds),
     no_effect(
         "optimizer.min_lr_fraction",
-        _default("min_lr_fraction"),
+        default_of(OptimizerSettings, "min_lr_fraction"),
         "optimizer.schedule",
         lambda schedule: schedule != "constant",
         'set that to "linear" or "cosine"',

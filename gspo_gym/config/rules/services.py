@@ -7,7 +7,7 @@ from typing import Any
 
 from gspo_gym.config.apps import WeightSyncSection
 from gspo_gym.config.rules.judge import has_app
-from gspo_gym.config.rules.objective import Rule, no_effect
+from gspo_gym.config.rules.objective import Rule, acts_with, default_of, no_effect
 from gspo_gym.config.services import VllmSection
 from gspo_gym.config.words import show
 from gspo_gym.learning.settings import CorrectionSettings, ReferenceSettings
@@ -112,16 +112,6 @@ def _http_has_urls(engine: str, urls: tuple[str, ...] | None) -> str | None:
     return '"http" needs services.engine_urls: name the endpoint, such as ["http://localhost:8000"]'
 
 
-def _of_vllm_here(name: str) -> Rule:
-    return no_effect(
-        f"vllm.{name}",
-        VllmSection.model_fields[name].default,
-        "services.engine_urls",
-        lambda urls: not urls,
-        "such a server was told by who started it",
-    )
-
-
 def _lengths_agree(max_model_len: int | None, rollout_len: int) -> str | None:
     if max_model_len is None or rollout_len <= max_model_len:
         return None
@@ -152,25 +142,15 @@ def _served_reference_stays(update_every_n_iters: int, url: str | None) -> str |
     return "cannot move the reference at services.reference_url, which is not this run's: set 0, or remove the URL"
 
 
-def _of_own_reference(name: str) -> Rule:
-    return no_effect(
-        f"reference.{name}",
-        ReferenceSettings.model_fields[name].default,
-        "services.reference_url",
-        lambda url: url is None,
-        "such a server was told by who started it",
-    )
+def _of_own_server(key: str, default: Any, urls: str) -> Rule:
+    """Return the rule that `key` keeps its default beside a server of others, which the key `urls` names."""
+    return no_effect(key, default, urls, lambda urls: not urls, "such a server was told by who started it")
 
 
-def _of_sent_weights(name: str) -> Rule:
-    default = WeightSyncSection.model_fields[name].default
-    return no_effect(
-        f"training.weight_sync.{name}",
-        default,
-        "rollout.engine",
-        lambda engine: engine != "local",
-        f"it shares the learner's weights; set {show(default)}",
-    )
+def _of_sent_weights(key: str, default: Any) -> Rule:
+    """Return the rule that `key` keeps its default with an engine that is sent no weights."""
+    advice = f"it shares the learner's weights; set {show(default)}"
+    return no_effect(key, default, "rollout.engine", lambda engine: engine != "local", advice)
 
 
 def _stale_weights_are_allowed(max_staleness: int, interval: int, engine: str) -> str | None:
@@ -215,16 +195,7 @@ def _sinks_are_different(report_to: tuple[str, ...] | None) -> str | None:
     return f"names a sink twice: {show(list(report_to))}"
 
 
-def _of_wandb(name: str, default: Any) -> Rule:
-    return no_effect(
-        f"tracking.{name}",
-        default,
-        "tracking.report_to",
-        lambda report_to: "wandb" in (report_to or ()),
-        'add "wandb" there',
-    )
-
-
+_SYNC, _SENT = "training.weight_sync", ("mode", "direct", "verify_every_k")
 _GPUS = ("compute.gpu_count", "topology.gpus_for_vllm", "topology.gpus_for_training", "topology.gpus_for_ref")
 
 SERVICE_RULES = (
@@ -245,7 +216,11 @@ SERVICE_RULES = (
     Rule(("vllm.max_model_len", "rollout.max_model_len"), _lengths_agree),
     Rule(("services.engine_urls", "rollout.engine"), _urls_are_used),
     Rule(("rollout.engine", "services.engine_urls"), _http_has_urls),
-    *(_of_vllm_here(name) for name in VllmSection.model_fields if name not in ("max_model_len", "dtype")),
+    *(
+        _of_own_server(f"vllm.{name}", default_of(VllmSection, name), "services.engine_urls")
+        for name in VllmSection.model_fields
+        if name not in ("max_model_len", "dtype")
+    ),
     no_effect(
         "vllm.sleep_while_learning",
         False,
@@ -265,14 +240,11 @@ SERVICE_RULES = (
     ),
     Rule(("services.reference_url", "reference.placement"), _served_reference_is_used),
     Rule(("reference.update_every_n_iters", "services.reference_url"), _served_reference_stays),
-    *(_of_own_reference(name) for name in ("port", "tp")),
-    no_effect(
-        "training.weight_sync_interval",
-        1,
-        "rollout.engine",
-        lambda engine: engine != "local",
-        "it shares the learner's weights; set 1",
+    *(
+        _of_own_server(f"reference.{name}", default_of(ReferenceSettings, name), "services.reference_url")
+        for name in ("port", "tp")
     ),
+    _of_sent_weights("training.weight_sync_interval", 1),
     Rule(("training.max_staleness", "training.weight_sync_interval", "rollout.engine"), _stale_weights_are_allowed),
     Rule(("training.weight_sync.enable",), _sync_is_not_off),
     Rule(("training.weight_sync.targets",), _sync_has_a_target),
@@ -286,11 +258,18 @@ SERVICE_RULES = (
         ),
         _sync_meets,
     ),
-    *(_of_sent_weights(name) for name in ("mode", "direct", "verify_every_k")),
+    *(_of_sent_weights(f"{_SYNC}.{name}", default_of(WeightSyncSection, name)) for name in _SENT),
     Rule(("tracking.report_to",), _sinks_are_different),
-    _of_wandb("wandb_project", None),
-    _of_wandb("wandb_tags", ()),
-    _of_wandb("run_name", None),
+    *(
+        no_effect(
+            f"tracking.{name}",
+            default,
+            "tracking.report_to",
+            lambda report_to: "wandb" in (report_to or ()),
+            'add "wandb" there',
+        )
+        for name, default in (("wandb_project", None), ("wandb_tags", ()), ("run_name", None))
+    ),
 )
 
 
@@ -386,7 +365,7 @@ def _no_app_is_asked(rescore: bool, task_url: str | None, mixture: Sequence[Mapp
 
 def _of_the_sampler(name: str) -> Rule:
     """Return the rule that a key of [correction] keeps its default, which does not read the sampler's logprobs."""
-    default = CorrectionSettings.model_fields[name].default
+    default = default_of(CorrectionSettings, name)
 
     def check(value: Any, rescore: bool) -> str | None:
         if not rescore or value == default:
@@ -416,14 +395,11 @@ def _needs_no_weights(key: str, default: Any) -> Rule:
 
 
 RESCORE_RULES = (
-    no_effect("services.engine_model", None, "rollout.engine", lambda engine: engine == "http", 'set that to "http"'),
+    acts_with("services.engine_model", None, "rollout.engine", "http"),
     Rule(("rollout.rescore", "rollout.engine"), _samples_are_an_endpoints),
     Rule(("rollout.rescore", "services.task_url", "rollout.mixture"), _no_app_is_asked),
     *(_of_the_sampler(name) for name in ("old_logprobs", "level", "off_policy_threshold", "max_engine_gap")),
     Rule(("training.max_staleness", "rollout.rescore"), _nothing_is_played_ahead),
     _needs_no_weights("training.weight_sync_interval", 1),
-    *(
-        _needs_no_weights(f"training.weight_sync.{name}", WeightSyncSection.model_fields[name].default)
-        for name in ("mode", "direct", "verify_every_k")
-    ),
+    *(_needs_no_weights(f"{_SYNC}.{name}", default_of(WeightSyncSection, name)) for name in _SENT),
 )
