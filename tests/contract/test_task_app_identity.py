@@ -17,7 +17,8 @@ from app_process import serving_process
 from seeded_engine import SeededEngine, any_of
 
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.build.apps import AppPlayers, environment_ids
+from gspo_gym.config.build.app_players import AppPlayers
+from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.policy.load import Policy

@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.config.apps import TaskSource
-from gspo_gym.config.build.apps import AppPlayers, environment_ids
+from gspo_gym.config.build.apps import check_gateway, environment_ids
 from gspo_gym.config.build.engines import build_endpoint, build_engine
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import refuse_to_run
@@ -37,6 +37,9 @@ from gspo_gym.run.judging import Judging
 from gspo_gym.run.trainer import Evaluate
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Trajectory
+
+if TYPE_CHECKING:
+    from gspo_gym.config.build.app_players import AppPlayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,15 @@ async def build_player(config: RunConfig, policy: Policy) -> Player:
     refuse_to_run(config.sections)
     engine = await build_engine(config, policy)
     has_apps = any(source.task_url is not None for source in config.sources)
-    apps = AppPlayers(config, engine, policy.tokenizer) if has_apps else None
+    apps = _app_players(config, engine, policy) if has_apps else None
     return Player(policy, engine, build_renderers(config, policy.tokenizer), apps)
+
+
+def _app_players(config: RunConfig, engine: Engine, policy: Policy) -> AppPlayers:
+    check_gateway()
+    from gspo_gym.config.build.app_players import AppPlayers  # fastapi and uvicorn are of an extra
+
+    return AppPlayers(config, engine, policy.tokenizer)
 
 
 async def build_training_player(config: RunConfig, policy: Policy) -> Player:
