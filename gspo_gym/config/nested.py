@@ -1,9 +1,8 @@
-"""The nested form that the hosted trainer's files also have: [policy], [compute.topology], [training.rewards], [lora].
+"""Names of the hosted trainer's files, and their nested form: [policy], [compute.topology], [training.rewards], [lora].
 
-`flatten` turns it into the flat form before anything is checked, and remembers how each key was written, so that errors
-can name it so. A file may mix the two forms; a key given in both is an error.
-
-Command-line texts as plain values over what a file says (`gspo_gym.base.files` reads the file).
+`flatten` turns a file into the flat form before anything is checked, and keeps the name under which each key was
+written, for errors. A file may mix the two forms; a key given in both is an error. `apply_override` puts the texts of
+the command line over a file.
 """
 
 from __future__ import annotations
@@ -83,12 +82,12 @@ class Flat:
     problems: list[Problem] = field(default_factory=list)
 
     def name(self, key: str) -> str:
-        """The key as the file has it."""
+        """Return the key as the file has it."""
         return self.written.get(key, key)
 
 
 def flatten(values: Mapping[str, Any]) -> Flat:
-    """The flat form of what was read (hence Any); the input stays as it is."""
+    """Return the flat form of a file (Any: as read); the input is not changed."""
     flat = Flat(_copy(values))
     if flat.values.get("type") == "rl":  # what kind of job the hosted trainer is to make of the file
         del flat.values["type"]
@@ -123,7 +122,7 @@ def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
 
 
 def _take_smaller_semaphore(flat: Flat) -> None:
-    """Let training.async_semaphore_max and rollout.max_concurrent_rollouts both bound what runs at once."""
+    """Take the smaller of training.async_semaphore_max and rollout.max_concurrent_rollouts."""
     training = flat.values.get("training")
     if not isinstance(training, dict) or "async_semaphore_max" not in training:
         return
@@ -139,7 +138,7 @@ def _take_smaller_semaphore(flat: Flat) -> None:
 
 
 def _take_only_rewards(flat: Flat) -> None:
-    """Check the hosted trainer's two switches between rewards, which are weights of the blend here."""
+    """Check the hosted trainer's two switches between rewards against the weights of the blend."""
     rollout = flat.values.get("rollout")
     for name, alone in _ONLY_REWARDS.items():
         if not isinstance(rollout, dict) or name not in rollout:
@@ -158,7 +157,8 @@ def _take_only_rewards(flat: Flat) -> None:
 
 
 def _keep_section(flat: Flat, table: str) -> None:
-    """An empty table still says that the section is there, and missing keys are named as they would be written."""
+    """Create the section of a table, and name its keys as they would be written there."""
+    # An empty table still says that the section is there.
     section = _SECTIONS.get(table)
     if section is None:
         return
@@ -171,7 +171,7 @@ def _keep_section(flat: Flat, table: str) -> None:
 
 
 def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
-    """Give a key of the flat form its value (Any: as read), unless it has one."""
+    """Set a key of the flat form (Any: as read), unless it has a value."""
     *above, name = key.split(".")
     table = flat.values
     for part in above:
@@ -186,12 +186,12 @@ def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Tables copied, all else shared (Any: as read)."""
+    """Return a copy of the tables that shares all other values (Any: as read)."""
     return {key: _copy(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
 def nested_names() -> dict[str, str]:
-    """Every key that the nested form has elsewhere, and where it is in the flat form."""
+    """Return the keys that differ in the nested form, with their names in the flat form."""
     tables = {f"{table}.{name}": flat for table, moves in _TABLES.items() for name, flat in moves.items()}
     return tables | dict(_KEYS)
 
@@ -201,7 +201,7 @@ _OVERRIDE = re.compile(r"\s*(?P<key>[\w-]+(\.[\w-]+)+)\s*=(?P<value>.*)", re.DOT
 
 
 def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | None]:
-    """Put one `section.key=value` over `values` (Any: as read; the flat form); gives its key and what is wrong.
+    """Set one `section.key=value` in `values` (Any: as read; the flat form); return its key and the problem, if any.
 
     A key of the nested form goes where the flat form has it.
     """
@@ -226,7 +226,7 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Give a key its value (Any: as read), making tables on the way."""
+    """Set a key (Any: as read), creating tables on the way."""
     *above, name = key.split(".")
     table = values
     for part in above:
@@ -238,7 +238,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value (Any: of all its types), or the text itself where it is none."""
+    """Return a TOML value (Any: of all its types), or the text itself where it is not TOML."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except ValueError:

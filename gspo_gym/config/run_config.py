@@ -59,7 +59,7 @@ __all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
 
 
 class RunConfig(Settings):
-    """A whole run: what a configuration file says, and what follows from it.
+    """Settings of a whole run, with the numbers and records that follow from them.
 
     Build it with `load_config` or `from_dict`, whose errors name every problem; the constructor takes the same values
     and raises pydantic's error.
@@ -89,7 +89,7 @@ class RunConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "configuration") -> RunConfig:
-        """The configuration that these sections give (Any: unchecked). `source` says in errors where they come from.
+        """Return the configuration of these sections (Any: unchecked); errors name `source` as their origin.
 
         Raises:
             ConfigError: lists everything that is wrong.
@@ -97,29 +97,29 @@ class RunConfig(Settings):
         return _check(flatten(values), lambda _: source, ())
 
     def to_toml(self) -> str:
-        """The resolved configuration: every key with the value that is used. Reading it gives an equal RunConfig."""
+        """Return every key with the value that is used, as TOML that reads back to an equal RunConfig."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
     @property
     def sections(self) -> dict[str, Any]:
-        """The sections by name (Any: records of many types); None for one that is not there."""
+        """Return the sections by name (Any: records of many types); None for an absent one."""
         return dict(self)
 
     @property
     def run_folder(self) -> Path:
-        """Where the run writes."""
+        """Return the folder that the run writes into."""
         return Path(self.run.folder) / self.model.label
 
     @property
     def sources(self) -> tuple[TaskSource, ...]:
-        """Who plays the episodes: environments here, and task apps."""
+        """Return the environments and task apps that play the episodes, the main one first."""
         rollout = self.rollout
         url = None if self.services is None else self.services.task_url
         return task_sources(rollout.env_name, rollout.env_config, url, rollout.mixture)
 
     @property
     def size(self) -> RunSize:
-        """How many iterations and optimizer steps the run has, and of how many trajectories."""
+        """Return the numbers of iterations, optimizer steps and trajectories of the run."""
         return RunSize(*attrgetter(*SIZE_KEYS, "training.group_size")(self))
 
     @property
@@ -130,36 +130,36 @@ class RunConfig(Settings):
 
     @property
     def evaluation_sampling(self) -> Sampling:
-        """Return how an evaluation draws tokens: as [rollout] says, but for the temperature."""
+        """Return the sampling of an evaluation: that of [rollout] at its own temperature."""
         return replace(self.rollout.sampling, temperature=self.evaluation.temperature)
 
     @property
     def notices(self) -> tuple[Problem, ...]:
-        """Return what the configuration says without effect, or with another effect than it may seem."""
+        """Return the keys that have no effect, or another effect than they seem to."""
         return tuple(find_notices(_valid_values(RunConfig, self.model_dump(), frozenset())))
 
     @property
     def has_reference(self) -> bool:
-        """Whether a term compares with a reference policy."""
+        """Return whether a term compares with a reference policy."""
         return self.loss.kl_coef > 0 or self.rewards.kl_coef > 0 or self.advantages.kl_shaping_coef > 0
 
     @property
     def episode_limits(self) -> EpisodeLimits:
-        """Limits of an evaluation's episodes and of demonstrations."""
+        """Return the limits of an evaluation's episodes and of demonstrations."""
         num_pairs = len(self.rollout.ops) // 2
         limits = EpisodeLimits.of(self.rollout, self.limits)
         return limits if num_pairs == 1 else limits.model_copy(update={"max_turns": num_pairs})
 
     @property
     def training_limits(self) -> EpisodeLimits:
-        """Limits of the episodes that are learned from, which training.max_turns may shorten."""
+        """Return the limits of the episodes to learn from, which training.max_turns may shorten."""
         limits = self.episode_limits
         max_turns = min(limits.max_turns, self.training.max_turns or limits.max_turns)
         return limits.model_copy(update={"max_turns": max_turns})
 
     @property
     def step_reward_settings(self) -> StepRewardSettings:
-        """Return which number each turn earns; what is absent, or of another mode (see `notices`), has its default."""
+        """Return how turns earn rewards; keys that are absent, or of another mode, have their defaults."""
         training = self.training
         mode = "off" if training.step_rewards_enabled is False else training.step_rewards_mode
         read = ["mode"]
@@ -203,7 +203,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What file and command line say, in the flat form and unchecked (hence Any).
+    """Return the sections of file and command line, in the flat form and unchecked (hence Any).
 
     Raises:
         ConfigError: there is no such file, or it is not of its format.
@@ -212,7 +212,7 @@ def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[Problem]]:
-    """A file with texts over it; the keys that they gave, and what is wrong with them."""
+    """Return a file with the overrides applied, the keys that these set, and the problems with them."""
     flat = flatten(read_file(path))
     overridden: list[str] = []
     problems: list[Problem] = []
@@ -224,7 +224,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[P
 
 
 def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]) -> RunConfig:
-    """The valid configuration, or an error with the `known` problems and all others."""
+    """Return the valid configuration, or raise an error with the `known` problems and all others."""
     flat.values = with_known_spelling(flat.values, RunConfig)
     filled = {
         name: _as_tuples(section) for name, section in with_derived_defaults(flat.values, _required_sections()).items()
@@ -250,12 +250,12 @@ def _report(lines: Sequence[str]) -> str:
 
 
 def _required_sections() -> list[str]:
-    """Sections that always exist, so that their missing keys are reported one by one."""
+    """Return the sections that always exist: their missing keys are reported one by one."""
     return [name for name, info in RunConfig.model_fields.items() if info.is_required()]
 
 
 def _valid_values(model: type[BaseModel], values: Any, wrong: frozenset[str], prefix: str = "") -> dict[str, Any]:
-    """What is valid by itself, given or by default, by dotted key (Any: as read).
+    """Return the values that are valid by themselves, given or by default, by dotted key (Any: as read).
 
     A section that may be left out has its own name as a key, too: whether it is there. If not, its keys are None.
     """
@@ -280,7 +280,8 @@ def _valid_values(model: type[BaseModel], values: Any, wrong: frozenset[str], pr
 
 
 def _as_tuples(value: Any) -> Any:
-    """Tables with tuples for lists: a strict tuple field takes no list, and TOML has nothing else (Any: as read)."""
+    """Return tables with tuples in place of lists (Any: as read)."""
+    # A strict tuple field takes no list, and TOML has nothing else.
     if isinstance(value, dict):
         return {key: _as_tuples(entry) for key, entry in value.items()}
     return tuple(value) if isinstance(value, list) else value

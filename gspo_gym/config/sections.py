@@ -45,12 +45,12 @@ SIZE_KEYS = (
 
 
 def same(settings: type[BaseModel], name: str) -> Any:
-    """The definition of a field of other settings; Any, because it stands where a field's default stands."""
+    """Return the definition of a field of other settings (Any: it stands where a default stands)."""
     return copy.copy(settings.model_fields[name])
 
 
 def optional(settings: type[BaseModel], name: str) -> Any:
-    """As `same`, but may be left out: then the default there counts (Any for the same reason)."""
+    """Return the definition of a field that may be left out: its default then counts (Any: as above)."""
     info = copy.copy(settings.model_fields[name])
     info.default = None
     info.description = f"{info.description}; absent: {show_default(settings, name)}"
@@ -58,7 +58,7 @@ def optional(settings: type[BaseModel], name: str) -> Any:
 
 
 def show_default(settings: type[BaseModel], name: str) -> str:
-    """The default of a field in words."""
+    """Return the default of a field in words."""
     default = settings.model_fields[name].default
     return "none" if default in (None, {}) else str(default)
 
@@ -145,7 +145,7 @@ class ModelSection(Settings):
 
 
 def parse_source(source: str) -> tuple[str, str | None]:
-    """The run's label and the checkpoint's name, None for its last, that a `model.source` means.
+    """Return the run's label and the checkpoint's name of a `model.source`; None: its last checkpoint.
 
     Raises:
         ValueError: it is not of that form.
@@ -214,7 +214,7 @@ class RolloutSection(Settings):
 
     @property
     def sampling(self) -> Sampling:
-        """Return how tokens are drawn, as one record."""
+        """Return the parameters by which tokens are drawn."""
         drawn = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
         return Sampling(**drawn, min_tokens=self.min_output_tokens)
 

@@ -1,12 +1,10 @@
 """The sections of a configuration file about machines and services, and which of them this version can run.
 
-All of it is read and checked, so that a file of the hosted trainer gets every answer at once. What needs machinery that
-is not here yet is listed by `missing_machinery`; `refuse_to_run` is called before anything is built.
+All of it is read and checked: a file of the hosted trainer gets every answer at once. `missing_machinery` lists what
+this version cannot run; `refuse_to_run` is called before anything is built.
 
-Which GPU is whose: the learner's, vLLM's in this process, the reference server's.
-
-A plan from what the configuration says: no device is touched, and torch is not loaded. Numbers count the GPUs that this
-process sees, from 0; with CUDA_VISIBLE_DEVICES these are other numbers than the machine's.
+`place` allots GPUs to the learner, to vLLM in this process and to the reference server. It touches no device. Numbers
+count the GPUs that this process sees, from 0; CUDA_VISIBLE_DEVICES makes them differ from the machine's.
 
 | what is given                                        | learner     | vLLM        | reference server     |
 | ---------------------------------------------------- | ----------- | ----------- | -------------------- |
@@ -17,8 +15,7 @@ process sees, from 0; with CUDA_VISIBLE_DEVICES these are other numbers than the
 tp and dp are vllm.tensor_parallel_size and vllm.data_parallel_size; with [topology] they are its tensor_parallel and
 v / tensor_parallel. Where vLLM and the learner share a GPU, vllm.gpu_memory_utilization says how much of it is vLLM's.
 
-Asked by `build*.py`. Not run on several GPUs: what vLLM 0.32 makes of its numbers is from its source, which looks them
-up in CUDA_VISIBLE_DEVICES as is done here.
+Never run on several GPUs. vLLM 0.32 looks its numbers up in CUDA_VISIBLE_DEVICES, as is done here (from its source).
 """
 
 from __future__ import annotations
@@ -149,7 +146,7 @@ class TrackingSection(Settings):
 
 
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
-    """What a valid configuration asks for that this version does not have: one sentence a setting.
+    """Return what a valid configuration asks for and this version does not have: one sentence a setting.
 
     `sections` are the configuration's by name (Any: records of many types, or None).
     """
@@ -167,7 +164,7 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
 
 
 def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
-    """Several GPUs are used if [topology] says by whom, or vLLM in this process takes them all."""
+    """Return the objection to several GPUs, unless [topology] allots them or vLLM in this process takes them all."""
     topology, services, vllm = sections["topology"], sections["services"], sections["vllm"]
     if topology is not None:
         num = topology.gpus_for_training
@@ -196,7 +193,7 @@ def _missing_reference(trainer_mode: str) -> list[str]:
 
 
 def refuse_to_run(sections: Mapping[str, Any]) -> None:
-    """Stop before anything is built if this version cannot run the configuration; see `missing_machinery`.
+    """Raise if this version cannot run the configuration; see `missing_machinery`.
 
     Raises:
         ConfigError: lists everything that is missing.
@@ -211,7 +208,7 @@ def refuse_to_run(sections: Mapping[str, Any]) -> None:
 
 
 def refuse_to_train(sections: Mapping[str, Any]) -> None:
-    """As `refuse_to_run`, and stop if somebody else's weights sample, unless rollout.rescore says that it is meant.
+    """Raise as `refuse_to_run` does, and if other weights sample than the learner's without rollout.rescore.
 
     Raises:
         ConfigError: says what to change.
@@ -232,7 +229,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs of each part, if there are GPUs; the sizes count on a processor, too.
+    """GPUs of each part, if there are GPUs; the sizes count on a processor, too.
 
     Attributes:
         learner: its GPU.
@@ -251,12 +248,12 @@ class Placement:
 
     @property
     def num_gpus(self) -> int:
-        """How many this process must see."""
+        """Return the number of GPUs that this process must see."""
         return 1 + max(self.learner, *self.vllm, *self.reference)
 
 
 def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placement:
-    """The plan of these sections, which are valid; see the table above.
+    """Return the placement of these sections, which are valid; see the table above.
 
     Without [topology] the GPUs of vLLM are those that it would take if it ran in this process.
     """
@@ -299,7 +296,7 @@ def require_gpus(wanted: int, num_visible: int, environment: Mapping[str, str], 
 
 
 def names_of(gpus: Iterable[int], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What a child's CUDA_VISIBLE_DEVICES must list for it to see these GPUs of this process, and no others.
+    """Return the CUDA_VISIBLE_DEVICES of a child that is to see these GPUs of this process, and no others.
 
     Raises:
         ConfigError: this process does not see one of them.

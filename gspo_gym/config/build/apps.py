@@ -12,10 +12,10 @@ from gspo_gym.errors import MissingExtraError, UnknownNameError
 
 
 def environment_ids(config: RunConfig) -> tuple[str, ...]:
-    """What the episodes of each of `config.sources` are called, in their order.
+    """Return the environment id of each of `config.sources`, in the same order.
 
-    An app's environment that is registered here, too, has the same id as here: it is the same task, whoever plays it.
-    One that a run has twice is told apart by its number.
+    An app's environment that is registered here, too, has the same id: it is the same task. A number tells apart an
+    environment that a run has twice.
 
     Raises:
         UnknownNameError: an environment that is to be played here is not registered.

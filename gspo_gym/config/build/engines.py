@@ -40,7 +40,7 @@ _API_KEY = "OPENAI_API_KEY"  # as the openai package calls it, whoever the provi
 
 
 async def build_engine(config: RunConfig, policy: Policy) -> Engine:
-    """The engine of rollout.engine, with the policy's present weights as version 0 unless nobody can change its own.
+    """Return the engine of rollout.engine, with the policy's weights as version 0 unless its own cannot be changed.
 
     With rollout.rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
 
@@ -101,7 +101,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
-    """What answers at services.engine_urls, whoever's weights these are; token ids are the policy's tokenizer's.
+    """Connect to the external endpoint at `services.engine_urls`; token ids are those of the policy's tokenizer.
 
     Raises:
         ConfigError, MissingExtraError, EngineError: see `build_engine`.
@@ -111,7 +111,7 @@ async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
 
 
 def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettings:
-    """How vLLM is to run the weights in that folder, as [vllm], [rollout] and [training.weight_sync] say."""
+    """Return vLLM's settings for the weights in that folder, from [vllm], [rollout] and [training.weight_sync]."""
     vllm, on_processor = config.vllm or VllmSection(), policy.model.device.type == "cpu"
     placement = place(config.topology, config.vllm)
     rank = policy.model.peft_config[ADAPTER].r if sends_adapters(config, policy) else 0
@@ -136,7 +136,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
 
 
 def build_while_learning(config: RunConfig, engine: Engine) -> WhileLearning:
-    """What is to be around the learner's work on a batch: an engine that sleeps, with vllm.sleep_while_learning.
+    """Return the context of the learner's work on a batch: with vllm.sleep_while_learning, a sleeping engine.
 
     Raises:
         ConfigError: it cannot.
@@ -156,13 +156,13 @@ def build_while_learning(config: RunConfig, engine: Engine) -> WhileLearning:
 
 
 def sends_adapters(config: RunConfig, policy: Policy) -> bool:
-    """Whether vLLM is started for adapters: a LoRA that is sent as it is, not merged into its base."""
+    """Return whether vLLM is started for adapters: a LoRA that is sent as it is, not merged into its base."""
     weight_sync = config.training.weight_sync
     return is_adapter(policy.model) and (weight_sync is None or weight_sync.mode == "direct")
 
 
 def _transfer(config: RunConfig, policy: Policy) -> Transfer:
-    """How whole models are to reach vLLM, if this machine can do that."""
+    """Return how whole models reach vLLM, if this machine can do that."""
     asked = "files" if config.training.weight_sync is None else config.training.weight_sync.transfer
     if asked in ("ipc", "nccl") and policy.model.device.type != "cuda":
         raise ConfigError(
@@ -197,7 +197,7 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
 
 
 async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]) -> Engine:
-    """vLLM servers that run already; what they were started with may be other weights than the policy's."""
+    """Connect to running vLLM servers, which may have been started with other weights than the policy's."""
     wanted = config.vllm or VllmSection()
 
     def connect(url: str) -> MakeEngine:
@@ -225,7 +225,7 @@ async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]
 
 
 def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
-    """An endpoint, and which of its models: as services.engine_model says, or model.base."""
+    """Return an endpoint and the name of its model: services.engine_model, or model.base."""
     named = None if config.services is None else config.services.engine_model
     settings = HttpSettings(
         url if url.endswith("/v1") else f"{url}/v1",
@@ -244,7 +244,7 @@ def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
 
 
 async def _connect(starts: list[MakeEngine]) -> Engine:
-    """One engine, or several behind the interface of one; each can be connected to again."""
+    """Return one engine, or several behind the interface of one; each can be connected to again."""
     engines: list[Engine] = []
     try:
         for start in starts:
@@ -281,5 +281,5 @@ def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) ->
 
 
 def _vocab_size(policy: Policy) -> int:
-    """Rows of the embedding: every token id is below it, padded ones included."""
+    """Return the rows of the embedding: every token id is below it, padded ones included."""
     return int(policy.model.get_input_embeddings().weight.shape[0])

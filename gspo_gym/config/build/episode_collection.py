@@ -41,7 +41,7 @@ _TEXT_TOKENIZER = "tiny:qwen3-64"  # for players without a tokenizer of their ow
 
 @dataclass(frozen=True, slots=True)
 class CollectSettings:
-    """How episodes are collected.
+    """Settings of a collection.
 
     Attributes:
         episodes_per_seed: of each task, at least 1.
@@ -72,7 +72,7 @@ class CollectSettings:
 
 @dataclass(frozen=True, slots=True)
 class CollectedEpisodes:
-    """What came of it: one trajectory for each episode asked for, or the reason why it is missing.
+    """Result of a collection: one trajectory for each requested episode, or the reason why it is missing.
 
     `tools` are the function schemas that the player was offered (Any: JSON).
     """
@@ -102,7 +102,7 @@ def collect_episodes(
     on_episode: Callable[[Trajectory], None] | None = None,
     out: Path | None = None,
 ) -> CollectedEpisodes:
-    """Play the tasks of some seeds; an episode that fails for no fault of the player's is tried again.
+    """Play the tasks of some seeds; retry episodes that fail through no fault of the player.
 
     An environment that holds the interpreter ends this process (`watchdog.py`).
 
@@ -149,7 +149,7 @@ async def _play(
     known: Mapping[str, Trajectory],
     on_episode: Callable[[Trajectory], None] | None,
 ) -> CollectedEpisodes:
-    """Play what is not known yet, by the trajectories' ids."""
+    """Play the episodes whose trajectory ids are not known yet."""
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
     make_policy = policy
     async with looking_at(factory) as sample:
@@ -206,13 +206,14 @@ def _pool(
 
 
 def _requests(env_id: str, seeds: Sequence[int], settings: CollectSettings) -> list[GroupRequest]:
-    """Groups of one: nothing is compared with anything, so a failure takes no other episode with it."""
+    """Return the requests, each a group of one."""
+    # Nothing is compared within a group: a failure takes no other episode with it.
     numbers = range(settings.episodes_per_seed)
     return [GroupRequest(f"seed{seed}/{number}", Task(env_id, seed), 1) for seed in seeds for number in numbers]
 
 
 def _id_of(request: GroupRequest) -> str:
-    """The id of the group's only episode."""
+    """Return the id of the group's only episode."""
     return f"{request.group_id}/0"
 
 
@@ -234,7 +235,7 @@ def _player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractA
 
 
 def chat_policy(model: ChatModel) -> PolicyFactory:
-    """A player of any environment that hands the conversation, and the tools, to a model behind an endpoint."""
+    """Return a policy for any environment that asks a model behind an endpoint, tools included."""
 
     def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
         tools = tuple(getattr(env, "tool_schemas", ()))
@@ -248,7 +249,7 @@ def chat_policy(model: ChatModel) -> PolicyFactory:
 
 
 def endpoint_settings(name: str, *, temperature: float, max_tokens: int) -> ChatModelSettings:
-    """Of "openai:MODEL", or "openai:MODEL@BASE_URL" for another provider than OpenAI.
+    """Return the settings of "openai:MODEL", or "openai:MODEL@BASE_URL" for another provider than OpenAI.
 
     >>> endpoint_settings("openai:m@http://localhost:8000/v1", temperature=1.0, max_tokens=8).base_url
     'http://localhost:8000/v1'

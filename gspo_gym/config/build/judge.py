@@ -51,7 +51,7 @@ _JUDGE_KEY = "JUDGE_API_KEY"  # of the judge at services.judge_url
 
 
 def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> Judging | None:
-    """The judge of a run; None if [judge] is not enabled. Whoever asked for it closes it.
+    """Return the judge of a run; None if [judge] is not enabled. The caller closes it.
 
     `task_rubric` finds the rubric that a task app has for a task, which goes over the configuration's.
 
@@ -80,7 +80,7 @@ def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> J
 
 @dataclass(frozen=True, slots=True)
 class JudgeVariants:
-    """A configuration's judge outside a run: as it is, and as an audit asks it. They share one budget.
+    """Judges of a configuration outside a run: as it is, and as an audit asks it. They share one budget.
 
     Attributes:
         judge: the one that is trained against.
@@ -99,7 +99,7 @@ class JudgeVariants:
 
 
 def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVariants:
-    """The judge of [judge], enabled or not, for commands that judge stored episodes.
+    """Return the judges of [judge], enabled or not, for commands that judge stored episodes.
 
     Raises:
         ConfigError, MissingExtraError: as `build_judging`; or there is no [judge].
@@ -118,17 +118,17 @@ def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVar
 
 
 def rewards_of_turns(config: RunConfig) -> StepRewardSettings:
-    """The step rewards that the learner computes: what the file says, unless the blend has them in it already."""
+    """Return the step rewards that the learner computes: the file's, unless the blend contains them already."""
     is_blended = config.judge is not None and config.judge.enabled
     settings = config.step_reward_settings
     return StepRewardSettings() if is_blended and settings.mode == "decision_stepwise" else settings
 
 
 def _env_rewards(config: RunConfig) -> EnvRewards:
-    """What the blend takes for the environment's rewards.
+    """Return what the blend takes for the environment's rewards.
 
-    Step rewards that are in place of the environment's are so here, before the judge's part is added: the learner, who
-    otherwise makes them, would throw that part away.
+    Step rewards replace the environment's here, before the judge's part is added: the learner, which otherwise computes
+    them, would throw that part away.
     """
     settings = config.step_reward_settings
     if settings.mode != "decision_stepwise":
@@ -137,7 +137,7 @@ def _env_rewards(config: RunConfig) -> EnvRewards:
 
 
 def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> RubricsOf:
-    """Finds the rubrics of a task: those of [judge.options], with the task's own over them.
+    """Return a function from a task to its rubrics: those of [judge.options], with the task's own over them.
 
     Raises:
         ConfigError, UnknownNameError: they are not as they must be, or a part that is to be judged has none.
@@ -172,7 +172,7 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
 
 
 def _as_read(value: Any) -> Any:
-    """A table with lists where a configuration has tuples (Any: a rubric has its own shape)."""
+    """Return a table with lists in place of tuples (Any: a rubric has its own shape)."""
     if isinstance(value, Mapping):
         return {key: _as_read(entry) for key, entry in value.items()}
     return [_as_read(entry) for entry in value] if isinstance(value, list | tuple) else value
@@ -206,7 +206,7 @@ _NOTES = {
 
 
 def tell_recorder(recorder: RunRecorder, progress: Progress) -> OnEventOfStep:
-    """Writes what happens to the judge into the run's events, and says what matters to whoever looks on."""
+    """Return a function that writes the judge's events into the run's and shows the important ones."""
 
     def tell(kind: str, step: int, data: Mapping[str, Any]) -> None:
         recorder.event(kind, step, data)
@@ -217,7 +217,7 @@ def tell_recorder(recorder: RunRecorder, progress: Progress) -> OnEventOfStep:
 
 
 class _Parts:
-    """What the judges of a configuration share: the budget, the cache, how patiently they are asked."""
+    """Parts that the judges of a configuration share: the budget, the cache and the limits of asking."""
 
     def __init__(self, config: RunConfig, section: JudgeSection) -> None:
         options = section.options or JudgeOptionsSection()
@@ -237,7 +237,7 @@ class _Parts:
         )
 
     def judge(self, *, cached: bool, first_sample: int = 0, shuffles_criteria: bool = True) -> Judge:
-        """The one that is trained against, a panel if it has several members or samples."""
+        """Return the judge that is trained against; a panel if it has several members or samples."""
         options, section = self.options, self.section
         kind = judge_kind(section.type, self.judge_url, options.python, section.panel)
         if kind == "synth":
@@ -254,7 +254,7 @@ class _Parts:
     def one_judge(
         self, who: JudgeModelSettings, *, sample: int = 0, cached: bool, shuffles_criteria: bool = True
     ) -> Judge:
-        """A model or a function."""
+        """Return the judge of one member: a model or a function."""
         if who.python is not None:
 
             return PythonJudge(
@@ -315,7 +315,7 @@ class _Parts:
 
 
 def _watch(judging: Judging, parts: _Parts, gold: GoldSection, rubrics_of: RubricsOf) -> None:
-    """Have the judge compared with gold now and then."""
+    """Compare the judge with gold now and then."""
     weights = parts.section.blend
     if gold.episodes is not None and gold.labels is not None:
         labelled = labelled_episodes(read_episodes(Path(gold.episodes)), read_labels(Path(gold.labels)))

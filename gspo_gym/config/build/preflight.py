@@ -118,7 +118,7 @@ def _raise_all(obstacles: Sequence[GymError]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a rehearsal saw: lines about apps and environments, and the scripted episode of each that is here."""
+    """Result of a rehearsal: lines about apps and environments, and a scripted episode of each one here."""
 
     notes: tuple[str, ...]
     episodes: tuple[Trajectory, ...]

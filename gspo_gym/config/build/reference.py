@@ -1,5 +1,4 @@
-"""The served reference of a run: its process, if it has one of its own, and what the learner asks of it.
-"""
+"""The served reference of a run: its process, if it has its own, and the settings that the learner asks with."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from gspo_gym.policy.reference.wire import ScoringSettings
 
 @contextlib.contextmanager
 def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterator[ServedReference | None]:
-    """The reference at a server, for as long as the block lasts; None if reference.placement is not "dedicated"
-    or no KL term asks for it.
+    """Yield the reference at a server; None if reference.placement is not "dedicated" or no KL term asks for it.
 
     It is the policy as it is now, without its adapter if it has one; or what [services] reference_url serves.
 
@@ -53,7 +51,7 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
-    """Of the distribution that the learner scores."""
+    """Return the settings that score the learner's distribution."""
     sampling = scored_sampling(config.rollout.sampling, config.training)
     return ScoringSettings(sampling, chunk_tokens=config.training.scoring_chunk_tokens)
 
@@ -101,7 +99,7 @@ def _wait(config: RunConfig, client: ReferenceClient, policy: Policy, process: R
 
 
 def _require_same_vocabulary(health: Mapping[str, Any], policy: Policy) -> None:
-    """Any: JSON values."""
+    """Refuse a server of another vocabulary (Any: JSON values)."""
     size = policy.model.get_input_embeddings().num_embeddings
     if health["vocab_size"] != size:
         raise ConfigError(
@@ -123,11 +121,11 @@ def _save(policy: Policy, folder: Path) -> None:
 
 
 def _arguments(**options: object) -> list[str]:
-    """As the server's command line takes them."""
+    """Return the options as the server's command line takes them."""
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _gpus(config: RunConfig) -> tuple[str, ...] | None:
-    """Those of the reference, as its process is told of them; None: whatever this one sees."""
+    """Return the names of the reference's GPUs for its process; None: all that this process sees."""
     placement = place(config.topology, config.vllm)
     return names_of(placement.reference, os.environ) if placement.is_split else None

@@ -1,5 +1,4 @@
-"""A config becomes what plays: the engine's player, task apps, pools of episodes, demonstrations and evaluations.
-"""
+"""Builders of what plays: the engine's player, task apps, pools of episodes, demonstrations and evaluations."""
 
 from __future__ import annotations
 
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """A policy that can play: its engine, and the task apps that ask it. Start it before it plays, and close it.
+    """Policy that can play: its engine, and the task apps that ask it. Start it before it plays, and close it.
 
-    `endpoint` plays what is learned from in the engine's place, with somebody else's weights; None: the engine does.
+    `endpoint` plays the episodes to learn from in the engine's place, with other weights; None: the engine does.
     """
 
     policy: Policy
@@ -57,11 +56,11 @@ class Player:
 
     @property
     def sampler(self) -> Engine:
-        """What plays the episodes that are learned from."""
+        """Return the engine that plays the episodes to learn from."""
         return self.engine if self.endpoint is None else self.endpoint
 
     async def start(self) -> tuple[str, ...]:
-        """Ask the task apps whether they can be used, and open the gateway; returns a line about each of them.
+        """Check that the task apps can be used, and open the gateway; return a line about each of them.
 
         Raises:
             ConfigError: one cannot be used; see `AppPlayers.start`.
@@ -69,7 +68,7 @@ class Player:
         return () if self.apps is None else await self.apps.start()
 
     async def probe_apps(self) -> tuple[str, ...]:
-        """Play a rollout or two of every task app as training does; returns lines about them.
+        """Play a rollout or two of every task app as training does; return lines about them.
 
         Raises:
             ConfigError: an app's episodes cannot be trained on; see `AppPlayers.probe`.
@@ -77,7 +76,7 @@ class Player:
         return () if self.apps is None else await self.apps.probe()
 
     async def close(self) -> None:
-        """End the gateway, then the engines; closing twice is fine."""
+        """Close the gateway, then the engines; closing twice is fine."""
         if self.apps is not None:
             await self.apps.close()
         if self.endpoint is not None:
@@ -86,7 +85,7 @@ class Player:
 
 
 async def build_player(config: RunConfig, policy: Policy) -> Player:
-    """An engine with the policy's weights, as [rollout] says; whoever asked for it starts and closes the player.
+    """Return a player with the policy's weights in the engine of [rollout]; the caller starts and closes it.
 
     Raises:
         ConfigError: this version, this machine or this model cannot do what the config asks for.
@@ -107,7 +106,7 @@ def _app_players(config: RunConfig, engine: Engine, policy: Policy) -> AppPlayer
 
 
 async def build_training_player(config: RunConfig, policy: Policy) -> Player:
-    """As `build_player`; with rollout.rescore an endpoint plays what is learned from.
+    """Return the player of `build_player`; with rollout.rescore an endpoint plays the episodes to learn from.
 
     Raises:
         ConfigError, MissingExtraError, EngineError: see `build_engine`.
@@ -123,7 +122,7 @@ async def build_training_player(config: RunConfig, policy: Policy) -> Player:
 
 
 def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
-    """How messages become tokens, as [rollout.policy_config] says (Any: transformers is untyped)."""
+    """Return the renderers of messages, with [rollout.policy_config]'s template arguments (Any: transformers)."""
     asked = config.rollout.policy_config
     return RendererCache(
         tokenizer,
@@ -133,10 +132,10 @@ def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
 
 
 def build_environment(config: RunConfig, source: TaskSource | None = None) -> IsolatedFactory:
-    """Makes fresh environments of a source, each where it is to run: in a thread or a worker process.
+    """Return a factory of a source's environments, each in a thread or a worker process.
 
-    `source` is one of `config.sources`; None: the main one. One that held the interpreter in an earlier start of this
-    run (`watchdog.py`) runs in worker processes, whatever the configuration says.
+    `source` is one of `config.sources`; None: the main one. An environment that held the interpreter in an earlier
+    start of this run (`watchdog.py`) runs in worker processes, whatever the configuration says.
 
     Raises:
         UnknownNameError: no environment of that name.
@@ -153,7 +152,7 @@ def build_environment(config: RunConfig, source: TaskSource | None = None) -> Is
 
 
 async def environment_notes(config: RunConfig) -> tuple[str, ...]:
-    """A line about each environment here that runs code of the model: how that is confined.
+    """Return a line about each environment here that runs code of the model, and how that is confined.
 
     Raises:
         EnvError: one cannot be made, because nothing confines such code here for example.
@@ -174,7 +173,7 @@ def local_play(
     source: TaskSource | None = None,
     limits: EpisodeLimits | None = None,
 ) -> PlayEpisode:
-    """Plays the episodes of one source in environments here; None: of the main one, under `config.episode_limits`."""
+    """Return the player of one source's environments here; None: the main source, `config.episode_limits`."""
     make_env = build_environment(config, source)
     return episode_player(
         make_env=lambda _task: make_env(), act=act, renderers=renderers, limits=limits or config.episode_limits
@@ -182,7 +181,7 @@ def local_play(
 
 
 def build_play(config: RunConfig, player: Player, *, mode: Literal["rl", "eval"]) -> PlayEpisode:
-    """Plays the episodes of every source: as training does ("rl"), or an evaluation, with the player's own weights."""
+    """Return the player of all sources: as in training ("rl"), or as in an evaluation, with the player's weights."""
     is_training = mode == "rl"
     sampling = config.rollout.sampling if is_training else config.evaluation_sampling
     limits = config.training_limits if is_training else config.episode_limits
@@ -207,7 +206,7 @@ def build_pool(
     on_episode: OnEpisode | None = None,
     scoring: Scoring | None = None,
 ) -> RolloutPool:
-    """A pool of what `play` plays; `seed_name` keeps its sampling seeds apart from other pools'.
+    """Return a pool of episodes; `seed_name` keeps its sampling seeds apart from other pools'.
 
     `scoring` gives the episodes their rewards; None: their environments do.
     """
@@ -228,7 +227,7 @@ def build_training_pool(
     judging: Judging | None = None,
     on_episode: OnEpisode | None = None,
 ) -> RolloutPool:
-    """The pool that plays the episodes to be learned from."""
+    """Return the pool that plays the episodes to learn from."""
     scoring = None if judging is None else judging.for_training
     play = build_play(config, player, mode="rl")
     return build_pool(config, play, seed_name="rollout", ledger=ledger, on_episode=on_episode, scoring=scoring)
@@ -245,7 +244,7 @@ def build_evaluate(
     *,
     rows: KeptRows | None = None,
 ) -> Evaluate:
-    """Return what evaluates the player's present weights on the configured seeds.
+    """Return a function that evaluates the player's present weights on the configured seeds.
 
     Every call samples with the same seeds. `rows` are there already, or receive what is played: for a single call.
     """
@@ -260,7 +259,7 @@ async def build_scripted_evaluate(
     *,
     rows: KeptRows | None = None,
 ) -> Evaluate:
-    """Return what evaluates, in the model's place, a policy that the environment brings under that name, or any other.
+    """Return a function that evaluates a scripted policy: an environment's own, by name, or any other.
 
     `rows` as in `build_evaluate`.
 
@@ -376,7 +375,7 @@ async def check_warmup(config: RunConfig) -> tuple[str, PolicyFactory] | None:
 
 
 async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
-    """The pool that plays demonstrations and what to do with them; None without a [warmup] section.
+    """Return the pool that plays demonstrations and the plan of the warm-up; None without a [warmup] section.
 
     Demonstrations are of the main environment, and are played here, also where a task app plays the episodes.
 

@@ -75,13 +75,13 @@ class PlayerAudit:
     num_untrained: int
 
     def count(self, what: Seam | Rendering) -> int:
-        """How many turns have this seam or rendering."""
+        """Return how many turns have this seam or rendering."""
         return sum(what in (turn.seam, turn.rendering) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAudit:
-    """What `audit_tokens` found.
+    """Findings of `audit_tokens`.
 
     Attributes:
         env_id, model: what played.
@@ -105,13 +105,13 @@ class TokenAudit:
 
     @property
     def broken_seams(self) -> dict[str, tuple[int, str]]:
-        """Why turns started a new segment: how many did, and the first of them, by reason."""
+        """Return how many turns started a new segment, and the first of them, by reason."""
         turns = [turn for player in self.players for turn in player.turns if turn.reason]
         counts = Counter(turn.reason for turn in turns)
         return {turn.reason: (counts[turn.reason], turn.where) for turn in reversed(turns)}
 
     def as_json(self) -> dict[str, Any]:
-        """The audit for machines (Any: JSON)."""
+        """Return the audit for machines (Any: JSON)."""
         return {
             "environment": self.env_id,
             "model": self.model,
@@ -162,7 +162,7 @@ def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[st
 
 @dataclass(slots=True)
 class _Table:
-    """Where the players sit down: what they play, and what has come of it so far."""
+    """State of an audit: what the players play, and the findings so far."""
 
     env_id: str
     config: dict[str, Any]  # Any: JSON
@@ -213,7 +213,7 @@ async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenA
 
 
 def _thinking(factory: PolicyFactory) -> PolicyFactory:
-    """The player, with a line of reasoning before every answer."""
+    """Return the player with a line of reasoning before every answer."""
 
     def policy(env: Any, rng: Any) -> Any:
         player = factory(env, rng)
@@ -229,7 +229,7 @@ def _thinking(factory: PolicyFactory) -> PolicyFactory:
 
 
 class _Witness:
-    """An actor that lets another play and notes what it was asked."""
+    """Actor that lets another play and notes the prompts."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -246,7 +246,7 @@ class _Witness:
 async def _play(
     table: _Table, player: str, actor: Actor, renderers: RendererCache, limits: EpisodeLimits
 ) -> PlayerAudit:
-    """Episodes of seeds 0, 1, ... until there were turns enough, or one failed."""
+    """Play episodes of seeds 0, 1, ... until there are turns enough, or one fails."""
     turns: list[TurnAudit] = []
     num_trained = num_tokens = seed = 0
     while len(turns) < table.num_turns:
@@ -278,7 +278,7 @@ def _make(config: Mapping[str, Any], task: Task) -> Any:
 
 
 def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequence[ActRequest]) -> list[TurnAudit]:
-    """The turns of an episode that were played to their end; what is wrong with them goes to the failures."""
+    """Return the finished turns of an episode; problems with them go to the failures."""
     audits = []
     for turn, request in zip(trajectory.turns, asked, strict=False):
         segment = trajectory.segments[turn.segment]
@@ -312,7 +312,7 @@ def _compare(
 
 
 def _why(request: ActRequest, before: list[int]) -> str:
-    """Why the template did not let the tokens before stand, read off what it wrote in their place."""
+    """Return why the template rewrote the earlier tokens, judged by what it wrote in their place."""
     renderer, after = request.renderer, request.prompt_token_ids.tolist()
     text = renderer.decode(after)
     thoughts = [message.reasoning_content for message in request.messages if message.reasoning_content]
@@ -326,7 +326,7 @@ def _why(request: ActRequest, before: list[int]) -> str:
 
 
 def mask_picture(segment: Segment, tokenizer: Any) -> tuple[tuple[str, bool], ...]:
-    """A segment's text in runs of tokens that are trained on and that are not (Any: transformers is untyped)."""
+    """Return a segment's text in runs of trained and untrained tokens (Any: transformers is untyped)."""
     pieces = []
     start = 0
     mask = segment.action_mask

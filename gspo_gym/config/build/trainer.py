@@ -1,7 +1,6 @@
-"""A config becomes live objects: the only place where names become classes.
+"""Builders of a run's objects from its configuration: names become classes in this folder only.
 
-Who plays is built in `config/build/rollouts.py`, and handed on from here. Nothing here decides anything that the config
-does not say.
+What plays is built in `config/build/rollouts.py`. Nothing here decides what the configuration does not say.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from gspo_gym.types import TrajectoryGroup
 
 
 def model_name(config: RunConfig) -> str:
-    """What `models.load_policy` takes for model.base or model.source.
+    """Return the name that `load_policy` takes for model.base or model.source.
 
     Raises:
         ConfigError: model.source names a run or a checkpoint that is not there.
@@ -87,7 +86,7 @@ def newest_checkpoint(name: str) -> str:
 
 
 def build_policy(config: RunConfig, base: str | None = None) -> Policy:
-    """The policy to be trained, as [model] and [training.lora] say; a tiny model's weights derive from run.seed.
+    """Return the policy to train, from [model] and [training.lora]; a tiny model's weights derive from run.seed.
 
     `base` is loaded in place of the model that the config names: a checkpoint to go on from.
 
@@ -129,7 +128,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
 
 
 def device_of(config: RunConfig) -> str:
-    """The learner's torch device, as model.device, [compute] and [topology] say; see `config.devices`.
+    """Return the learner's torch device, from model.device, [compute] and [topology]; see `config/services.py`.
 
     Raises:
         ConfigError: a GPU is asked for on a machine without, or more than there are, or one of another type.
@@ -166,7 +165,7 @@ def require_gpu_type(gpu_type: str, device_name: str) -> None:
 
 
 def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy | None = None) -> Learner:
-    """The learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
+    """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
 
     `reference` is one that is served; None: it is in this process, if anything compares with it.
     """
@@ -189,7 +188,7 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
 
 
 def build_plan(config: RunConfig) -> TrainPlan:
-    """The steps of the run."""
+    """Return the plan of the run."""
     (main, *others), sources = environment_ids(config), config.sources
     return TrainPlan(
         env_id=main,
@@ -205,7 +204,7 @@ def build_plan(config: RunConfig) -> TrainPlan:
 
 
 def build_sinks(config: RunConfig, *, resume_step: int | None = None) -> list[Sink]:
-    """Where [tracking] sends metrics besides the run's folder.
+    """Return the sinks of [tracking], for metrics besides the run's folder.
 
     Raises:
         MissingExtraError: a package is not installed.
@@ -235,7 +234,7 @@ def build_trainer(
     weight_sync: WeightSync,
     judging: Judging | None = None,
 ) -> Trainer:
-    """Everything joined; `learner` and `state` are as fresh or as restored as the caller made them.
+    """Return the trainer; `learner` and `state` are fresh or restored, as the caller made them.
 
     `judging` scores the episodes and writes into the run's folder; None: their environments score them.
 
@@ -285,7 +284,7 @@ def build_trainer(
 def _more_metrics(
     player: Player, attempts: AttemptWatch, judging: Judging | None, *, recorder: RunRecorder, progress: Progress
 ) -> MoreMetrics:
-    """What a step's metrics have beside the trainer's own; also sounds the alarms about what is kept."""
+    """Return a function of a step's further metrics, which also raises the alarms about kept episodes."""
 
     def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         of_apps: Mapping[str, float] = {}

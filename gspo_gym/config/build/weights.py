@@ -1,7 +1,4 @@
-"""From a config: how new weights reach the engines, what attests them, and the alarm for what slips through.
-
-Part of the build: here names become classes, too.
-"""
+"""Builders of the weight sync, of the canary that attests new weights, and of the alarm on engine mismatch."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from gspo_gym.types import Float32Array, Sampling
 
 
 def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:
-    """The weight sync of [training.weight_sync]; an engine that can be rebuilt will be, under the last weights.
+    """Return the weight sync of [training.weight_sync]; an engine that can be rebuilt is, under the last weights.
 
     Where samples may lie behind, requests in flight are kept over an update if the engine can keep them. A canary is
     asked of every engine that holds weights of its own.
@@ -67,13 +64,13 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
 
 
 async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:
-    """Put a fresh engine under the committed weights behind a replica that is left out."""
+    """Replace the engine of an excluded replica by a fresh one with the committed weights."""
     if isinstance(replica, RebuildableEngine):
         await replica.rebuild(weight_sync.restore)
 
 
 def build_canary(config: RunConfig, policy: Policy) -> Canary:
-    """Fixed prompts at the temperature of rollouts, scored by the policy's own forward pass."""
+    """Return a canary of fixed prompts at the rollouts' temperature, scored by the policy's own forward pass."""
     temperature = config.rollout.temperature
     return Canary(
         canary_prompts(policy.tokenizer.vocab_size, config.rollout.max_model_len),
@@ -84,7 +81,7 @@ def build_canary(config: RunConfig, policy: Policy) -> Canary:
 
 
 def learner_score(model: nn.Module, temperature: float) -> Score:
-    """Scores whole sequences under the model's present weights, not truncated."""
+    """Return a function that scores whole sequences under the model's present weights, not truncated."""
     scorer = Scorer(model, sampling=Sampling(temperature=temperature))
     device = next(model.parameters()).device
 
@@ -102,7 +99,7 @@ def learner_score(model: nn.Module, temperature: float) -> Score:
 
 
 def build_alarm(config: RunConfig) -> MismatchAlarm | None:
-    """The alarm of correction.max_engine_gap; None where none is given and the logprobs differ on purpose.
+    """Return the alarm of correction.max_engine_gap; None if it is absent and the logprobs differ on purpose.
 
     They do where the engine truncates or reshapes a distribution that the learner scores whole, where an adapter's
     dropout acts while the learner scores, and where other weights sample.
@@ -131,6 +128,6 @@ def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | H
 
 
 def _dtypes(config: RunConfig) -> tuple[str, str]:
-    """The learner's and the engine's."""
+    """Return the dtypes of the learner and of the engine."""
     own = config.model.dtype
     return own, getattr(config.vllm, "dtype", None) or own
