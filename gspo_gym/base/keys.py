@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from typing import overload
 
 from gspo_gym.errors import ConfigError
+
+_URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@\s]+(/\S*)?")
 
 
 @overload
@@ -52,3 +55,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # any other name may resolve to any address
         return False
+
+
+def checked_url(url: str) -> str:
+    """A base URL without its last slash.
+
+    Raises:
+        ValueError: it is none, or it holds a secret.
+    """
+    match = _URL.fullmatch(url)
+    if match is None or match["user"]:
+        raise ValueError("expected a URL that begins with http:// or https:// and holds no user or password")
+    return url.rstrip("/")

@@ -6,9 +6,10 @@ be imported here.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,6 +35,11 @@ class Settings(BaseModel):
         """
         held = {name: getattr(section, name) for section in reversed(sections) for name in type(section).model_fields}
         return cls(**{name: held[name] for name in cls.model_fields if name in held})
+
+
+def same(settings: type[BaseModel], name: str) -> Any:
+    """Return the definition of a field of other settings (Any: it stands where a default stands)."""
+    return copy.copy(settings.model_fields[name])
 
 
 def parse_seeds(seeds: str | Sequence[int]) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from gspo_gym.base.files import as_toml_holds_it
+from gspo_gym.base.keys import checked_url
 from gspo_gym.base.settings import Settings
-from gspo_gym.config.words import checked_url
 from gspo_gym.errors import ConfigError
 
 TASK_URL_VARIABLE = "TASK_APP_URL"  # over services.task_url of a file, under --task-url

@@ -21,7 +21,6 @@ from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings, parse_seeds
 from gspo_gym.config.apps import GatewaySection, TaskSource, task_sources
 from gspo_gym.config.defaults import with_derived_defaults
-from gspo_gym.config.judge import JudgeSection
 from gspo_gym.config.nested import STEP_REWARDS, Flat, apply_override, flatten
 from gspo_gym.config.problems import find_nul, find_problems, find_secrets
 from gspo_gym.config.rules.objective import OTHER_KEYS
@@ -42,6 +41,7 @@ from gspo_gym.config.services import (
 )
 from gspo_gym.config.words import Problem, field_of, section_model, with_known_spelling
 from gspo_gym.errors import ConfigError
+from gspo_gym.judge.settings import JudgeSettings
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -85,7 +85,7 @@ class RunConfig(Settings):
     evaluation: EvaluationSettings
     warmup: WarmupSettings | None = None
     tracking: TrackingSection
-    judge: JudgeSection | None = None
+    judge: JudgeSettings | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "configuration") -> RunConfig:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from gspo_gym.base.files import as_toml_holds_it
-from gspo_gym.base.settings import Settings
+from gspo_gym.base.settings import Settings, same
 from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection, WeightSyncSection
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.learning.settings import (
@@ -42,11 +42,6 @@ SIZE_KEYS = (
     "training.gradient_accumulation_steps",
     "training.max_accumulated_minibatch",
 )
-
-
-def same(settings: type[BaseModel], name: str) -> Any:
-    """Return the definition of a field of other settings (Any: it stands where a default stands)."""
-    return copy.copy(settings.model_fields[name])
 
 
 def optional(settings: type[BaseModel], name: str) -> Any:

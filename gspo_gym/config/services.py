@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from gspo_gym.base.keys import checked_url
 from gspo_gym.base.settings import Settings
-from gspo_gym.config.words import checked_url
 from gspo_gym.errors import ConfigError
 
 

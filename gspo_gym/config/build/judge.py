@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.retries import RetrySettings
-from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection, JudgeSection
+from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings
 from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
@@ -107,7 +107,7 @@ def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVar
     if config.judge is None:
         raise ConfigError("there is no [judge] in the configuration, so nobody to ask; add it with its options")
     parts = _Parts(config, config.judge)
-    per_judge = (config.judge.options or JudgeOptionsSection()).samples
+    per_judge = (config.judge.options or JudgeOptions()).samples
     return JudgeVariants(
         judge=parts.judge(cached=True),
         repeats=tuple(
@@ -142,8 +142,8 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     Raises:
         ConfigError, UnknownNameError: they are not as they must be, or a part that is to be judged has none.
     """
-    section = config.judge or JudgeSection()
-    options = section.options or JudgeOptionsSection()
+    section = config.judge or JudgeSettings()
+    options = section.options or JudgeOptions()
     judge_url = None if config.services is None else config.services.judge_url
     is_asked_elsewhere = judge_kind(section.type, judge_url, options.python, section.panel) == "synth"
 
@@ -178,7 +178,7 @@ def _as_read(value: Any) -> Any:
     return [_as_read(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _of_options(rubrics: Rubrics, options: JudgeOptionsSection, *, may_be_absent: bool) -> Rubrics:
+def _of_options(rubrics: Rubrics, options: JudgeOptions, *, may_be_absent: bool) -> Rubrics:
     """Only what is judged, by the tracks and weights that are asked for; an HTTP judge may have a rubric of its own."""
     for part, is_judged in (("event", options.event), ("outcome", options.outcome)):
         if is_judged and part not in rubrics.parts and not may_be_absent:
@@ -219,8 +219,8 @@ def tell_recorder(recorder: RunRecorder, progress: Progress) -> OnEventOfStep:
 class _Parts:
     """Parts that the judges of a configuration share: the budget, the cache and the limits of asking."""
 
-    def __init__(self, config: RunConfig, section: JudgeSection) -> None:
-        options = section.options or JudgeOptionsSection()
+    def __init__(self, config: RunConfig, section: JudgeSettings) -> None:
+        options = section.options or JudgeOptions()
         self.section = section
         self.options = options
         self.seed = child_seed(config.run.seed, "judge")
@@ -314,7 +314,7 @@ class _Parts:
         return PanelJudge(members, aggregate=self.options.aggregate)
 
 
-def _watch(judging: Judging, parts: _Parts, gold: GoldSection, rubrics_of: RubricsOf) -> None:
+def _watch(judging: Judging, parts: _Parts, gold: GoldSettings, rubrics_of: RubricsOf) -> None:
     """Compare the judge with gold now and then."""
     weights = parts.section.blend
     if gold.episodes is not None and gold.labels is not None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.config.apps import PolicyConfigSection
-from gspo_gym.config.judge import GoldSection, JudgeModelSettings, JudgeOptionsSection
 from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, default_of, no_effect
 from gspo_gym.config.words import show
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import nearest_name
+from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions
 
 # The keys that decide the type of the judge; rules that need it take their values as `*kind`.
 _KIND_KEYS = ("judge.type", "services.judge_url", "judge.options.python", "judge.panel")
@@ -157,7 +157,7 @@ def _python_is_alone(python: str | None, kind: str | None, judge_url: str | None
 
 
 def _option_needs(name: str, kinds: tuple[str, ...], advice: str) -> Rule:
-    default = default_of(JudgeOptionsSection, name)
+    default = default_of(JudgeOptions, name)
 
     def check(value: Any, *kind: Any) -> str | None:
         if value is None or value == default:
@@ -321,7 +321,7 @@ JUDGE_RULES = (
     ),
     no_effect(
         "judge.gold.num_episodes",
-        GoldSection.model_fields["num_episodes"].default,
+        GoldSettings.model_fields["num_episodes"].default,
         "judge.gold.labels",
         lambda labels: labels is None,
         "all labelled episodes are scored",

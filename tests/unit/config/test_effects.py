@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.judge import PanelEntry
 from gspo_gym.config.reference import entries_of, leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.env.registry import make
 from gspo_gym.errors import GymError
+from gspo_gym.judge.settings import PanelEntry
 
 ROOT = Path(__file__).parents[3]
 

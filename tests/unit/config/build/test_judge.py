@@ -14,7 +14,7 @@ from rule_judge import RuleJudge
 from scripted_judge import episode
 
 from gspo_gym.config.build.judge import build_judging, rewards_of_turns
-from gspo_gym.config.judge import PanelEntry
+from gspo_gym.judge.settings import PanelEntry
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameError, UnscoredError

@@ -21,7 +21,6 @@ from judged_episodes import BOTH, EVENT, OUTCOME, episode, request
 from provider_refusals import gemini_unknown, openai_parameter, openai_value
 
 from gspo_gym.base.retries import RetrySettings
-from gspo_gym.config.judge import JudgeOptionsSection
 from gspo_gym.errors import ConfigError, UnscoredError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
@@ -33,6 +32,7 @@ from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judge.scorer import EpisodeScorer
 from gspo_gym.judge.service.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt
+from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Task
 
@@ -494,7 +494,7 @@ def test_an_episode_that_cannot_be_scored_costs_four_calls_and_no_other_loop_mul
     """Two answers that cannot be read and two 503 share one bound, which is 4 by default."""
     model.change = lambda answer, number: {"choices": []}
     model.fails = lambda number: number % 2 == 0
-    assert JudgeOptionsSection().max_attempts == 4
+    assert JudgeOptions().max_attempts == 4
     patience = AskingSettings(retries=RetrySettings(max_attempts=4, first_delay_seconds=0.0, max_delay_seconds=0.0))
 
     async def rubrics(_: Task) -> Rubrics:

@@ -1,4 +1,4 @@
-"""[judge] and its tables: who scores episodes besides their environment, by what, and what the scores are worth."""
+"""Settings of the judge: [judge] and its tables, with the models, the rubric and the weights of the scores."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from gspo_gym.base.settings import Settings
-from gspo_gym.config.sections import same
-from gspo_gym.config.words import checked_url
+from gspo_gym.base.keys import checked_url
+from gspo_gym.base.settings import Settings, same
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.rollout.scoring import ScoringLimits
 
@@ -72,7 +71,7 @@ class JudgeModelSettings(Settings):
         return function
 
 
-class JudgeOptionsSection(JudgeModelSettings):
+class JudgeOptions(JudgeModelSettings):
     """[judge.options]: what is judged, by whom, and by which rubric."""
 
     event: bool | None = Field(default=None, description="score every turn; absent: not")
@@ -146,7 +145,7 @@ class PanelEntry(JudgeModelSettings):
     """[[judge.panel]]: the judges of a panel, in place of the one in [judge.options]."""
 
 
-class GoldSection(JudgeModelSettings):
+class GoldSettings(JudgeModelSettings):
     """[judge.gold]: a better judge, or labelled episodes, with which the judge is compared now and then."""
 
     episodes: str | None = Field(
@@ -165,7 +164,7 @@ class GoldSection(JudgeModelSettings):
     )
 
 
-class JudgeSection(Settings):
+class JudgeSettings(Settings):
     """[judge]: another model that scores episodes."""
 
     enabled: bool = Field(default=False, description="whether it scores; the section is checked in any case")
@@ -180,8 +179,8 @@ class JudgeSection(Settings):
         default=(), description="several judges, whose scores are aggregated: tables [[judge.panel]]"
     )
     reward_blend: RewardBlend | None = Field(default=None, description="[judge.reward_blend]")
-    options: JudgeOptionsSection | None = Field(default=None, description="[judge.options]")
-    gold: GoldSection | None = Field(default=None, description="[judge.gold]")
+    options: JudgeOptions | None = Field(default=None, description="[judge.options]")
+    gold: GoldSettings | None = Field(default=None, description="[judge.gold]")
 
     @property
     def blend(self) -> RewardBlend:
@@ -191,4 +190,4 @@ class JudgeSection(Settings):
     @property
     def scoring_limits(self) -> ScoringLimits:
         """What a pool does about scores that are late or do not come."""
-        return ScoringLimits(max_unscored=self.max_unscored, on_unscored=self.on_unscored)
+        return ScoringLimits.of(self)
