@@ -142,7 +142,7 @@ def _take_lora(draft: Draft) -> None:
         if key not in PEFT_LORA and value not in (None, False, "none", "CAUSAL_LM", [], {}):
             draft.leave_out_part("lora_config", key, value, "has no counterpart")
     draft.note("dropout has the same masks in the old and the present pass here; there it is off in one of them")
-    uses_reference = bool(draft.number("beta"))
+    uses_reference = bool(draft.number("beta"))  # without a KL term, reference.source would have no effect
     if draft.get("use_separate_reference_adapter") is True and uses_reference:
         draft.set("reference.source", "adapter")
 
@@ -179,7 +179,7 @@ def _take_lengths(draft: Draft) -> None:
         raise ConfigError("AgileRL: expected max_output_tokens or max_model_len, got neither")
     total = length or output or 0
     draft.set("rollout.max_model_len", total)
-    draft.set("rollout.max_output_tokens", min(output or total, total - 1))
+    draft.set("rollout.max_output_tokens", min(output or total, total - 1))  # a prompt needs room
     turns = draft.count("max_steps")
     if turns is not None:
         draft.note(f"max_steps = {turns} counts turns or prompts there; --iterations sets the length of the run here")
@@ -187,7 +187,7 @@ def _take_lengths(draft: Draft) -> None:
 
 _PADDING = "padding is by mask here, whatever the id"
 _POPULATION = "a population is a search here: `gspo-gym search`"
-# Most of these are always so here, or mean nothing for text.
+# Most of these are always on here, or mean nothing for text.
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "cast_logprobs_to_fp32": (None, "logprobs are always computed in float32"),
     "use_fused_linear_logprobs": (None, "logprobs are always computed in chunks (training.scoring_chunk_tokens)"),

@@ -1,10 +1,10 @@
 """A settings file of another trainer on its way to being one of ours, and the rows of the table of all their keys.
 
-Each system (`trl.py`, `roll.py`, ...) has a `Row` for every key that it knows. From the rows come the translation, the
-hints about unknown keys (`table.py`) and configs/recipes/PARAMETERS.md. A `Draft` remembers what was read, what came
-from the other system's own defaults and what changes in meaning; keys that were not read are reported at the end.
+Each system (`trl.py`, `roll.py`, ...) has a `Row` for every known key. Translations, the hints about unknown keys
+(`table.py`) and configs/recipes/PARAMETERS.md are made from the rows. A `Draft` records the keys that were read, the
+defaults of the other system that decided something, and changes of meaning; it reports the keys that were not read.
 
-Rows that several systems share stand at the end: learning rate, optimizer, sampling, reporting.
+Rows shared by several systems stand at the end: learning rate, optimizer, sampling, reporting.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Row:
         ours: our keys that together say the same; none: `note` says why.
         read: reads the value that each of `ours` takes.
         together: reads this key and others, which depend on each other; with neither, the row is a hint only.
-        values: what `ours` take for a value of theirs; a tuple holds a value for each of `ours`.
-        advice: what a hint says to write for a value of theirs, or for any, where that is not `ours` = value.
+        values: the value of `ours` for a value of theirs; a tuple holds one for each of `ours`.
+        advice: the text of a hint for a value of theirs, or for all values, if `ours` = value would be wrong.
         also: our keys that change with it besides.
         beside: keys of theirs without which it has no effect.
-        note: what changes in meaning, or why there is no counterpart.
-        default: its value if a file has none; None: it decides nothing here then.
+        note: the change of meaning, or the reason why there is no counterpart.
+        default: its value if a file has none; None: a missing key changes nothing here.
     """
 
     ours: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Row:
     default: Any = None
 
     def assigned(self, value: Any) -> dict[str, Any]:
-        """Return our keys with what a value of theirs, one of `values`, makes of them."""
+        """Return our keys with their values for one of `values`."""
         meant = self.values[value]
         parts = meant if isinstance(meant, tuple) else (meant,) * len(self.ours)
         return {key: part for key, part in zip(self.ours, parts, strict=True) if part is not None}
@@ -54,12 +54,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A trainer whose settings are understood.
+    """Another trainer, as far as its settings are understood.
 
     Attributes:
         name: for messages.
         rows: its keys.
-        without_counterpart: keys that nothing here answers to: their defaults, and the reason.
+        without_counterpart: their other keys: default, and the reason why no key of ours answers to it.
         flatten: takes nested tables apart.
     """
 
@@ -351,13 +351,13 @@ _SCHEDULES = {  # transformers' schedules end at 0; ours has 0.1 by default
 
 def _take_betas(draft: Draft) -> None:
     beta1, beta2 = draft.number("adam_beta1"), draft.number("adam_beta2")
-    if beta1 is not None or beta2 is not None:  # the one that is missing is transformers' default
+    if beta1 is not None or beta2 is not None:  # a missing one has transformers' default
         draft.set("optimizer.betas", [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2])
 
 
 def _take_warmup(draft: Draft) -> None:
     fraction, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
-    if steps is not None and 0 < steps < 1:  # transformers 5 takes a ratio under this name, too
+    if steps is not None and 0 < steps < 1:  # transformers 5 reads a number below 1 as a ratio
         fraction, steps = steps, None
     if steps:
         draft.set("optimizer.num_warmup_steps", draft.count("warmup_steps"))

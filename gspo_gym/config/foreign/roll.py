@@ -215,7 +215,7 @@ def _agentic_statistics(draft: Draft) -> tuple[str, str]:
 
 
 def _take_reward_clip(draft: Draft, *, is_normalised: bool, whitens: bool, limit: float | None) -> None:
-    """Take reward_clip, which cuts rewards after they were normalised, there; 0 is none."""
+    """Take reward_clip, with which ROLL cuts rewards after their normalisation; 0 is none."""
     clip = draft.number("reward_clip")
     if not clip:
         return
@@ -227,7 +227,7 @@ def _take_reward_clip(draft: Draft, *, is_normalised: bool, whitens: bool, limit
         draft.leave_out(
             "reward_clip", "cuts normalised rewards before they are whitened; advantages are cut after that here"
         )
-    else:  # a normalised reward is the advantage, there
+    else:  # in ROLL, a normalised reward is the advantage
         draft.set("advantages.clip", clip if limit is None else min(clip, limit))
         draft.note(f"reward_clip = {clip:g} cuts normalised rewards there, which are advantages here: advantages.clip")
 
@@ -249,7 +249,7 @@ def _take_kl(draft: Draft) -> None:
 
 
 def _total_length(draft: Draft) -> int:
-    """Return sequence_length, which wins there over its two parts, or their sum."""
+    """Return sequence_length, or the sum of its two parts, over which it wins in ROLL."""
     parts = draft.require_count("prompt_length") + (draft.first_count("response_length") or _RESPONSE)
     return draft.first_count("sequence_length") or parts
 
@@ -265,7 +265,7 @@ def _take_lengths(draft: Draft) -> None:
     response = total - prompt
     if _is_agentic(draft):
         assert turn is not None, "max_new_tokens has a default"
-        response = min(turn, total - 1)
+        response = min(turn, total - 1)  # a prompt needs room
     elif draft.given.get("max_new_tokens") not in (None, response):
         draft.note(f"max_new_tokens: the pipeline makes it sequence_length - prompt_length = {response} there")
     draft.set("rollout.max_output_tokens", response)

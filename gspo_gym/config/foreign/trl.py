@@ -1,6 +1,6 @@
 """TRL's GRPOConfig with the ModelConfig and ScriptArguments of its scripts, and Unsloth's, which is the same class.
 
-Keys and defaults are those of TRL 1.16.0, Unsloth 2026.10 and transformers 5.19, whose dataclasses TRL's extend;
+Keys and defaults are those of TRL 1.16.0, Unsloth 2026.10 and transformers 5.19, the base of TRL's dataclasses;
 tests/foreign compares them with the installed packages.
 """
 
@@ -35,7 +35,7 @@ _AGGREGATIONS = {
     **{name: name for name in ("grpo", "bnpo", "dr_grpo", "dapo")},
     "luspo": "seq-mean-token-sum",  # the mean over episodes of the sum over their tokens
 }
-_OTHER_SURROGATES = {  # loss types whose surrogate is not here, and the aggregation that they have
+_OTHER_SURROGATES = {  # loss types with a surrogate that is not here, and their aggregation
     "cispo": "dapo",
     "vespo": "dapo",
     "sapo": "grpo",
@@ -155,7 +155,7 @@ def _take_reference(draft: Draft) -> None:
 
 
 def _take_vllm(draft: Draft) -> None:
-    """Set the engine, and what is done about a sampler whose logprobs are not quite the trainer's."""
+    """Set the engine, and the correction for a sampler whose logprobs are not quite the trainer's."""
     mode, host = draft.get("vllm_mode"), draft.get("vllm_server_host")
     port, url = draft.count("vllm_server_port"), draft.get("vllm_server_base_url")
     settings = {
@@ -187,7 +187,7 @@ def _take_correction(draft: Draft, *, acts: bool) -> None:
     high = draft.number("vllm_importance_sampling_clip_max")
     if draft.is_null("vllm_importance_sampling_clip_max"):
         high = _NO_BOUND
-    high = high if cap is None else cap  # the older name wins there, too
+    high = high if cap is None else cap  # as in TRL, the older name wins
     if not (acts and draft.flag("vllm_importance_sampling_correction")):
         return
     draft.set("correction.level", level)

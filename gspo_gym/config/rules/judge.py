@@ -18,7 +18,7 @@ _KIND_KEYS = ("judge.type", "services.judge_url", "judge.options.python", "judge
 
 
 def judge_kind(kind: str | None, judge_url: str | None, python: str | None, panel: Sequence[Any] | None) -> str:
-    """Return the type of the judge: "synth", "python", "model", or "panel", whose members have types of their own."""
+    """Return the type of the judge: "synth", "python", "model", or "panel" for several, each of its own type."""
     if panel:
         return "panel"
     if kind is not None:
@@ -95,7 +95,7 @@ def _one_rubric(rubric_file: str | None, rubric_id: str | None) -> str | None:
 
 
 def _needs_a_rubric_here(name: str) -> Rule:
-    # A judge at services.judge_url that is told an id has the rubric itself: there is none here to change.
+    # The judge at services.judge_url knows the rubric by its id: there is no rubric here to change.
     def check(value: Any, rubric_id: str | None, *kind: Any) -> str | None:
         if not value or rubric_id is None or judge_kind(*kind) != "synth":
             return None
@@ -349,7 +349,7 @@ JUDGE_RULES = (
 )
 
 
-# Keys that the trainer sets in the policy.config of every rollout, whatever rollout.policy_config says.
+# Keys of policy.config that the trainer sets for each rollout; those of rollout.policy_config are overwritten.
 APP_KEYS_SAID_FOR_EACH_ROLLOUT = ("model", "inference_url", "trace_correlation_id")
 
 _SOURCES = ("services.task_url", "rollout.mixture")

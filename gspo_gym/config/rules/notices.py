@@ -1,7 +1,7 @@
 """Notices: settings that have no effect, or another one than it may seem, and are accepted all the same.
 
-The hosted trainer's files cannot leave most of them out: step rewards, reference and lengths stand in every file,
-whatever the modes are.
+The hosted trainer's files cannot leave most of them out: step rewards, reference and lengths stand in every file, also
+with the modes that do not use them.
 """
 
 from __future__ import annotations

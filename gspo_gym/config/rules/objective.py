@@ -23,8 +23,8 @@ class Rule:
     It is asked only if all of its keys are valid by themselves: then all problems of a file are reported at once.
 
     Attributes:
-        keys: dotted. The keys of a section that is absent are None; the name of an optional section stands for whether
-            it is given, and with `OTHER_KEYS` after it for the keys of an open table that are not ours.
+        keys: dotted. The keys of an absent section are None; the name of an optional section has the value true if it
+            is given, and with `OTHER_KEYS` after it the value is the table of its keys that are not ours.
         check: takes the values of all keys; returns the problem as a sentence, or None.
     """
 

@@ -1,6 +1,6 @@
 """Rules about batches, lengths, model, optimizer and evaluation; `find_contradictions` asks those of all files.
 
-`notices.py` has the rules whose finding is accepted and only reported.
+`notices.py` has the rules with findings that are accepted and only reported.
 """
 
 from __future__ import annotations
