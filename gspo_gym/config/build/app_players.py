@@ -1,0 +1,289 @@
+"""Players of the episodes that task apps play, with the gateway beside the engine that the apps' agents call.
+
+Needs the packages of the extra `apps`: import it only for a configuration with task apps. `AppPlayers` does nothing
+before `start`: a configuration can be built without its apps running.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from gspo_gym.base.keys import is_loopback
+from gspo_gym.config.apps import GatewaySection, TaskSource
+from gspo_gym.config.build.apps import app_step_rewards, environment_ids, own_key
+from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.engine.base import Engine
+from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.remote.apps.client import AppKeys, TaskAppClient, TaskAppSettings
+from gspo_gym.remote.apps.contracts import AppAnswerError, AppError, AppRefusedError, AppUnauthorisedError
+from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
+from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
+from gspo_gym.remote.apps.probe import NO_RETURN, ProbeReport, is_result, report_of
+from gspo_gym.remote.apps.rewards import AppRollout
+from gspo_gym.remote.gateway.app import create_gateway_app
+from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.loop_server import LoopServer
+from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
+from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.rollout.selection import Selection, SelectionAlarm
+from gspo_gym.seeding import child_seed
+from gspo_gym.types import Sampling, Task, Trajectory, TrajectoryGroup
+
+_NUM_PROBES = 2
+_SESSIONS_PER_ROLLOUT = 4  # open at once: training, an evaluation beside it, and those that are just closing
+_MODEL = "policy"  # what apps call the model; the gateway serves one
+# Keys of rollout.policy_config that are said for each rollout, or are the gateway's to obey.
+_OUR_KEYS = frozenset(
+    {"temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs", *APP_KEYS_SAID_FOR_EACH_ROLLOUT}
+)
+
+
+class AppPlayers:
+    """Task apps of a configuration, with the gateway that their agents call.
+
+    Args:
+        config: [services], [gateway], [rollout] and its mixture.
+        engine: that answers. It belongs to the event loop that `start` is called in.
+        tokenizer: of the model, with its chat template (Any: transformers is untyped).
+    """
+
+    def __init__(self, config: RunConfig, engine: Engine, tokenizer: Any) -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._gateway: Gateway | None = None
+        self._server: LoopServer | None = None
+        self._clients: dict[tuple[str, str | None], TaskAppClient] = {}  # by URL and the variable of the key
+        self._trained: list[AppEpisodes] = []
+        self._rubrics: dict[tuple[str, int], Mapping[str, Any] | None] = {}
+        self._metrics = AppMetrics()
+        self._alarm = SelectionAlarm(seed=config.run.seed)
+
+    async def start(self) -> tuple[str, ...]:
+        """Check that every app can be used, and open the gateway; return a line about each app.
+
+        Raises:
+            ConfigError: an app cannot be reached, takes no call of ours, or could not reach the gateway; or the gateway
+                cannot listen where it is to.
+            MissingExtraError: a package is not installed.
+        """
+        try:
+            lines = [await self._check(source) for source in self._config.sources if source.task_url is not None]
+            await self._open_gateway()
+        except BaseException:
+            await self.close()
+            raise
+        return tuple(lines)
+
+    async def probe(self) -> tuple[str, ...]:
+        """Play a rollout or two of every app as training does; return lines about what may not be meant.
+
+        `gspo-gym app check` says more. What failed for a reason that may pass is a line; the run tries such again.
+
+        Raises:
+            ConfigError: an app's episodes cannot be trained on, in both of two rollouts.
+        """
+        lines: list[str] = []
+        for source in self._config.sources:
+            if source.task_url is not None:
+                lines += await self._probe(source)
+        return tuple(lines)
+
+    async def _probe(self, source: TaskSource) -> list[str]:
+
+        judge = self._config.judge
+        has_judge = judge is not None and judge.enabled
+        problems: tuple[str, ...] = ()
+        for number in range(_NUM_PROBES):
+            report = await self._probed(source, number)
+            what = f"task app {source.task_url}: probe rollout"
+            if not is_result(report):
+                return [f"{what} failed, which training would try again: {report.error}"]
+            problems = tuple(text for text in report.problems if not (has_judge and text == NO_RETURN))
+            if not problems:
+                return [f"{what}: {text}" for text in report.notices]
+        raise ConfigError(
+            f"{source.url_key}: {problems[0]} (in {_NUM_PROBES} probe rollouts of {source.task_url}; "
+            "gspo-gym app check says more)"
+        )
+
+    async def _probed(self, source: TaskSource, number: int) -> ProbeReport:
+
+        config = self._config
+        answers: list[AppRollout] = []
+        episodes = self._episodes_of(
+            source,
+            sampling=config.rollout.sampling,
+            limits=config.training_limits,
+            mode="rl",
+            on_answer=answers.append,
+        )
+        task = Task(source.env_name, config.evaluation_seeds[0])
+        sampling_seed = child_seed(config.run.seed, "app probe", number)
+        trajectory = await episodes.play(EpisodeRequest(f"probe/{number}", task, sampling_seed))
+        asked = "the policy, as in training"
+        return report_of(f"probe {number}", asked, trajectory, episodes.counters, answers[-1] if answers else None)
+
+    async def close(self) -> None:
+        """Close the gateway and the clients; closing twice is fine."""
+        gateway, server, clients = self._gateway, self._server, list(self._clients.values())
+        self._gateway, self._server = None, None
+        self._clients.clear()
+        if gateway is not None:
+            await gateway.close()
+        if server is not None:
+            await server.stop()
+        for client in clients:
+            await client.close()
+
+    def player_of(
+        self, source: TaskSource, *, sampling: Sampling, limits: EpisodeLimits, mode: Literal["rl", "eval"]
+    ) -> PlayEpisode:
+        """Return the player of one app's episodes; call `start` before it plays."""
+        episodes: AppEpisodes | None = None
+
+        async def play(request: EpisodeRequest) -> Trajectory:
+            nonlocal episodes
+            if episodes is None:
+                episodes = self._episodes_of(source, sampling=sampling, limits=limits, mode=mode)
+                self._trained += [episodes] if mode == "rl" else []
+            return await episodes.play(request)
+
+        return play
+
+    async def rubric_of(self, task: Task) -> Mapping[str, Any] | None:
+        """Return an app's rubric of a task (Any: JSON), asked for once; None: it has none, or no app plays the task.
+
+        A part (outcome, events) that the task's task_info lacks is the one of /info, which holds for all tasks.
+
+        Raises:
+            AppError: the app does not say.
+        """
+        source = dict(zip(environment_ids(self._config), self._config.sources, strict=True))[task.env_id]
+        client = self._clients.get((source.task_url or "", source.api_key_env))
+        if client is None:
+            return None
+        key = (task.env_id, task.seed)
+        if key not in self._rubrics:
+            (info,) = await client.task_info([task.seed])
+            of_all = {
+                part: rubric for part, rubric in (await client.info()).rubrics.items() if isinstance(rubric, dict)
+            }
+            own = {part: rubric for part, rubric in (info.rubric or {}).items() if rubric is not None}
+            self._rubrics[key] = {**of_all, **own} or None
+        return self._rubrics[key]
+
+    def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], Selection | None]:
+        """Return metrics of the calls since the last step and of the step's episodes, and an alarm or None.
+
+        The alarm: the kept episodes return something else than the played ones.
+        """
+        counters = [episodes.counters for episodes in self._trained]
+        returns = take_returns(counters, step_groups)
+        metrics = {**self._metrics.since_last(counters), **return_metrics(returns)}
+        return metrics, self._alarm.check(returns)
+
+    async def _open_gateway(self) -> None:
+
+        section, asked = self._section, self._config.rollout.policy_config
+        self._gateway = Gateway(
+            self._engine,
+            self._tokenizer,
+            template_kwargs=None if asked is None else asked.chat_template_kwargs,
+            max_sessions=_SESSIONS_PER_ROLLOUT * self._config.rollout.max_concurrent_rollouts,
+        )
+        app = create_gateway_app(self._gateway, model=_MODEL)
+        # The id in each URL, which nobody can guess, is the key: no other is asked for, because apps send none.
+        self._server = LoopServer(app, host=section.host, port=section.port, has_key=True)
+        await self._server.start()
+
+    @property
+    def _section(self) -> GatewaySection:
+        return self._config.gateway or GatewaySection()
+
+    def _episodes_of(
+        self,
+        source: TaskSource,
+        *,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        mode: Literal["rl", "eval"],
+        on_answer: Callable[[AppRollout], None] | None = None,
+    ) -> AppEpisodes:
+        if self._gateway is None or self._server is None or source.task_url is None:
+            raise UsageError(f"{source.url_key}: start the player (`await player.start()`) before it plays")
+
+        rollout = self._config.rollout
+        asked = rollout.policy_config
+        session = GatewaySessionSettings(
+            name="",
+            sampling_seed=0,
+            max_output_tokens=limits.max_output_tokens,
+            max_model_len=limits.max_model_len,
+            sampling=sampling,
+            max_calls=self._section.max_calls,
+        )
+        settings = AppEpisodeSettings(
+            env_name=source.env_name,
+            session=session,
+            model=_MODEL,
+            gateway_url=self._section.public_url or self._server.url,
+            max_turns=limits.max_turns,
+            env_config={**(app_step_rewards(self._config) if mode == "rl" else {}), **source.env_config},
+            policy_name=rollout.policy_name,
+            policy_config={} if asked is None else asked.model_dump(exclude=set(_OUR_KEYS), exclude_none=True),
+            ops=rollout.ops[:2],
+            mode=mode,
+            episode_timeout_seconds=limits.episode_timeout_seconds,
+        )
+        client = self._clients[source.task_url, source.api_key_env]
+        return AppEpisodes(client, self._gateway, settings, retry_seed=self._config.run.seed, on_answer=on_answer)
+
+    async def _check(self, source: TaskSource) -> str:
+        """Return a line about an app that can be used."""
+
+        url = source.task_url or ""
+        self._require_a_way_back(source)
+        client = self._clients.get((url, source.api_key_env)) or self._new_client(source)
+        self._clients[url, source.api_key_env] = client
+        seed = self._config.evaluation_seeds[0]
+        try:
+            await client.health()
+            info = await client.info()
+            await client.task_info([seed])
+        except AppError as error:
+            has_answered = isinstance(error, AppUnauthorisedError | AppRefusedError | AppAnswerError)
+            hint = "" if has_answered else ". Is the app running there?"
+            raise ConfigError(f"{source.url_key}: {error}{hint}") from error
+        return f"task app {url}: plays {source.env_name!r} as {info.task_id or 'a task without a name'}"
+
+    def _new_client(self, source: TaskSource) -> TaskAppClient:
+
+        limits = self._config.limits
+        key = own_key(source)
+        keys = AppKeys.from_environment(os.environ) if key is None else AppKeys([key])
+        return TaskAppClient(
+            source.task_url or "",
+            settings=TaskAppSettings(
+                rollout_timeout_seconds=limits.episode_timeout_seconds,
+                request_timeout_seconds=limits.step_timeout_seconds,
+                max_connections=self._config.rollout.max_concurrent_rollouts,
+            ),
+            keys=keys,
+            retry_seed=self._config.run.seed,
+        )
+
+    def _require_a_way_back(self, source: TaskSource) -> None:
+        """Refuse an app on another machine if only this one reaches the gateway."""
+        host = urlsplit(source.task_url or "").hostname or ""
+        section = self._section
+        if section.public_url is None and is_loopback(section.host) and not is_loopback(host):
+            raise ConfigError(
+                f"gateway.host: {section.host!r} is reached from this machine only, and the app of {source.url_key} "
+                f"runs at {host}: listen on an address that it can call, or give gateway.public_url (of a tunnel)"
+            )
