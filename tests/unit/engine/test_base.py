@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sleepy_engine import SleepyEngine
 
@@ -12,7 +14,10 @@ from gspo_gym.engine.base import (
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
+    refuse_schema,
     require_sleeping,
+    require_vocabulary,
+    token_list,
 )
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
@@ -81,3 +86,22 @@ def test_what_is_left_of_the_context_bounds_a_completion_and_a_prompt_needs_a_to
         num_tokens_to_sample(5, params(3), max_model_len=5)
     with pytest.raises(EngineError, match="at least one token, got none"):
         num_tokens_to_sample(0, params(3), max_model_len=5)
+
+
+def test_tokens_of_the_vocabulary_are_taken_from_the_first_to_the_last() -> None:
+    require_vocabulary(0, 9, 10)
+    for lowest, highest in ((-1, 9), (0, 10)):
+        with pytest.raises(EngineError, match=rf"must be in \[0, 10\), got {lowest}..{highest}"):
+            require_vocabulary(lowest, highest, 10)
+
+
+def test_a_schema_is_refused_by_the_engines_name_and_none_is_fine() -> None:
+    refuse_schema(params(1), "ThisEngine")
+    with pytest.raises(ConfigError, match=r"ThisEngine cannot obey SamplingParams\.json_schema"):
+        refuse_schema(replace(params(1), json_schema="{}"), "ThisEngine")
+
+
+@pytest.mark.parametrize("token_ids", [(3, 4), [np.int32(3), np.int32(4)], np.array([3, 4], np.int32)], ids=repr)
+def test_token_ids_become_integers_that_json_can_write(token_ids: object) -> None:
+    found = token_list(token_ids)
+    assert (found, [type(token) for token in found]) == ([3, 4], [int, int])
