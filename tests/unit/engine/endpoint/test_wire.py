@@ -164,6 +164,7 @@ SPOILT: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"token_ids": [], "logprobs": {"token_logprobs": []}}, "1 to 6 tokens, got 0"),
     "another prompt": ({"prompt_token_ids": [5, 6, 8]}, "another prompt: 3 tokens instead of 3, different from token"),
     "a longer prompt": ({"prompt_token_ids": [1, 5, 6, 7]}, "4 tokens instead of 3, different from token 0 on"),
+    "a prompt that goes on": ({"prompt_token_ids": [5, 6, 7, 8]}, "4 tokens instead of 3, different from token 3 on"),
     "goes on after a stop": ({"token_ids": [8, STOP, 9]}, "goes on for 1 tokens after a stop token"),
     "ends without a stop": ({"token_ids": [8, 9, 9]}, r"ended \(stop\) after 3 of 6 tokens without a stop token"),
     "aborted": ({"finish_reason": "abort"}, "got 'abort'"),
