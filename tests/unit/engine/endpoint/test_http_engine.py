@@ -253,6 +253,27 @@ def test_text_that_was_cut_off_stays_cut_off() -> None:
     assert completion.finish_reason is FinishReason.LENGTH
 
 
+class MarkingTokenizer(hash_model.LetterTokenizer):
+    """Its token 0, which is an A in text, is a special one: it can be left out."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        kept = [token for token in token_ids if token or not skip_special_tokens]
+        return super().decode(kept, skip_special_tokens=skip_special_tokens)
+
+
+def test_a_text_that_fills_the_limit_has_no_room_for_a_stop_and_keeps_its_special_tokens() -> None:
+    def fill(answer: Json) -> Json:
+        answer["choices"][0] |= {"text": "A" * 12, "finish_reason": "stop"}
+        return answer
+
+    with FaultyServer(dialect="text", spoil=fill) as server:
+        completion = use(
+            server, lambda engine: engine.generate(PROMPT, SAMPLING), MarkingTokenizer(), max_model_len=100, tier="text"
+        )
+    assert completion.token_ids.tolist() == [0] * 12
+    assert completion.finish_reason is FinishReason.LENGTH
+
+
 class ShoutingTokenizer(hash_model.LetterTokenizer):
     """Knows no lower case, as a tokenizer that normalises what it reads."""
 
