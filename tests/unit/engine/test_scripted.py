@@ -81,6 +81,7 @@ def test_every_third_call_fails_and_the_others_answer() -> None:
 
 
 def test_random_failures_are_decided_by_the_seed_and_come_at_their_rate() -> None:
+    assert Failures(prob=0.2) == Failures(prob=0.2, seed=0)  # which scripts rely on that name none
     hits = [Failures(prob=0.2, seed=1).hits(index) for index in range(2000)]
     assert hits == [Failures(prob=0.2, seed=1).hits(index) for index in range(2000)]
     assert hits != [Failures(prob=0.2, seed=2).hits(index) for index in range(2000)]
@@ -110,6 +111,7 @@ def test_tokens_carry_the_version_that_was_current() -> None:
     engine = ScriptedEngine([[7, STOP], [STOP]])
     first = _generate(engine, [1])
     asyncio.run(WeightSync(engine).publish(5))
+    assert [update.version for update in engine.updates] == [5]
     assert first.weight_version.tolist() == [0, 0]
     assert _generate(engine, [1]).weight_version.tolist() == [5]
 
