@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
-from gspo_gym.run.doctor import causes, checks, checks_judge, checks_play
+from gspo_gym.run.doctor import causes, checks, checks_play
 from gspo_gym.run.doctor.view import Finding, RunView
 from gspo_gym.types import Outcome
 
@@ -82,7 +82,7 @@ def diagnose(run: RunView) -> list[Finding]:
 
     cause = next((found for check in causes.CAUSES if isinstance(found := check(run), Finding)), None)
     findings = [] if cause is None else [cause]
-    for check in (*checks_play.CHECKS, *checks.CHECKS, *checks_judge.CHECKS):
+    for check in (*checks_play.CHECKS, *checks.CHECKS):
         found = check(run)
         findings += found if isinstance(found, list) else [found] if found is not None else []
     hidden = causes.consequences(findings)

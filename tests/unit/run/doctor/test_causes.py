@@ -15,7 +15,7 @@ import pytest
 from doctor_faults import BASE, FAULTS, FOLDER, GOOD, ROOT, Fault, load, play
 
 from gspo_gym.cli.doctor import diagnose
-from gspo_gym.run.doctor import causes, checks, checks_judge, checks_play
+from gspo_gym.run.doctor import causes, checks, checks_play
 from gspo_gym.run.doctor.view import Finding, RunView
 
 
@@ -77,7 +77,7 @@ def test_a_cause_hides_what_follows_from_it_and_nothing_else() -> None:
 
 
 def test_every_consequence_and_cause_is_a_check() -> None:
-    names = {check.__name__ for check in (*checks.CHECKS, *checks_play.CHECKS, *checks_judge.CHECKS)}
+    names = {check.__name__ for check in (*checks.CHECKS, *checks_play.CHECKS)}
     assert names >= causes.CONSEQUENCES
     assert {fault.cause for fault in FAULTS.values()} <= names | {check.__name__ for check in causes.CAUSES}
 

@@ -21,7 +21,6 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.run.doctor import checks
-from gspo_gym.run.doctor import checks_attempts as attempts
 from gspo_gym.run.doctor import checks_play as play
 from gspo_gym.run.doctor.causes import consequences
 from gspo_gym.run.doctor.view import Finding, RunView
@@ -282,14 +281,14 @@ CASES: list[
         "rollout.env_name",
     ),
     (
-        attempts.actions_exceed_limits,
+        play.actions_exceed_limits,
         ({"rollout/action_limit_fraction": 0.09}, {}),
         ({"rollout/action_limit_fraction": 0.11}, {}),
         "warning",
         "rollout.env_name",
     ),
     (
-        attempts.actions_exceed_limits,
+        play.actions_exceed_limits,
         ({"rollout/action_limit_fraction": quarters(0.9, 0.0)}, {}),
         ({"rollout/action_limit_fraction": quarters(0.0, 0.51)}, {}),
         "serious",
@@ -332,7 +331,12 @@ def test_every_check_has_its_thresholds_tested():
     # these are about status, trends and events, and have tests of their own below
     others = {
         play.run_failed, play.reward_does_not_rise, play.evaluation_fell, play.evaluation_does_not_improve,
-        attempts.infrastructure_fails, attempts.failures_follow_actions, attempts.apps_lose_attempts, play.sink_failed,
+        play.infrastructure_fails, play.failures_follow_actions, play.apps_lose_attempts, play.sink_failed,
+    }  # fmt: skip
+    # these have a file of their own, test_checks_judge.py
+    others |= {
+        checks.judge_drifted, checks.gold_fails, checks.judge_was_down, checks.judge_leaves_unscored,
+        checks.judge_is_played,
     }  # fmt: skip
     assert tested | others == {*checks.CHECKS, *play.CHECKS}
 
@@ -476,16 +480,16 @@ def test_all_scores_of_a_run_are_in_the_unit_of_its_first_evaluation():
 
 
 def test_failures_that_follow_actions_are_found_by_their_event():
-    assert attempts.failures_follow_actions(a_run({})) is None
+    assert play.failures_follow_actions(a_run({})) is None
     told = {"kind": "selection", "step": 7, "data": {"reason": "64 attempts failed after an action"}}
-    finding = only(attempts.failures_follow_actions(a_run({}, events=[told])))
+    finding = only(play.failures_follow_actions(a_run({}, events=[told])))
     assert (finding.severity, finding.evidence) == ("serious", "step 7: 64 attempts failed after an action")
 
 
 def test_an_app_that_loses_attempts_is_found_by_its_event():
-    assert attempts.apps_lose_attempts(a_run({})) is None
+    assert play.apps_lose_attempts(a_run({})) is None
     told = {"kind": "attempts_lost", "step": 7, "data": {"reason": "20 of 100 attempts (20%) were lost"}}
-    finding = only(attempts.apps_lose_attempts(a_run({}, events=[told])))
+    finding = only(play.apps_lose_attempts(a_run({}, events=[told])))
     assert (finding.severity, finding.evidence) == ("serious", "step 7: 20 of 100 attempts (20%) were lost")
     assert "gspo-gym app check URL" in finding.suggestion
 
@@ -495,7 +499,7 @@ def test_actions_that_exceed_limits_are_told_with_which_limit_and_explain_a_retu
     for reason, key in ((hanging, "limits.step_timeout_seconds"), ("ActionLimitError: a query", "rollout.env_name")):
         metrics = {"rollout/action_limit_fraction": quarters(0.2, 0.6)}
         run = a_run(metrics, reasons={"action_limit": reason})
-        finding = only(attempts.actions_exceed_limits(run))
+        finding = only(play.actions_exceed_limits(run))
         assert (finding.key, reason in finding.evidence) == (key, True)
         assert "does so more and more" in finding.problem
         assert "is 60% in steps 31 to 40 and was 20% in steps 1 to 10" in finding.evidence
@@ -521,12 +525,12 @@ def test_evaluations_that_do_not_improve_are_those_whose_best_interval_holds_the
 def test_failures_are_told_apart_and_graded_by_their_share_of_all_attempts():
     outcomes = {"terminated": 90, "env_error": 4, "env_timeout": 6}
     finding = only(
-        attempts.infrastructure_fails(a_run({}, outcomes=outcomes, reasons={"env_timeout": "no answer in 30 s"}))
+        play.infrastructure_fails(a_run({}, outcomes=outcomes, reasons={"env_timeout": "no answer in 30 s"}))
     )
     assert (finding.severity, finding.key) == ("warning", "limits.step_timeout_seconds")
     assert finding.evidence == "6 of 100 attempts (6%); most often: no answer in 30 s"
-    assert attempts.infrastructure_fails(a_run({}, outcomes={"terminated": 95, "env_error": 5})) == []
-    serious = only(attempts.infrastructure_fails(a_run({}, outcomes={"terminated": 74, "env_error": 26})))
+    assert play.infrastructure_fails(a_run({}, outcomes={"terminated": 95, "env_error": 5})) == []
+    serious = only(play.infrastructure_fails(a_run({}, outcomes={"terminated": 74, "env_error": 26})))
     assert (serious.severity, serious.key) == ("serious", "rollout.env_name")
 
 
@@ -537,7 +541,7 @@ def test_failures_of_episodes_that_an_app_plays_point_to_the_app():
         "engine_error": "gateway.public_url",
         "episode_timeout": "limits.episode_timeout_seconds",
     }.items():
-        finding = only(attempts.infrastructure_fails(a_run({}, app, outcomes={"terminated": 50, outcome: 50})))
+        finding = only(play.infrastructure_fails(a_run({}, app, outcomes={"terminated": 50, outcome: 50})))
         assert (finding.severity, finding.key) == ("serious", key)
 
 
