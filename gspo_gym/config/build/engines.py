@@ -95,9 +95,7 @@ def check_engine(config: RunConfig) -> None:
     if engine == "vllm" and urls and importlib.util.find_spec("httpx") is None:
         raise MissingExtraError("services.engine_urls: an engine behind a vLLM server needs: pip install httpx")
     if engine == "http" and importlib.util.find_spec("httpx") is None:
-        raise MissingExtraError(
-            "rollout.engine = \"http\": httpx is not installed; pip install 'gspo-gym[openai]'"
-        )
+        raise MissingExtraError("rollout.engine = \"http\": httpx is not installed; pip install 'gspo-gym[openai]'")
 
 
 async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:

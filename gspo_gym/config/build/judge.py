@@ -256,7 +256,6 @@ class _Parts:
     ) -> Judge:
         """Return the judge of one member: a model or a function."""
         if who.python is not None:
-
             return PythonJudge(
                 who.python,
                 max_concurrency=self.asking.max_concurrency,

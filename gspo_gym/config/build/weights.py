@@ -110,7 +110,8 @@ def build_alarm(config: RunConfig) -> MismatchAlarm | None:
     sampling = rollout.sampling
     has_dropout = lora is not None and lora.dropout > 0
     if max_gap is None and (
-        sampling.is_reshaped or has_dropout or (sampling.is_truncated and not config.training.score_truncated)):
+        sampling.is_reshaped or has_dropout or (sampling.is_truncated and not config.training.score_truncated)
+    ):
         return None
     return MismatchAlarm(max_gap=max_gap, has_16_bits=set(_dtypes(config)) != {"float32"})
 

@@ -28,8 +28,7 @@ from gspo_gym.config.run_config import load_config
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError, RecordError, RolloutError, UnknownNameError
-from gspo_gym.rollout.episode_files import load_episodes, save_episodes
-from gspo_gym.rollout.episode_files import trajectory_to_json
+from gspo_gym.rollout.episode_files import load_episodes, save_episodes, trajectory_to_json
 from gspo_gym.types import Message, Outcome
 
 

@@ -16,8 +16,7 @@ from gspo_gym.config.build.reference import scoring_settings, serving_reference
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.policy.load import Policy, load_policy
-from gspo_gym.policy.reference.client import ReferenceClient
-from gspo_gym.policy.reference.client import ReferenceProcess
+from gspo_gym.policy.reference.client import ReferenceClient, ReferenceProcess
 from gspo_gym.policy.reference.server import ReferenceModel, make_server
 from gspo_gym.policy.reference.wire import ScoringSettings
 from gspo_gym.types import Sampling
