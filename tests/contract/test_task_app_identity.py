@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from app_process import serving_process
-from gspo_gym.config.build.app_players import AppPlayers
 from seeded_engine import SeededEngine, any_of
 
 from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build.app_players import AppPlayers
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine

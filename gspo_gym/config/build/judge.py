@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.retries import RetrySettings
-from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings
 from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
@@ -30,6 +29,7 @@ from gspo_gym.judge.panel import PanelJudge, PythonJudge
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
 from gspo_gym.judge.scorer import RubricsOf
 from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
+from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings
 from gspo_gym.learning.credit import turn_rewards
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.rollout.episode_files import read_episodes

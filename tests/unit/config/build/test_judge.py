@@ -14,7 +14,6 @@ from rule_judge import RuleJudge
 from scripted_judge import episode
 
 from gspo_gym.config.build.judge import build_judging, rewards_of_turns
-from gspo_gym.judge.settings import PanelEntry
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameError, UnscoredError
@@ -22,6 +21,7 @@ from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.gold import DriftCheck
 from gspo_gym.judge.rubric_files import parse_rubrics
 from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.settings import PanelEntry
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.run.judging import Judging
