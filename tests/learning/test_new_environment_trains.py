@@ -64,9 +64,9 @@ def test_a_new_environment_is_trained_on(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_environment_is_learned_by_its_own_config(kind, tmp_path):
-    """As its config says: text to at least nine of ten held-out tasks, tool by at least two of ten more than before.
+    """As its config stands (run seed 0): from what random legal play earns to at least nine of ten held-out tasks.
 
-    Tool ends between 0.71 and 0.98 over run seeds 0 to 4, from 0.33 to 0.47: it learns to look, and misreads a colour.
+    Nine of ten, because the runs stop at 0.97 (text) or 0.95 (tool), and 200 episodes have a standard error of 0.02.
     """
     project = new_environment("FirstTry", kind=kind, folder=tmp_path).folder
     command = ("-m", "gspo_gym.train", "train.toml", "rollout.env_name=first_try:first_try/FirstTry-v0")
@@ -75,7 +75,7 @@ def test_a_new_environment_is_learned_by_its_own_config(kind, tmp_path):
     evaluations = [event for event in read_events(project / "runs" / "first_try") if event["kind"] == "evaluation"]
     before, after = evaluations[0]["data"], evaluations[-1]["data"]
     print(f"success {before['success_rate']:.3f} to {after['success_rate']:.3f} after {evaluations[-1]['step']} steps")
-    # Random play of text finds one of four in two tries with 1 - (3/4)^2 = 0.44, that of tool looks with 0.4 and else
-    # guesses one of eight: 0.4 + 0.6 / 8 = 0.475. 200 episodes have a standard error of 0.035.
+    # Random play of text finds one of four in two tries with 1 - (3/4)^2 = 0.44; tool listens with 1/3, and else
+    # guesses one of six: 1/3 + 2/3 / 6 = 0.44. 200 episodes have a standard error of 0.035.
     assert before["success_rate"] < 0.55
-    assert after["success_rate"] >= {"text": 0.9, "tool": before["success_rate"] + 0.2}[kind]
+    assert after["success_rate"] >= 0.9
