@@ -232,10 +232,14 @@ class Sabotaged:
 
 
 def held_chunks() -> list[str]:
-    """Pieces of memory that this process holds for workers to open, and files of ours in the memory's file system."""
+    """Pieces of memory that this process holds for workers to open, and files of ours in the memory's file system.
+
+    Folders there are staged weights, of this program or of tests beside it, and no transfer's.
+    """
     links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     named = [os.readlink(link) for link in links if link.is_symlink()]
-    return [name for name in (*named, *os.listdir("/dev/shm")) if "gspo_gym" in name]
+    files = [path.name for path in Path("/dev/shm").iterdir() if not path.is_dir()]
+    return [name for name in (*named, *files) if "gspo_gym" in name]
 
 
 def test_a_transfer_that_fails_poisons_and_the_rebuilt_engine_has_the_weights(
