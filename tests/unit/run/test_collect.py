@@ -238,9 +238,11 @@ def test_the_returns_by_which_groups_were_left_out_are_handed_on() -> None:
     plan = TrainPlan(
         "test/Env-v0", RunSize(1, 1, 2, batch_size=2, group_size=1), loop=LoopSettings(constant_groups="drop")
     )
-    collected = asyncio.run(Collector(plan, Demonstrations()).collect(1))  # type: ignore[arg-type]
+    collector = Collector(plan, Demonstrations())  # type: ignore[arg-type]
+    collected = asyncio.run(collector.collect(1))
     names = [trajectory.trajectory_id for group in collected.groups for trajectory in group.trajectories]
     assert len(names) == 2
     assert {name: known.episode_return for name, known in collected.returns.items()} == dict.fromkeys(names, 0.5)
     assert (collected.kept, collected.num_dropped) == ((), 2)  # an only episode is worth what its group is
     assert (collected.num_uncommitted, collected.num_late) == (0, 0)
+    assert (collector.num_tasks, collector.pending_tasks) == (2, ())
