@@ -28,8 +28,10 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.evaluation import (
     Evaluation,
     EvaluationRow,
+    PlayedRow,
     ScoreUnit,
     evaluate,
+    evaluation_of_rows,
     evaluation_table,
     in_one_unit,
     join,
@@ -174,6 +176,36 @@ def row(seed: int, episode_return: float | None, success: bool | None = None) ->
 
 def evaluation(*rows: EvaluationRow, env_id: str = "Dice-v0") -> Evaluation:
     return Evaluation(env_id, rows)
+
+
+def played(env_id: str, seed: int, episode_return: float, num_retries: int = 0) -> PlayedRow:
+    return PlayedRow(env_id, row(seed, episode_return), num_retries)
+
+
+def test_a_row_comes_back_from_its_json() -> None:
+    one = PlayedRow("Dice-v0", EvaluationRow(3, 0.5, False, 2, Outcome.TERMINATED, env_return=0.25), 4)
+    assert PlayedRow.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_rows_that_are_there_are_not_played_again_and_those_of_others_are_left_out() -> None:
+    found = [played("Test-v0", 5, -7.0, 2), played("Other-v0", 6, -8.0), played("Test-v0", 7, -9.0)]
+    result = asyncio.run(evaluate(pool_for(), "Test-v0", [5, 6], found=found))
+    first, second = result.rows
+    assert (first.seed, first.episode_return) == (5, -7.0)
+    assert (second.seed, second.episode_return) == (6, -rolls_of(6)[0] / 8)
+    assert result.num_retries == 2
+
+
+def test_an_evaluation_is_made_of_rows_that_are_all_there() -> None:
+    found = [played("A-v0", 1, 0.5, 1), played("B-v0", 1, 0.25), played("A-v0", 2, 1.0, 2), played("A-v0", 3, 9.0)]
+    alone = evaluation_of_rows(["A-v0"], [1, 2], found)
+    assert alone is not None
+    assert [(each.seed, each.episode_return) for each in alone.rows] == [(1, 0.5), (2, 1.0)]
+    assert (alone.env_id, alone.num_retries) == ("A-v0", 3)
+    joined = evaluation_of_rows(["A-v0", "B-v0"], [1], found)
+    assert joined is not None
+    assert [part.env_id for part in joined.parts] == ["A-v0", "B-v0"]
+    assert evaluation_of_rows(["A-v0", "B-v0"], [1, 2], found) is None
 
 
 def test_a_comparison_pair_by_pair() -> None:
