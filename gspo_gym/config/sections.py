@@ -1,9 +1,8 @@
-"""The sections of a configuration file that govern the learning, one record each: every key with its type, range,
-default and meaning. Sections about machines and services are in `services.py`.
+"""The sections of a configuration file that hold settings of several rooms, or of the policy's model.
 
-Keys that govern one piece of code are defined beside that code (`learning/settings.py`, `rollout/limits.py`); `same`
-puts such a definition into a section here, so that there is one default and one range. What contradicts what is in
-`rules.py`, defaults that follow from other keys in `config/defaults.py`.
+A section is the settings record of its room (`[loss]` is `LossSettings`), or inherits from the records of several; a
+room takes its own by `Settings.of`. `same` and `optional` show a field of another record under a key of a section.
+Contradictions are found by `config/rules`, and defaults that follow from other keys by `config/defaults.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The one place where the learner evaluates a policy: the old, the present and the
 a ratio differs from 1 only if weights do. That holds under a LoRA adapter's dropout, too, because a seed decides its
 masks (common random numbers); with fresh masks in each pass a ratio would mostly measure the masks.
 
-`Truncation` leaves the tokens that truncated sampling leaves: the learner then scores the distribution that was sampled
+`truncate` leaves the tokens that truncated sampling leaves: the learner then scores the distribution that was sampled
 from. It is the engine's rule again, which the learner may not import; a test holds the two together.
 
 V = vocabulary, A = sampled tokens.
