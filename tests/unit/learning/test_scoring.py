@@ -286,6 +286,17 @@ def test_a_model_must_apply_its_head_once_to_every_token(make_model, logits_of):
         Scorer(model)
 
 
+def test_a_model_that_gives_its_head_a_hundredth_more_than_its_decoder_says_is_refused(make_model):
+    class Other(type(make_model())):
+        def forward(self, **inputs):
+            return SimpleNamespace(logits=self.lm_head(1.01 * self.model(**inputs).last_hidden_state))
+
+    model = make_model()
+    model.__class__ = Other
+    with pytest.raises(ConfigError, match="cannot be scored"):
+        Scorer(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_looks_into_its_padding_is_refused(make_model, dtype):
     model = make_model(dtype=dtype)
