@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.rollout import statistics
 from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
+from gspo_gym.seeding import generator
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,13 @@ def test_bootstrap_depends_on_its_seed_only() -> None:
     values = [0.1 * k * k for k in range(30)]
     assert bootstrap_mean_interval(values, seed=1) == bootstrap_mean_interval(values, seed=1)
     assert bootstrap_mean_interval(values, seed=1) != bootstrap_mean_interval(values, seed=2)
+
+
+def test_bootstrap_in_blocks_is_that_of_one_draw_of_ten_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_MAX_RESAMPLED_NUMBERS", 700)  # 77 resamples of 9, and 67 in the last block
+    values = np.random.default_rng(4).normal(size=9)
+    means = values[generator(3, "bootstrap").integers(9, size=(10_000, 9))].mean(axis=1)
+    assert bootstrap_mean_interval(values.tolist(), seed=3) == Interval(*np.quantile(means, [0.025, 0.975]).tolist())
 
 
 def test_bootstrap_of_too_little_or_too_equal() -> None:
