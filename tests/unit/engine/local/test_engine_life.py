@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ import pytest
 import torch
 from engine_contract import until_in_flight
 
-from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.local.batch import Request
 from gspo_gym.engine.local.batcher import Batcher
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.errors import EngineError, EngineTimeoutError
+from gspo_gym.errors import ConfigError, EngineError, EngineTimeoutError
 from gspo_gym.policy.weight_sync import WeightSync
 
 MAX_LEN = 1024
@@ -138,6 +139,17 @@ def test_an_update_waits_until_no_request_is_in_flight(model: Any) -> None:
         await update
         assert engine.weight_version == 1
         assert (await later).weight_version.tolist() == [1] * 3
+
+    _run(model, use)
+
+
+def test_weights_in_a_folder_are_refused_and_the_engine_goes_on_under_its_own(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        await engine.pause("wait")
+        with pytest.raises(ConfigError, match="expected an update of kind 'shared', got 'full'"):
+            await engine.apply_weights(WeightUpdate(1, "full", Path("weights")))
+        await engine.resume(0)
+        assert (await engine.generate([1, 2, 3], _sampling(2))).weight_version.tolist() == [0, 0]
 
     _run(model, use)
 
