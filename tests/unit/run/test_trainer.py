@@ -238,8 +238,15 @@ def test_constant_groups_are_trained_on_by_default_and_counted(tmp_path: Path) -
 
 
 def test_a_step_counts_as_a_gradient_step_if_some_gradient_was_not_zero(tmp_path: Path) -> None:
-    _, state = train(tmp_path, make_plan(), parts=Parts(grad_norms=[0.5, 0.0, 0.25]))  # nothing is known of the fourth
-    assert state.gradient_steps == 2
+    parts = Parts(grad_norms=[0.5, 0.0, 0.25, 0.125])  # nothing is known of the fifth
+    _, state = train(tmp_path, make_plan(num_steps=5), parts=parts)
+    assert state.gradient_steps == 3
+
+
+def test_a_runs_seconds_are_those_of_its_steps_and_evaluations(tmp_path: Path) -> None:
+    _, state = train(tmp_path, make_plan(num_steps=5))
+    # The clock ticks when asked: twice more in each of 5 steps, once more in each evaluation, of steps 0, 2, 4 and 5.
+    assert state.wall_seconds == 5 * 2 + 4
 
 
 def test_progress_is_told_of_every_step_and_evaluation_and_of_the_end(tmp_path: Path) -> None:
