@@ -13,7 +13,7 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Counters, Finished, Request
 from gspo_gym.engine.local.batcher import Batcher
 from gspo_gym.engine.local.packed_model import PackedModel
-from gspo_gym.errors import EngineError
+from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
 
 MAX_LEN = 512
@@ -172,3 +172,18 @@ def test_a_packed_model_is_compared_over_a_prompt_its_continuation_and_two_singl
     )
     packed.verify()
     assert read == [12, 5, 5, 1, 1]  # the first by the model's own attention
+
+
+def test_a_model_that_raises_with_the_engines_cache_is_refused_with_what_it_raised(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, original = PackedModel(model, max_model_len=MAX_LEN), type(model).forward
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        if "slot_step" in options:
+            raise KeyError("rotary")
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(ConfigError, match=r"does not run with the engine's cache: KeyError\('rotary'\)"):
+        packed.verify()
