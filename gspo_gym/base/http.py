@@ -205,6 +205,8 @@ class HttpClient:
         import httpx
 
         url, where = (path, path) if "://" in path else (self.base_url + path, self._name + path)
+        # Certificates are verified or not by the base URL, so a complete URL may not be of another scheme.
+        assert url.partition(":")[0] == self.base_url.partition(":")[0], (url, self.base_url)
         where = where.partition("?")[0]
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
