@@ -176,10 +176,9 @@ def score_logprobs(
     action_mask: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
 ) -> Tensor:
     """Return [B, T] logprobs of the sampled tokens, for a single use; keep a `Scorer` to score more than once."""
-    scorer = Scorer(model, sampling=Sampling(temperature=temperature), chunk_tokens=chunk_tokens)
+    scorer = Scorer(model, sampling=Sampling(temperature=temperature))
     return scorer.score(token_ids, attention_mask, action_mask).logprobs
 
 
