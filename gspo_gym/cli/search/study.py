@@ -503,8 +503,7 @@ def _texts(error: ValidationError, values: Any) -> Iterator[tuple[str, str]]:
     model = SearchSettings if error.title == SearchSettings.__name__ else ParameterRange
     for problem in find_problems(error, model, values if isinstance(values, Mapping) else {}):
         name = problem.key.rpartition(".")[2]
-        is_unknown = problem.text.startswith("unknown")
-        text = f"unknown key: {FOREIGN[name]}" if is_unknown and name in FOREIGN else problem.text
+        text = f"unknown key: {FOREIGN[name]}" if name in FOREIGN else problem.text  # none is a key here
         yield problem.key, text if model is SearchSettings else text.replace("unknown section", "unknown key")
     for detail in error.errors(include_url=False):
         if not detail["loc"]:
