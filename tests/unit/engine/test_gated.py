@@ -45,3 +45,13 @@ def test_a_mode_that_the_engine_does_not_have_is_refused_and_calls_go_on() -> No
         assert (await engine.generate([1], SAMPLING)).token_ids.tolist() == [7]
 
     asyncio.run(main())
+
+
+def test_weights_without_digests_give_none_and_sessions_may_be_ended_all_the_same() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine([[7]])
+        assert await engine.checksums() == {}  # attestation reads their items
+        await engine.end_session("a session that never was")
+        assert (await engine.generate([1], SAMPLING)).token_ids.tolist() == [7]
+
+    asyncio.run(main())
