@@ -194,14 +194,16 @@ def test_nothing_is_kept_for_requests_without_a_session_or_sessions_that_ended(f
         sizes = []
         await engine.generate(_prompt(9), _sampling(2))
         sizes.append(len(held))
-        await engine.generate(_prompt(9), _sampling(2), session_id="a")
+        for session in ("a", "b"):
+            await engine.generate(_prompt(9), _sampling(2), session_id=session)
         sizes.append(len(held))
         await engine.end_session("a")
-        await engine.generate(_prompt(2), _sampling(1))  # the worker has taken the command before this
+        # The worker has taken the command before this, which leaves the slot that "a" had alone.
+        await engine.generate(_prompt(9), _sampling(1), session_id="b")
         sizes.append(len(held))
         return sizes
 
-    assert _run(falcon, use) == [0, 1, 0]
+    assert _run(falcon, use) == [0, 2, 1]
 
 
 def _scale_in_place(parameter: torch.Tensor) -> None:
