@@ -287,7 +287,9 @@ def test_bundled_environments_import_what_a_strangers_environment_could(envs: di
 
 def test_folders_of_the_package_have_an_init_that_holds_a_docstring_only(house: dict[str, Module]) -> None:
     inits = [m for m in house.values() if m.is_package and m.unit]
-    assert len(inits) >= 5
+    # A folder without one is no package: an editable install imports it, and the wheel leaves it out.
+    folders = {m.path.parent for m in house.values() if m.unit and m.path.parent != ROOT / "gspo_gym"}
+    assert {m.path.parent for m in inits} == folders
     assert [m.name for m in inits if len(m.tree.body) != 1 or ast.get_docstring(m.tree) is None] == []
 
 
