@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gspo_gym.config.build.token_audit import TokenAudit
     from gspo_gym.remote.serve.served_env import ServedEnv
 
+_STEP_TIMEOUT_SECONDS = 30.0  # what `check_env` allows a call; people have no limit
 _PLAY_ADVICE = 'The game is ended. Set isolation = "process" in the class of {env}, and what hangs can be ended alone.'
 
 
@@ -96,7 +97,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
         max_output_tokens=100_000,
         env_id=resolve(arguments.name),
     )
-    with watching(None, seconds_until_frozen(), advice=_PLAY_ADVICE), wrapper:
+    with watching(None, seconds_until_frozen(_STEP_TIMEOUT_SECONDS), advice=_PLAY_ADVICE), wrapper:
         _, info = wrapper.reset(arguments.seed)
         _show_messages(console, info["new_messages"])
         _show_tokens(console, wrapper, tokenizer, tokens=arguments.tokens, mask=arguments.mask)
@@ -196,7 +197,7 @@ def check_environment(arguments: argparse.Namespace) -> int:
     """Print the report of `check_env`, and with a model that of `audit_tokens`; return 1 if anything failed."""
 
     config = env_config_of(arguments.option)
-    with watching(None, seconds_until_frozen(), advice=_CHECK_ADVICE):
+    with watching(None, seconds_until_frozen(_STEP_TIMEOUT_SECONDS), advice=_CHECK_ADVICE):
         report = check_env(
             arguments.name,
             env_config=config,

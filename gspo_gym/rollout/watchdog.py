@@ -50,7 +50,7 @@ def marker_beside(out: Path) -> Path:
     return out.with_name(f"{out.name}.{MARKER}")
 
 
-def seconds_until_frozen(step_timeout_seconds: float = 0.0) -> float:
+def seconds_until_frozen(step_timeout_seconds: float) -> float:
     """Return how long the lock may be held: twice what a call of an environment may take, and a minute at least."""
     return max(_LEAST_SECONDS, 2 * step_timeout_seconds)
 

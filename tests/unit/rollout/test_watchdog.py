@@ -119,7 +119,56 @@ def test_what_lets_go_of_the_lock_is_left_to_its_deadline(tmp_path: Path, action
     ended = run(tmp_path, "Plain", action)
     assert ended.returncode == 1
     assert "EnvTimeoutError: Patterns: step() did not answer within 1 seconds" in ended.stderr
-    assert read_frozen(tmp_path / MARKER) == Frozen()
+    assert read_frozen(tmp_path / MARKER) == Frozen((), "", 0.0)
+
+
+GUARDED = """
+import faulthandler, os, signal, sys, time
+from pathlib import Path
+from gspo_gym.env.workers.announcements import announced
+from gspo_gym.rollout.watchdog import watching
+
+def spin(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+"""
+
+
+def guarded(*lines: str) -> list[str]:
+    """What a program prints whose last lines are these; it must end by itself."""
+    command = [sys.executable, "-c", GUARDED + "\n".join(lines)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+
+
+def test_an_environment_that_computes_for_long_and_lets_others_run_is_left_alone() -> None:
+    """Beats come every 0.2 s, a quarter of the limit, so it is never silent for 0.8 s although it is busy for 3."""
+    said = guarded(
+        "with watching(None, 0.8, advice=''), announced('Slow\\nstep()'):",
+        "    spin(3)",
+        "print('over')",
+    )
+    assert said == ["over"]
+
+
+def test_the_watcher_is_out_of_reach_of_ctrl_c_and_the_dump_of_threads_is_taken_back() -> None:
+    said = guarded(
+        "with watching(None, 60, advice=''):",
+        "    [child] = Path(f'/proc/self/task/{os.getpid()}/children').read_text().split()",
+        "    print(os.getsid(int(child)) == int(child))",  # a terminal's signals do not reach another session
+        "print(faulthandler.unregister(signal.SIGUSR2))",  # whether there was anything to take back
+    )
+    assert said == ["True", "False"]
+
+
+def test_a_program_that_handles_the_dumps_signal_itself_keeps_it() -> None:
+    said = guarded(
+        "signal.signal(signal.SIGUSR2, lambda *_: print('ours'))",
+        "with watching(None, 60, advice=''):",
+        "    os.kill(os.getpid(), signal.SIGUSR2)",
+    )
+    assert said == ["ours"]
 
 
 def test_the_busiest_thread_must_be_busy_and_announced() -> None:
