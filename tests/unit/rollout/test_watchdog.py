@@ -162,6 +162,18 @@ def test_the_watcher_is_out_of_reach_of_ctrl_c_and_the_dump_of_threads_is_taken_
     assert said == ["True", "False"]
 
 
+def test_watching_leaves_no_descriptor_and_no_thread() -> None:
+    said = guarded(
+        "import threading",
+        "held = os.listdir('/proc/self/fd')",
+        "for _ in range(3):",
+        "    with watching(None, 60, advice=''):",
+        "        pass",
+        "print(os.listdir('/proc/self/fd') == held, threading.active_count())",
+    )
+    assert said == ["True 1"]
+
+
 def test_a_program_that_handles_the_dumps_signal_itself_keeps_it() -> None:
     said = guarded(
         "signal.signal(signal.SIGUSR2, lambda *_: print('ours'))",
