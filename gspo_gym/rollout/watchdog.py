@@ -33,7 +33,7 @@ TRAINING_ADVICE = (
 )
 _SCRIPT = str(Path(__file__).with_name("watchdog_process.py"))
 _LEAST_SECONDS = 60.0  # code of ours may hold the lock for some seconds; and the environment is let go of after that
-_STOP_SECONDS = 5.0
+_BEAT_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,9 @@ def watching(marker: Path | None, seconds: float, *, advice: str) -> Iterator[No
         yield
         return
     size = NUM_SLOTS * SLOT_BYTES
-    read_end, write_end = os.pipe()
-    with tempfile.TemporaryFile() as board, os.fdopen(write_end, "wb", buffering=0) as beats:
+    with tempfile.TemporaryFile() as board:
         board.truncate(size)
-        with mmap.mmap(board.fileno(), size) as memory, _dumping_threads():
+        with mmap.mmap(board.fileno(), size) as memory, _dumping_threads(), _beating() as read_end:
             path = "" if marker is None else marker.absolute()
             arguments = (os.getpid(), read_end, board.fileno(), path, seconds, advice)
             try:
@@ -84,21 +83,14 @@ def watching(marker: Path | None, seconds: float, *, advice: str) -> Iterator[No
                     start_new_session=True,
                 )
             finally:
-                os.close(read_end)
-            is_over = threading.Event()
-            beating = threading.Thread(
-                target=_beat, args=(beats, is_over, min(1.0, seconds / 4)), daemon=True, name="gspo-gym-beats"
-            )
-            beating.start()
+                os.close(read_end)  # else a pipe that nobody reads would fill up, and a beat would wait for ever
             open_board(memory)
             try:
                 yield
             finally:
                 close_board()
-                is_over.set()
-                beating.join()
-                beats.close()
-                _end(process)
+                process.kill()  # not asked to end: it may be about to end this process, which is alive
+                process.wait()
 
 
 def read_frozen(path: Path) -> Frozen:
@@ -116,10 +108,25 @@ def read_frozen(path: Path) -> Frozen:
         raise RecordError(f"{path}: expected what the watchdog wrote, got {error}; remove the file") from error
 
 
-def _beat(beats: object, is_over: threading.Event, seconds: float) -> None:
-    while not is_over.wait(seconds):
-        with contextlib.suppress(OSError, ValueError):  # the watchdog is gone: nobody is told
-            beats.write(b".")  # type: ignore[attr-defined]  # an unbuffered file
+@contextlib.contextmanager
+def _beating() -> Iterator[int]:
+    """Write beats into a pipe from a thread while the body runs; the body closes the end to be read, which it gets."""
+    read_end, write_end = os.pipe()
+    is_over = threading.Event()
+    thread = threading.Thread(target=_beat, args=(write_end, is_over), daemon=True, name="gspo-gym-beats")
+    thread.start()
+    try:
+        yield read_end
+    finally:
+        is_over.set()
+        thread.join()  # a beat after the close would go into another file of the same number
+        os.close(write_end)
+
+
+def _beat(write_end: int, is_over: threading.Event) -> None:
+    while not is_over.wait(_BEAT_SECONDS):
+        with contextlib.suppress(OSError):  # the watchdog is gone: nobody is told
+            os.write(write_end, b".")
 
 
 @contextlib.contextmanager
@@ -135,11 +142,3 @@ def _dumping_threads() -> Iterator[None]:
         yield
     finally:
         faulthandler.unregister(signal.SIGUSR2)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

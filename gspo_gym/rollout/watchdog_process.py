@@ -1,9 +1,9 @@
 """The process that watches a run from outside: `python watchdog_process.py PID BEATS BOARD MARKER SECONDS ADVICE`.
 
-It reads a beat a second from the descriptor BEATS, which a thread of the run writes whenever it gets the interpreter's
-lock. When none has come for SECONDS, and the thread of the run that has computed most since then announces on the board
-(a descriptor, too) that it runs an environment, that environment holds the lock: this writes the file MARKER, says
-so, has the run's threads dumped, and kills the run. Anything else that is slow is left alone.
+It reads a few beats a second from the descriptor BEATS, which a thread of the run writes whenever it gets the
+interpreter's lock. When none has come for SECONDS, and the thread of the run that has computed most since then
+announces on the board (a descriptor, too) that it runs an environment, that environment holds the lock: this writes the
+file MARKER, says so, has the run's threads dumped, and kills the run. Anything else that is slow is left alone.
 It ends with the run. Only the standard library is imported: it starts in some ms.
 """
 
@@ -17,10 +17,6 @@ import struct
 import sys
 import time
 
-TYPE_CHECKING = False  # typing's own costs 5 ms
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 _SLOT_BYTES, _HEADER = 256, struct.Struct("=QH")  # as `env/workers/announcements.py` writes them
 _SHARE = 0.1  # of the time without a beat that the thread must have computed; a machine may have other work
 _DUMP_SECONDS = 1.0
@@ -33,18 +29,15 @@ def main() -> None:
     marker, limit, advice = sys.argv[4], float(sys.argv[5]), sys.argv[6]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # those are the run's, which tells us by hanging up
-    poll = select.poll()
-    poll.register(beats, select.POLLIN)
     last, spent = time.monotonic(), cpu_seconds(pid)
     while True:
-        if poll.poll(1000 * min(1.0, limit)):
-            if not os.read(beats, 4096):
+        if select.select([beats], [], [], limit)[0]:
+            if not os.read(beats, select.PIPE_BUF):
                 return
             last, spent = time.monotonic(), cpu_seconds(pid)
-        silence = time.monotonic() - last
-        if silence < limit:
             continue
-        name = holder(cpu_seconds(pid), spent, os.pread(board, 2**20, 0), silence)
+        silence = time.monotonic() - last
+        name = holder(cpu_seconds(pid), spent, os.pread(board, os.fstat(board).st_size, 0), silence)
         if name is not None:
             end(pid, name, silence, marker=marker, advice=advice)
             return
@@ -67,7 +60,7 @@ def cpu_seconds(pid: int) -> dict[int, float]:
     return found
 
 
-def holder(now: Mapping[int, float], before: Mapping[int, float], board: bytes, silence: float) -> str | None:
+def holder(now: dict[int, float], before: dict[int, float], board: bytes, silence: float) -> str | None:
     """Return what the busiest thread runs, if it has computed at all and announces an environment."""
     spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in now.items()}
     busiest = max(spent, key=lambda thread: spent[thread], default=None)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from gspo_gym.env.workers.announcements import SLOT_BYTES, Board
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.errors import RecordError
 from gspo_gym.rollout.watchdog import MARKER, Frozen, read_frozen, seconds_until_frozen
-from gspo_gym.rollout.watchdog_process import holder
+from gspo_gym.rollout.watchdog_process import cpu_seconds, holder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
@@ -143,7 +145,7 @@ def guarded(*lines: str) -> list[str]:
 
 
 def test_an_environment_that_computes_for_long_and_lets_others_run_is_left_alone() -> None:
-    """Beats come every 0.2 s, a quarter of the limit, so it is never silent for 0.8 s although it is busy for 3."""
+    """Beats come every 0.2 s, so it is never silent for 0.8 s although it is busy for 3."""
     said = guarded(
         "with watching(None, 0.8, advice=''), announced('Slow\\nstep()'):",
         "    spin(3)",
@@ -195,11 +197,36 @@ def test_the_busiest_thread_must_be_busy_and_announced() -> None:
 
     Slot(11, 0, "Idle\nstep()")
     Slot(12, 2, "Busy\nstep()")
-    before = {10: 5.0, 11: 1.0, 12: 3.0}
-    assert holder({10: 5.1, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) == "Busy\nstep()"  # 6 s of 10
-    assert holder({10: 5.1, 11: 1.2, 12: 3.9}, before, bytes(board), 10.0) is None  # 0.9 s of 10: it waits
-    assert holder({10: 14.0, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) is None  # our own code is busier
+    before = {10: 50.0, 11: 1.0, 12: 3.0}
+    assert holder({10: 50.1, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) == "Busy\nstep()"  # 6 s of 10
+    assert holder({10: 50.1, 11: 1.2, 12: 3.9}, before, bytes(board), 10.0) is None  # 0.9 s of 10: it waits
+    assert holder({10: 59.0, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) is None  # our own code is busier
     assert holder({}, before, bytes(board), 10.0) is None
+
+
+def test_a_threads_processor_time_is_its_own_in_the_system_and_outside() -> None:
+    measured: list[tuple[float, float]] = []
+
+    def work() -> None:
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+        while used.ru_stime < 0.2 or used.ru_utime < 0.1:
+            os.urandom(2**20)  # the system's time
+            sum(range(10_000))  # the thread's own
+            used = resource.getrusage(resource.RUSAGE_THREAD)
+        found = cpu_seconds(os.getpid())[threading.get_native_id()]
+        measured.append((found, used.ru_utime + used.ru_stime))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    [(found, used)] = measured
+    assert found == pytest.approx(used, abs=0.05)  # ticks of 0.01 s, two of them rounded, and the call itself
+
+
+def test_a_process_that_is_gone_has_used_no_time() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert cpu_seconds(gone.pid) == {}
 
 
 def test_bundled_environments_that_run_what_a_model_wrote_run_in_workers() -> None:
