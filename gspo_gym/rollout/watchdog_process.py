@@ -9,6 +9,7 @@ It ends with the run. Only the standard library is imported: it starts in some m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -46,17 +47,12 @@ def main() -> None:
 def cpu_seconds(pid: int) -> dict[int, float]:
     """Return the processor time of each thread of the process, by its id."""
     found: dict[int, float] = {}
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return found
-    for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
+    folder = f"/proc/{pid}/task"
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(folder):
+            with contextlib.suppress(OSError), open(f"{folder}/{thread}/stat", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()  # a name may hold spaces, and ends with ")"
-        except OSError:
-            continue
-        found[int(thread)] = (int(fields[11]) + int(fields[12])) / _TICKS
+                found[int(thread)] = (int(fields[11]) + int(fields[12])) / _TICKS
     return found
 
 
@@ -66,7 +62,7 @@ def holder(now: dict[int, float], before: dict[int, float], board: bytes, silenc
     busiest = max(spent, key=lambda thread: spent[thread], default=None)
     if busiest is None or spent[busiest] < _SHARE * silence:
         return None
-    for start in range(0, len(board) - _SLOT_BYTES + 1, _SLOT_BYTES):
+    for start in range(0, len(board), _SLOT_BYTES):
         thread, length = _HEADER.unpack_from(board, start)
         if thread == busiest:
             text = board[start + _HEADER.size : start + _HEADER.size + length]
@@ -107,11 +103,9 @@ def leave_marker(env_id: str, call: str, silence: float, path: str) -> None:
     except (OSError, ValueError, LookupError, TypeError):
         earlier = []
     env_ids = list(dict.fromkeys((*earlier, env_id)))
-    marker = {"env_ids": env_ids, "call": call, "seconds": round(silence, 1), "time": time.time()}
+    marker = {"env_ids": env_ids, "call": call, "seconds": round(silence), "time": time.time()}
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(marker, file)
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(path + ".new", path)
 
 
