@@ -1,0 +1,66 @@
+"""The pages named README.md: every link leads somewhere, every command exists, and every command is on a page."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from gspo_gym.cli.main import command_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("README.md")
+    if not {"runs", "node_modules"} & set(path.parts) and not any(part.startswith(".") for part in path.parts)
+)
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(#[^)\s]+)?\)")
+COMMAND = re.compile(r"^gspo-gym((?: [a-z][a-z-]*)+)", re.MULTILINE)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading: lower case, only letters, digits, hyphens and spaces, which become -."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def commands() -> set[tuple[str, ...]]:
+    """Every command that takes no further command, as words: ("env", "check"), ("train",), ..."""
+
+    def leaves(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> set[tuple[str, ...]]:
+        parts = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not parts:
+            return {words}
+        return {leaf for name, part in parts[0].choices.items() for leaf in leaves(part, (*words, name))}
+
+    return leaves(command_parser(), ())
+
+
+def test_there_are_pages_to_read() -> None:
+    assert {ROOT / "README.md", ROOT / "configs" / "README.md", ROOT / "gspo_gym" / "env" / "README.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists():
+            broken.append(target)
+        elif anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            broken += [target + anchor] * (anchor[1:] not in map(slug, headings))
+    assert broken == []
+
+
+def test_every_command_is_shown_on_a_page_and_every_command_shown_exists() -> None:
+    known = commands()
+    shown = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for line in [*COMMAND.findall(text), *re.findall(r"`gspo-gym((?: [a-z][a-z-]*)+)", text)]:
+            words = tuple(line.split())
+            leaf = next((words[:length] for length in range(len(words), 0, -1) if words[:length] in known), None)
+            is_group = any(command[: len(words)] == words for command in known)
+            assert leaf is not None or is_group, f"{page}: gspo-gym{line}: there is no such command"
+            shown.add(leaf)
+    assert sorted(known - shown) == []
