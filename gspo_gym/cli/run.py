@@ -29,6 +29,7 @@ from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seco
 from gspo_gym.run.collect import warm_up
 from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start, leaving_at_sigterm
 from gspo_gym.run.judging import Judging
+from gspo_gym.run.process import holder_of, holding, refusal
 from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
@@ -96,6 +97,8 @@ def folder_is_taken(config: RunConfig) -> str | None:
     folder = config.run_folder
     if not folder.exists() or not any(folder.iterdir()):
         return None
+    if (holder := holder_of(folder)) is not None:
+        return refusal(folder, holder)
     if is_left_by_a_start(folder) or _ended_without_checkpoint(config):
         return None
     go_on = "go on with it (--resume)" if _checkpoints(config).steps() else "it has no checkpoint to go on from"
@@ -137,6 +140,13 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
 
 
 async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        if (config.run_folder / "config.toml").exists():  # else there is no run to hold
+            stack.enter_context(holding(config.run_folder, progress.note, has_begun=True))
+        return await _resume_held(config, progress)
+
+
+async def _resume_held(config: RunConfig, progress: Progress) -> dict[str, Any]:
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
     _require_named_run(config.run_folder, checkpoint.folder)

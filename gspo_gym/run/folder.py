@@ -1,4 +1,4 @@
-"""The folder of a run that begins: its claim, an earlier run in it, and that a start that fails leaves none.
+"""The folder of a run that begins: an earlier run in it is moved aside, and a start that fails leaves none.
 
 What a run writes there is `recording.py`'s; whether a folder is free for a new run decides `run.py`.
 """
@@ -13,57 +13,49 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from gspo_gym.base.files import make_folder, take_lock, writing
-from gspo_gym.errors import ConfigError
+from gspo_gym.base.files import make_folder, writing
+from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, holder_of, holding, locked, read_process
 from gspo_gym.run.report.progress import Progress
-
-_CLAIM = ".starting"  # in the folder of a run that has not begun yet, locked by the process that begins it
 
 
 @contextlib.contextmanager
 def folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[[], None]]:
-    """Make the folder; an earlier run is moved aside. If the block fails before it calls what it is given, undo both.
+    """Make and hold the folder, and move an earlier run aside; undo both unless the block calls what it is given.
 
     Raises:
         StorageError: it cannot be made, or takes no file.
-        ConfigError: another process is beginning a run there.
+        ConfigError: another process holds it.
     """
     missing = [path for path in folder.parents if not path.exists()]
-    if is_left_by_a_start(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-    earlier = _set_aside(folder)
-    claim = folder / _CLAIM
-    is_ours = has_begun = False
-    lock: int | None = None
+    earlier = _clear(folder)
+    has_begun = False
 
     def begin() -> None:
         nonlocal has_begun
+        keep()
         has_begun = True
-        claim.unlink(missing_ok=True)
 
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: None if has_begun else _undo(folder, earlier, missing))
         make_folder(folder)
-        lock = _claim(claim)
-        is_ours = True
+        keep = stack.enter_context(holding(folder, progress.note, has_begun=False))
+        # While it is held: afterwards it may be another process's.
+        stack.callback(lambda: None if has_begun else shutil.rmtree(folder, ignore_errors=True))
         if earlier is not None:
             progress.note(f"the run that was in {folder} is in {earlier} now")
         yield begin
-    except BaseException:
-        if not has_begun:
-            _undo(folder, earlier, missing, is_ours=is_ours)
-        raise
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def is_left_by_a_start(folder: Path) -> bool:
     """Return whether a folder holds only files of a process that was killed before its run began."""
-    claim = folder / _CLAIM
-    if not claim.exists() or (lock := take_lock(claim)) is None:
-        return False
-    os.close(lock)
-    return True
+    return holder_of(folder) is None and _has_not_begun(folder)
+
+
+def _has_not_begun(folder: Path) -> bool:
+    last = read_process(folder)
+    if last is not None:
+        return not last.has_begun
+    return {path.name for path in folder.iterdir()} <= {LOCK_FILE, f".{PROCESS_FILE}.tmp"}
 
 
 @contextlib.contextmanager
@@ -90,36 +82,30 @@ def leaving_at_sigterm(folder: Path) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _set_aside(folder: Path) -> Path | None:
-    """Move an earlier run to the first free FOLDER.1, FOLDER.2, ..., and return that; nothing is deleted."""
+def _clear(folder: Path) -> Path | None:
+    """Remove what a killed start left, or move an earlier run to the first free FOLDER.1, FOLDER.2, ...; return that.
+
+    A run is never deleted. None: there was none.
+    """
     if not folder.exists() or not any(folder.iterdir()):
         return None
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    with writing(target):
-        folder.rename(target)
-    return target
+    with locked(folder):
+        if _has_not_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        number = 1
+        while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        with writing(target):
+            folder.rename(target)
+        (target / LOCK_FILE).unlink(missing_ok=True)
+        return target
 
 
-def _claim(path: Path) -> int:
-    """Make and lock the file that says that a run begins in its folder; return what holds the lock."""
-    with writing(path):
-        lock = take_lock(path)
-    if lock is None:
-        raise ConfigError(f"{path.parent}: another process is beginning a run there; choose another model.label")
-    return lock
-
-
-def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path], *, is_ours: bool) -> None:
-    """Remove the folder of a run that did not start, bring an earlier one back, and remove folders that were made.
-
-    What is in a folder that is not ours is another process's, and stays.
-    """
-    if is_ours:
-        shutil.rmtree(folder, ignore_errors=True)
+def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path]) -> None:
+    """Bring an earlier run back, and remove folders that were made for one that did not start."""
     with contextlib.suppress(OSError):
-        folder.rmdir()
+        folder.rmdir()  # empty, unless it is another process's
     if earlier is not None and not folder.exists():
         earlier.rename(folder)
     for path in missing:

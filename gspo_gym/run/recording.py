@@ -9,6 +9,7 @@
         checkpoints/        see `checkpoints.py`
         ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
         judgements.jsonl    where a judge scores: what it said, and what each reward was made of
+        process.json        the process that runs it, or did last, see `process.py`
         discarded/          what a resumed run did again: lines and episodes recorded after its checkpoint
 
 Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`

@@ -261,11 +261,37 @@ def test_a_run_that_is_begun_twice_at_once_is_begun_once(tmp_path):
         gymnasium.registry.pop("test_run/Doubled-v0")
     assert [done.returncode for done in refused] == [2]
     assert "already holds a run" in refused[0].stderr
-    assert not (config.run_folder / ".starting").exists()
+    assert not (config.run_folder / ".lock").exists()
+
+
+def test_of_two_processes_that_resume_a_run_at_once_one_goes_on(tmp_path):
+    values = make_config(tmp_path, iterations=2).model_dump(exclude_none=True, exclude={"warmup"})
+    values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
+    refused = []
+
+    def resume_another():
+        command = [sys.executable, "-m", "gspo_gym.train", str(tmp_path / "same.toml"), "--resume"]
+        refused.append(subprocess.run(command, capture_output=True, text=True))
+
+    register("test_run/Doubled-v0", entry_point=Doubled)
+    try:
+        run_training(RunConfig.from_dict(values))
+        values["training"]["iterations_per_epoch"] = 4
+        config = RunConfig.from_dict(values)
+        (tmp_path / "same.toml").write_text(config.to_toml().replace("test_run/Doubled-v0", "GuessNumber"))
+        Doubled.begin_another = resume_another
+        run_training(config, resume=True)
+    finally:
+        gymnasium.registry.pop("test_run/Doubled-v0")
+    assert [done.returncode for done in refused] == [2]
+    assert f"process {os.getpid()} on" in refused[0].stderr
+    assert "(attempt 2" in refused[0].stderr
+    assert [line["step"] for line in read_metrics(config.run_folder)] == [1, 2, 3, 4]
+    assert [event["step"] for event in read_events(config.run_folder) if event["kind"] == "resumed"] == [2]
 
 
 def test_a_folder_that_another_process_claims_meanwhile_is_left_to_it(tmp_path, monkeypatch):
-    claim, claims = tmp_path / "test" / ".starting", []
+    claim, claims = tmp_path / "test" / ".lock", []
 
     def make_folder_too_late(folder):
         folder.mkdir()
@@ -285,7 +311,7 @@ def test_a_folder_that_another_process_claims_meanwhile_is_left_to_it(tmp_path, 
 def test_a_start_that_sigterm_ends_leaves_nothing(tmp_path):
     def end_this_process():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or it would end the tests
-        assert (config.run_folder / ".starting").exists()
+        assert (config.run_folder / ".lock").exists()
         os.kill(os.getpid(), signal.SIGTERM)
 
     Doubled.begin_another = end_this_process
