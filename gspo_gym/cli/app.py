@@ -14,7 +14,7 @@ from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.remote.apps.client import AppKeys, TaskAppClient
 
 if TYPE_CHECKING:
-    from gspo_gym.remote.apps.probe import ProbeReport
+    from gspo_gym.remote.apps.check import ProbeReport
 
 _STEP_REWARDS = {"enabled": True, "mode": "decision_stepwise"}
 

@@ -10,9 +10,8 @@ from typing import Any
 from gspo_gym.base.files import write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli.config_from import add_arguments as add_translations
-from gspo_gym.config.new import new_config
 from gspo_gym.config.parameters import parameters
-from gspo_gym.config.reference import reference, resolved
+from gspo_gym.config.reference import new_config, reference, resolved
 from gspo_gym.config.run_config import RunConfig, load_config, load_sections
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.errors import ConfigError

@@ -11,8 +11,7 @@ from typing import Any
 
 from gspo_gym.config.foreign.draft import Row
 from gspo_gym.config.foreign.table import OTHERS, SYSTEMS
-from gspo_gym.config.new import new_config
-from gspo_gym.config.reference import HOSTED
+from gspo_gym.config.reference import HOSTED, new_config
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.config.words import show

@@ -1,11 +1,13 @@
-"""configs/README.md: every key of a configuration file, generated from the models that read it.
+"""Texts about every key, generated from the models that read it: configs/README.md, and a configuration to begin with.
 
-`gspo-gym config reference` prints it; a test compares it with the file.
+`gspo-gym config reference` prints the page, and a test compares it with the file; `gspo-gym config new` prints a
+configuration as commented TOML.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,3 +225,75 @@ def _line(key: str, value: Any, info: FieldInfo, is_given: bool) -> str:
         return f"# {key} is absent"
     origin = "" if is_given else "  # default" if value == info.default else "  # follows from other keys"
     return f"{key} = {inline(value)}{origin}"
+
+
+# Written out, key by key; the others are named in a line each.
+_WHOLE = ("run", "algorithm", "model", "rollout", "training", "loss", "advantages", "rewards", "evaluation", "warmup")
+_OPTIONAL = ("rewards", "warmup")  # of these: commented out as a whole
+_WIDTH = 100
+
+
+def new_config(env_name: str, *, model: str, label: str) -> str:
+    """Return the text of a configuration that trains `model` on the environment; it loads as it stands.
+
+    Numbers are for a small model and short answers, so that a first run ends within minutes.
+    """
+    is_tiny = model.startswith("tiny:")
+    given: dict[str, dict[str, Any]] = {
+        "run": {"seed": 0},
+        "algorithm": {"variety": "gspo_token"},
+        "model": {"base": model, "label": label},
+        "rollout": {
+            "env_name": env_name,
+            "max_turns": 8,
+            "max_output_tokens": 64 if is_tiny else 512,
+            "max_model_len": 2048 if is_tiny else 8192,
+            "episodes_per_batch": 64,
+        },
+        "training": {
+            "iterations_per_epoch": 100,
+            "group_size": 8,
+            "batch_size": 16,
+            "learning_rate": 1e-3 if is_tiny else 1e-6,
+        },
+        "evaluation": {"instances": 100},
+    }
+    lines = [
+        f"# Training on {env_name}. Lines that begin with '#' and a key hold its default; configs/README.md",
+        "# (`gspo-gym config reference`) has every key, and `gspo-gym config check FILE` says what is wrong.",
+        "",
+    ]
+    others = []
+    for name, section in sections_of(RunConfig):
+        if name in _WHOLE:
+            lines += _section(name, section, given.get(name, {}))
+        else:
+            others.append(f"# [{name}] {_summary(section)}")
+    return "\n".join([*lines, "# Further sections:", *others, ""])
+
+
+def _section(name: str, section: type[BaseModel], given: dict[str, Any]) -> Iterator[str]:
+    yield f"# {_summary(section)}"
+    yield f"# [{name}]" if name in _OPTIONAL else f"[{name}]"
+    for key, info in section.model_fields.items():
+        if section_model(info.annotation) is None:
+            yield from _comment(info)
+            yield f"{key} = {inline(given[key])}" if key in given else _absent_line(key, info)
+    yield ""
+
+
+def _comment(info: FieldInfo) -> list[str]:
+    bounds = f" ({bounds_of(info)})" if bounds_of(info) else ""
+    text = f"{info.description or ''}{bounds}"
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+
+
+def _absent_line(key: str, info: FieldInfo) -> str:
+    if info.is_required():
+        return f"# {key} must be given"
+    return f"# {key} is absent" if info.default is None else f"# {key} = {inline(info.default)}"
+
+
+def _summary(section: type[BaseModel]) -> str:
+    text = " ".join((section.__doc__ or "").split("\n\n")[0].split())
+    return text.split(": ", 1)[-1]

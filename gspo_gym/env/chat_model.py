@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.base.chat_fields import RefusedFields, refused_fields, without
-from gspo_gym.base.messages import message_from_wire, message_to_wire
+from gspo_gym.base.messages import RefusedFields, message_from_wire, message_to_wire, refused_fields, without
 from gspo_gym.errors import ConfigError, EnvError, EnvTimeoutError, MissingExtraError, RecordError
 from gspo_gym.types import Message
 

@@ -28,9 +28,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from gspo_gym.base.files import writing
 from gspo_gym.engine.base import TensorMeta, UpdateKind, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
-from gspo_gym.policy.load import Policy, no_progress_bars
+from gspo_gym.policy.load import Policy, is_quantized, no_progress_bars
 from gspo_gym.policy.lora import ADAPTER, is_adapter
-from gspo_gym.policy.quantization import is_quantized
 
 MANIFEST = "manifest.json"
 _MEMORY = Path("/dev/shm")

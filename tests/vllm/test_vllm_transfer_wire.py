@@ -26,11 +26,19 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gspo_gym.engine.base import TensorMeta
 from gspo_gym.engine.vllm import transfer as vllm_transfer
-from gspo_gym.engine.vllm import transfer_worker as vllm_transfer_worker
-from gspo_gym.engine.vllm.ipc import PlainIpcEngine, handle_of, plain_of, plain_update
+from gspo_gym.engine.vllm import transfer_ends
 from gspo_gym.engine.vllm.settings import VllmSettings
-from gspo_gym.engine.vllm.shared_memory import Chunk, SharedMemoryEngine, SharedMemoryTrainer, plan_chunks
 from gspo_gym.engine.vllm.transfer import WeightTransfer, trainer_info
+from gspo_gym.engine.vllm.transfer_ends import (
+    Chunk,
+    PlainIpcEngine,
+    SharedMemoryEngine,
+    SharedMemoryTrainer,
+    handle_of,
+    plain_of,
+    plain_update,
+    plan_chunks,
+)
 from gspo_gym.errors import EngineError
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.staging import PolicyTensors
@@ -290,6 +298,6 @@ def test_a_sender_that_waits_for_ever_keeps_nobody(refuses: bool, monkeypatch: p
 )
 def test_a_worker_finds_its_end_by_what_it_is_told(transfer: str, expected: type) -> None:
     fields = settings(transfer).engine_args()
-    assert fields["worker_extension_cls"] == f"{vllm_transfer_worker.__name__}.TransferWorkerExtension"
+    assert fields["worker_extension_cls"] == f"{transfer_ends.__name__}.TransferWorkerExtension"
     find = WeightTransferEngineFactory._registry[fields["weight_transfer_config"]["backend"]]
     assert find() is expected

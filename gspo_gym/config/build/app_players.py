@@ -18,11 +18,11 @@ from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.remote.apps.check import NO_RETURN, ProbeReport, is_result, report_of
 from gspo_gym.remote.apps.client import AppKeys, TaskAppClient, TaskAppSettings
 from gspo_gym.remote.apps.contracts import AppAnswerError, AppError, AppRefusedError, AppUnauthorisedError
 from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
-from gspo_gym.remote.apps.probe import NO_RETURN, ProbeReport, is_result, report_of
 from gspo_gym.remote.apps.rewards import AppRollout
 from gspo_gym.remote.gateway.app import create_gateway_app
 from gspo_gym.remote.gateway.gateway import Gateway

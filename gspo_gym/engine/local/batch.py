@@ -1,7 +1,7 @@
 """The batch, one step at a time: requests that wait, run and leave, and the slots of the cache that they own.
 
-No threads: `engine/local/engine.py` drives it. The two kinds of batch, in `batcher.py` for most models and `general.py`
-for all others, decide how a model is run and how much of a sequence is kept.
+No threads: `engine/local/engine.py` drives it. The two kinds of batch, in `batcher.py` for most models and
+`plain_model.py` for all others, decide how a model is run and how much of a sequence is kept.
 """
 
 from __future__ import annotations

@@ -30,10 +30,8 @@ from gspo_gym.engine.base import (
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.local.batch import Batch, Caching, Counters, Request
-from gspo_gym.engine.local.batcher import Batcher
-from gspo_gym.engine.local.general import GeneralBatch
-from gspo_gym.engine.local.packed_model import PackedModel
-from gspo_gym.engine.local.plain_model import PlainModel
+from gspo_gym.engine.local.batcher import Batcher, PackedModel
+from gspo_gym.engine.local.plain_model import GeneralBatch, PlainModel
 from gspo_gym.engine.local.shared_model import check_length, inner_model
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds

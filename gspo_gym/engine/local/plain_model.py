@@ -1,9 +1,9 @@
-"""The slower way to run a model, unchanged; and the attention over slots that the fast way puts into models.
+"""The slower way to run a model, unchanged, with its batch; and the attention over slots that the fast way installs.
 
-The slower way is for models with layers that the engine does not know: state-space models and other recurrent ones,
-attention outside transformers' interface, with sinks or in chunks, models spread over several devices. Each sequence
-keeps the cache that the model makes, if a probe finds that it works; without one the whole sequence is read again for
-every token, which is always right.
+For models with layers that the engine does not know: state-space models and other recurrent ones, attention outside
+transformers' interface, with sinks or in chunks, models spread over several devices. Each sequence keeps the cache that
+the model makes, if a probe finds that it works, and never shares it, so a request's logprobs do not depend on the
+batch. Without a cache the whole sequence is read again for every token, which is always right.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from gspo_gym.engine.local.batch import Caching
+from gspo_gym.engine.local.batch import Batch, Caching, NextLogits, Request
 from gspo_gym.engine.local.kv_store import AttentionOptions, SingleRows, SlotCache
+from gspo_gym.engine.local.rows import Int64Array
 from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
 from gspo_gym.engine.local.spans import SegmentGroup, attend_group
 from gspo_gym.errors import ConfigError, EngineError
@@ -286,3 +287,93 @@ def slot_attention(
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)
+
+
+_MAX_READ_TOKENS = 4096  # of prompts that join in one step, but for the first: those in work wait meanwhile
+
+
+@dataclass(slots=True)
+class _Held:
+    """The contents of a slot: the model's cache, and the tokens [T] that it was computed from."""
+
+    state: KeptState | None = None
+    tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+class GeneralBatch(Batch):
+    """Requests in work, each with a separate cache, or all without."""
+
+    def __init__(self, model: PlainModel, *, max_batch_size: int) -> None:
+        super().__init__(model.shared, max_batch_size=max_batch_size)
+        self._model = model
+        self._held: dict[int, _Held] = {}
+
+    @property
+    def caching(self) -> Caching:
+        return self._model.caching
+
+    def update_weights(self, version: int) -> None:
+        super().update_weights(version)
+        self._model.verify_again()
+
+    def end_session(self, session_id: str) -> None:
+        slot = self._slots.kept_slot(session_id)
+        super().end_session(session_id)
+        if slot is not None:
+            self._forget(slot)
+
+    def _admit(self) -> None:
+        budget = _MAX_READ_TOKENS
+        while self._waiting and budget > 0:
+            slot = self._slots.acquire(self._waiting[0].session_id)
+            if slot is None:
+                return
+            request = self._waiting.popleft()
+            self._requests[slot] = request
+            self._rows.start(slot, request.sampling, request.max_new, request.prompt)
+            budget -= len(request.prompt) - self._num_kept(slot, request)
+
+    def _num_kept(self, slot: int, request: Request) -> int:
+        """Return how many leading tokens of the prompt need not be read again; a useless cache is dropped."""
+        held = self._held.get(slot, _Held())
+        num_new = len(request.prompt) - len(held.tokens)
+        is_extendable = num_new == 1 or (num_new > 1 and self._model.caching is Caching.TURNS)
+        if is_extendable and np.array_equal(held.tokens, request.prompt[: len(held.tokens)]):
+            self.counters.num_kept_tokens += len(held.tokens)
+            return len(held.tokens)
+        self._forget(slot)
+        return 0
+
+    def _advance(self) -> NextLogits | None:
+        if not self._requests:
+            return None
+        slots = sorted(self._requests)
+        sequences = [np.concatenate([self._requests[slot].prompt, self._rows.sampled(slot)]) for slot in slots]
+        self.counters.num_steps += 1
+        if self._model.caching is Caching.NONE:  # sequences can be read together only without caches
+            self.counters.num_read_tokens += sum(map(len, sequences))
+            logits = self._model.read(sequences)
+        else:
+            logits = torch.stack([self._extend(slot, tokens) for slot, tokens in zip(slots, sequences, strict=True)])
+        return NextLogits(np.array(slots, np.int64), logits)
+
+    def _extend(self, slot: int, sequence: Int32Array) -> torch.Tensor:
+        held = self._held.setdefault(slot, _Held())
+        unread = sequence[len(held.tokens) :]
+        if len(self._rows.sampled(slot)) == 0:
+            self.counters.num_read_tokens += len(unread)
+        logits, held.state = self._model.extend(held.state, unread)
+        held.tokens = sequence
+        return logits
+
+    def _leave(self, slots: Int64Array) -> None:
+        super()._leave(slots)
+        for slot in slots.tolist():
+            if not self._slots.is_used(slot):
+                self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self._held.pop(slot, None)
+
+    def _forget_all(self) -> None:
+        self._held.clear()

@@ -6,7 +6,7 @@ By backend:
 
 * "ipc": vLLM on the learner's GPU maps a buffer of the learner (CUDA IPC).
 * "nccl": vLLM on other GPUs gets packed broadcasts.
-* "shared_memory": through this machine's memory (`engine/vllm/shared_memory.py`); the only backend for a processor.
+* "shared_memory": through this machine's memory (`engine/vllm/transfer_ends.py`); the only backend for a processor.
 
 "ipc" and "nccl" were not run on a GPU: they were written from the source of vLLM 0.32, and tested as far as a processor
 goes.
@@ -116,7 +116,7 @@ def trainer_info(settings: VllmSettings, tensors: TensorSource) -> Any:
             world_size=1 + settings.num_workers,
             packed_buffer_size_bytes=buffer_bytes,
         )
-    from gspo_gym.engine.vllm.shared_memory import SharedMemoryTrainerInfo
+    from gspo_gym.engine.vllm.transfer_ends import SharedMemoryTrainerInfo
 
     return SharedMemoryTrainerInfo(rank=0, chunk_bytes=CHUNK_BYTES)
 
@@ -165,7 +165,7 @@ class _Client:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         if self._has_ipc:
-            from gspo_gym.engine.vllm.ipc import plain_update
+            from gspo_gym.engine.vllm.transfer_ends import plain_update
 
             update_info = plain_update(update_info)
         self._wait_for(partial(self._llm.update_weights, WeightTransferUpdateRequest(update_info)))

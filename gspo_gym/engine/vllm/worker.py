@@ -2,7 +2,7 @@
 
 Called over `collective_rpc` by method name, by the engine in process and by servers that `gspo-gym serve` starts.
 Imports nothing of vLLM's: everything is reached through the worker. Workers that are handed tensors have more
-(`engine/vllm/transfer_worker.py`).
+(`engine/vllm/transfer_ends.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 WORKER_EXTENSION = "gspo_gym.engine.vllm.worker.WorkerExtension"
-TRANSFER_EXTENSION = "gspo_gym.engine.vllm.transfer_worker.TransferWorkerExtension"
+TRANSFER_EXTENSION = "gspo_gym.engine.vllm.transfer_ends.TransferWorkerExtension"
 RELOAD_METHOD = "reload_whole_model"
 
 # What workers call their end of each transfer: vLLM's own, or ours, which the transfer extension registers.

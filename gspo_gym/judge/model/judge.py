@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gspo_gym.base.chat_fields import RefusedFields, refused_fields, without
 from gspo_gym.base.http import HttpClient, RefusedError
+from gspo_gym.base.messages import RefusedFields, refused_fields, without
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.errors import ServiceError, UnscoredError
 from gspo_gym.judge.asking import Asking, Clock

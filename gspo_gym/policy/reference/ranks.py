@@ -1,9 +1,8 @@
-"""The processes that share a reference server's model: each holds a part of every layer, and all do the same at once.
+"""The frozen model of a reference server, and the processes that share it: each holds a part of every layer.
 
-Rank 0 is the server. It starts the others (`python -m gspo_gym.policy.reference.ranks`) and tells them what it does
-through their standard input: frames of eight bytes that count and then JSON, or tensors as safetensors. Each answers
-when it is done. The parts of the model talk through torch.distributed, gloo on processors and NCCL on GPUs, on the
-loopback interface or from GPU to GPU.
+Rank 0 is the server. It starts the others (`python -m gspo_gym.policy.reference.ranks`) and tells them what to do
+through their standard input: frames of eight bytes that count and then JSON, or tensors as safetensors. All do the same
+at once, and each answers when it is done. The parts talk through torch.distributed: gloo on processors, NCCL on GPUs.
 
 If a rank ends, the server says which and ends; if the server ends, so do the others.
 """
@@ -28,12 +27,15 @@ from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported where torch has it built in
 
-from gspo_gym.errors import ConfigError, GymError
-from gspo_gym.policy.reference.model import FrozenModel
+from gspo_gym.errors import ConfigError, GymError, RecordError
+from gspo_gym.learning.scoring import Scorer
+from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.parallel import copy_into
 from gspo_gym.policy.reference.wire import ScoringSettings
 
 _JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
@@ -273,6 +275,60 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--device", required=True)
     return parser
+
+
+class FrozenModel:
+    """A model that scores, one request at a time; with tp > 1, every rank is asked the same at once."""
+
+    def __init__(self, base: str, *, dtype: str, device: str, tp: int = 1) -> None:
+        """Load what `models.load_policy` takes, and raise as it does."""
+        policy = load_policy(base, dtype=dtype, device=device, tp=tp)
+        self._model = policy.model.requires_grad_(False)
+        self._scorers: dict[ScoringSettings, Scorer] = {}
+        self.info: Mapping[str, Any] = {  # Any: JSON values
+            "status": "ready",
+            "model": policy.base,
+            "pid": os.getpid(),
+            "dtype": dtype,
+            "tp": tp,
+            "vocab_size": policy.model.get_input_embeddings().num_embeddings,
+            "num_parameters": sum(parameter.numel() for parameter in policy.model.parameters()),  # of all ranks
+            "version": 0,
+        }
+
+    @torch.no_grad()
+    def score(self, tensors: Mapping[str, Tensor], settings: ScoringSettings) -> Tensor:
+        """Return [B, T] logprobs, on the processor.
+
+        Raises:
+            RecordError, ConfigError: the request cannot be scored.
+        """
+        device = next(self._model.parameters()).device
+        inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
+        if settings not in self._scorers:
+            self._scorers[settings] = Scorer(
+                self._model, sampling=settings.sampling, chunk_tokens=settings.chunk_tokens
+            )
+        return self._scorers[settings].score(**inputs).logprobs.cpu()
+
+    @torch.no_grad()
+    def replace(self, file: Path, version: int) -> None:
+        """Take other parameters, from a safetensors file that names them as the model does.
+
+        Raises:
+            RecordError: the file holds others, or cannot be read.
+        """
+        own = dict(self._model.named_parameters())
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                if shapes != {name: tuple(parameter.shape) for name, parameter in own.items()}:
+                    raise RecordError(f"/load: {file} holds other parameters than the model's {len(own)}")
+                for name, parameter in own.items():
+                    copy_into(parameter, tensors.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise RecordError(f"/load: {file} cannot be read: {error}") from error
+        self.info = {**self.info, "version": version}
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from gspo_gym.base.strict_json import read_json
 from gspo_gym.errors import GymError
-from gspo_gym.policy.reference.model import FrozenModel
-from gspo_gym.policy.reference.ranks import Ranks, start_ranks
+from gspo_gym.policy.reference.ranks import FrozenModel, Ranks, start_ranks
 from gspo_gym.policy.reference.wire import MAX_BODY_BYTES, TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings, check_inputs
 
 

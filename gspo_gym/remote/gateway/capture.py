@@ -1,6 +1,6 @@
 """Records of a session's calls, exactly as they were asked and answered, and the reading of sampled tokens as answers.
 
-`session.py` makes the records, `capture_matching.py` finds which call continues which, and `capture_build.py` turns a
+`session.py` makes the records, `capture_prompts.py` finds which call continues which, and `capture_build.py` turns a
 frozen session into the parts of a trajectory.
 """
 

@@ -35,8 +35,14 @@ from gspo_gym.remote.gateway.capture import (
     read_text,
     require_possible,
 )
-from gspo_gym.remote.gateway.capture_matching import Conversations
-from gspo_gym.remote.gateway.capture_prompts import Prompt, call_problem, chat_prompt, forced_tool, raw_prompt
+from gspo_gym.remote.gateway.capture_prompts import (
+    Conversations,
+    Prompt,
+    call_problem,
+    chat_prompt,
+    forced_tool,
+    raw_prompt,
+)
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, Sampling
 

@@ -11,8 +11,7 @@ import torch
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Counters, Finished, Request
-from gspo_gym.engine.local.batcher import Batcher
-from gspo_gym.engine.local.packed_model import PackedModel
+from gspo_gym.engine.local.batcher import Batcher, PackedModel
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
 

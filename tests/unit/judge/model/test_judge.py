@@ -229,7 +229,7 @@ def test_a_field_that_an_endpoint_refuses_by_name_is_left_out_from_then_on_and_n
         for name in named:
             assert (name in body) == (changed[name] is not None if name in changed else name in first)
         assert body.get("max_completion_tokens", body.get("max_tokens")) == 77
-    assert [record.getMessage() for record in caplog.records if record.name.endswith("chat_fields")] == [
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("base.messages")] == [
         f"local:stub refuses {next(iter(changed))} and is asked without"
     ]
 

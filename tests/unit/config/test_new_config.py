@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gspo_gym.cli.main import main
-from gspo_gym.config.new import new_config
+from gspo_gym.config.reference import new_config
 from gspo_gym.config.run_config import RunConfig, load_config
 
 TEXT = new_config("GuessNumber", model="tiny:qwen3-64", label="test")

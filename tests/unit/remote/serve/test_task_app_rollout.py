@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gspo_gym.remote.serve.runs import until_stopped
+from gspo_gym.remote.serve.task_app_rollout import until_stopped
 
 
 def test_an_error_of_what_says_stop_is_raised_and_is_no_stop() -> None:

@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local import general, plain_model
+from gspo_gym.engine.local import plain_model
+from gspo_gym.engine.local import plain_model as general
 from gspo_gym.engine.local.batch import Caching, Request
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.plain_model import PlainModel

@@ -1,11 +1,12 @@
-"""A weight transfer of vLLM's kind through this machine's memory, both ends: "shared_memory".
+"""Our ends of vLLM's weight transfers: both of "shared_memory", and the worker's of "ipc". Imports vLLM.
 
-None of vLLM's own runs on a processor. The trainer's end writes a chunk of tensors into memory without a name in any
-file system, tells the workers its path under /proc, and lets go of it when they have all loaded it. They map it, so
-that nothing is copied but into the model; what a worker still needs of a chunk lives until it lets go, too. When either
-side dies, the kernel takes the memory back. On a machine with GPUs it works as well, by way of the processor's memory.
+Shared memory: no transfer of vLLM's runs on a processor. The trainer's end writes a chunk of tensors into memory
+without a name in any file system, tells the workers its path under /proc, and closes it when all have loaded it. They
+map it, so the only copy is into the model. When either side dies, the kernel takes the memory back.
 
-Imports vLLM: by workers, and by `vllm_transfer` when an engine has started.
+IPC: vLLM sends a handle with torch's classes among its values, which reach a worker only if both unpickle what they are
+sent (VLLM_ALLOW_INSECURE_SERIALIZATION). These classes are always the same: here they stay behind, and the worker puts
+them back. Not run on a GPU; tested are the handles' way and back, and that vLLM takes the result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -28,12 +29,22 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from gspo_gym.engine.base import TensorMeta
-from gspo_gym.engine.vllm.worker import TRANSFER_BACKENDS, repack
+from gspo_gym.engine.vllm.worker import TRANSFER_BACKENDS, WorkerExtension, repack
 from gspo_gym.errors import EngineError
+
+
+class TransferWorkerExtension(WorkerExtension):
+    """The methods that every worker gains; importing this module has registered the transfer."""
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKENDS["shared_memory"], __name__, "SharedMemoryEngine")
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKENDS["ipc"], __name__, "PlainIpcEngine")
+
 
 _ALIGNMENT = 64  # bytes; of each tensor in a chunk, for a tensor cannot begin between two of its elements
 
@@ -207,3 +218,49 @@ def _mapped(chunk: Chunk) -> Tensor:
     """Return a chunk's memory, [num_bytes] uint8; writes to it stay in this process."""
     with open(chunk.path, "rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), chunk.num_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+# Arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` that are the same for every chunk, by position:
+# the class of the tensor, of its storage, and the type of its elements; a chunk is a vector of bytes.
+_CONSTANTS = {0: torch.Tensor, 4: torch.TypedStorage, 5: torch.uint8}
+_NUM_ARGUMENTS = 15
+
+
+class PlainIpcEngine(IPCWeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
+    """A worker's end that takes plain handles."""
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        """Return the update that vLLM's own engine takes (Any: untyped)."""
+        handles = {gpu: handle_of(values) for gpu, values in update_dict["ipc_handles"].items()}
+        return super().parse_update_info({**update_dict, "ipc_handles": handles})
+
+
+def plain_update(update_info: dict[str, Any]) -> dict[str, Any]:
+    """Return the update of one chunk with plain handles."""
+    handles = {gpu: plain_of(handle) for gpu, handle in update_info["ipc_handles"].items()}
+    return {**update_info, "ipc_handles": handles}
+
+
+def plain_of(handle: tuple[Any, ...]) -> list[Any]:
+    """Return the values of a handle that differ between handles (Any: numbers, bytes, shapes).
+
+    Raises:
+        EngineError: it is not a handle that torch 2.13 makes of a vector of bytes.
+    """
+    found = {position: handle[position] for position in _CONSTANTS} if len(handle) == _NUM_ARGUMENTS else {}
+    if found != _CONSTANTS:
+        raise EngineError(
+            f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {found}: "
+            'another version of torch; set training.weight_sync.transfer = "files"'
+        )
+    return [
+        list(value) if isinstance(value, tuple) else value
+        for position, value in enumerate(handle)
+        if position not in _CONSTANTS
+    ]
+
+
+def handle_of(plain: list[Any]) -> tuple[Any, ...]:
+    """Return the handle with these values."""
+    values = iter([tuple(value) if isinstance(value, list) else value for value in plain])
+    return tuple(_CONSTANTS[position] if position in _CONSTANTS else next(values) for position in range(_NUM_ARGUMENTS))
