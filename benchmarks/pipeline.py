@@ -44,6 +44,7 @@ from gspo_gym.run.journal import Journal
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import generator
@@ -155,7 +156,7 @@ async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
         learner=_learner(policy),
         publish=WeightSync(engine).publish,
         evaluate=_evaluate_nothing,
-        save_checkpoint=lambda _: None,
+        saver=Saver(lambda _: Path, plan.loop, on_event=recorder.event),
         journal=Journal(plan, recorder, QuietProgress(lambda _: None)),
     )
     try:

@@ -201,7 +201,6 @@ class HttpClient:
 
         Raises:
             AttemptError: as `failure` makes it: there is no complete answer in time, or none that may be read.
-            RefusedError: the body cannot be sent as JSON: it holds a NaN, an infinity, or half of a surrogate pair.
         """
         import httpx
 
@@ -209,27 +208,20 @@ class HttpClient:
         # Certificates are verified or not by the base URL, so a complete URL may not be of another scheme.
         assert url.partition(":")[0] == self.base_url.partition(":")[0], (url, self.base_url)
         where = where.partition("?")[0]
-        content, sent = b"", {**(headers or {})}
-        if body is not None:
-            try:
-                content = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-            except ValueError as error:
-                raise self.refused_error(f"{where}: the request cannot be sent as JSON: {error}") from error
-            sent["content-type"] = "application/json"
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             # httpx's timeout is for each read, so a body that drips would never end.
             async with (
                 asyncio.timeout(seconds),
-                self._http.stream(method, url, content=content, params=params, headers=sent) as response,
+                self._http.stream(method, url, json=body, params=params, headers=headers) as response,
             ):
-                answer = b"".join([chunk async for chunk in self._chunks(response, where)])
+                content = b"".join([chunk async for chunk in self._chunks(response, where)])
         except (httpx.TransportError, httpx.InvalidURL, httpx.DecodingError) as error:
             raise self.failure(f"{where}: connection failed ({type(error).__name__})", kind="connection") from error
         except TimeoutError as error:
             text = f"{where}: no complete answer within {seconds:g} seconds"
             raise self.failure(text, kind="timeout") from error
-        return HttpAnswer(where, response.status_code, response.headers, answer)
+        return HttpAnswer(where, response.status_code, response.headers, content)
 
     def failure(self, message: str, *, kind: str) -> GymError:
         """Return the error for a request without a usable answer; `kind` as in `AttemptError`."""

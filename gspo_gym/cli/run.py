@@ -23,6 +23,7 @@ from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.manifest import read_manifest
+from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
@@ -64,6 +65,12 @@ _FREE_ON_RESUME = frozenset(
         "training.iterations_per_epoch",
         "training.log_interval",
         "training.checkpoint_every_n_iters",
+        "training.keep_best",
+        "training.keep_best_direction",
+        "training.keep_best_metric",
+        "training.keep_every",
+        "training.keep_last",
+        "training.must_save_by",
         "training.stop_at_success_rate",
         "evaluation.every_n_iters",
         "vllm.tensor_parallel_size",
@@ -259,7 +266,11 @@ async def _enter_judging(config: RunConfig, player: build.Player, stack: context
 
 
 def _checkpoints(config: RunConfig) -> CheckpointStore:
-    return CheckpointStore(config.run_folder / "checkpoints", run_id=read_run_id(config.run_folder))
+    return CheckpointStore(
+        config.run_folder / "checkpoints",
+        run_id=read_run_id(config.run_folder),
+        retention=RetentionSettings.of(config.training),
+    )
 
 
 def _require_named_run(folder: Path, checkpoint: Path) -> None:

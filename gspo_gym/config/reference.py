@@ -53,6 +53,8 @@ _UNITS = {
     "_ms": "milliseconds",
     "_every_n_iters": "iterations",
     "_interval": "iterations",
+    "keep_every": "iterations",
+    "must_save_by": "minutes",
     "_staleness": "versions",
     "_turns": "turns",
     "_tokens": "tokens",

@@ -22,6 +22,7 @@ from gspo_gym.learning.settings import (
     StepRewardSettings,
     UpdateSettings,
 )
+from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.run.settings import BatchSettings, LoopSettings
 from gspo_gym.types import SAMPLING_NAMES, Sampling
@@ -225,7 +226,7 @@ class RolloutSection(Settings):
         return ops
 
 
-class TrainingSection(LoopSettings, UpdateSettings, BatchSettings):
+class TrainingSection(RetentionSettings, LoopSettings, UpdateSettings, BatchSettings):
     """[training]: how much, and in which portions. An iteration is one batch of episodes and the updates on it."""
 
     step_rewards_enabled: bool | None = Field(

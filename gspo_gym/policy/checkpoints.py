@@ -25,8 +25,9 @@ from torch import Tensor
 
 from gspo_gym.base.files import sync, writing
 from gspo_gym.errors import CheckpointError
-from gspo_gym.policy.load import Policy, save_policy
+from gspo_gym.policy.load import Policy, copy_policy, copy_tensors
 from gspo_gym.policy.manifest import Manifest, is_complete, read_manifest, require_own_name, seal, step_of, verify
+from gspo_gym.policy.retention import Numbers, RetentionSettings
 
 _TENSORS = "resume/learner.safetensors"
 _STATE = "resume/state.json"
@@ -67,14 +68,33 @@ class Checkpoint:
         return self.folder
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Copy of all that a checkpoint holds, taken between two updates; writing it needs nothing that is live.
+
+    Attributes:
+        step: after which it was taken.
+        write_policy: writes the policy of that moment into a folder.
+        tensors: of the learner, on the CPU.
+        state: of learner and trainer, as JSON text.
+        evaluation: the numbers of the step's evaluation; None: it has none.
+    """
+
+    step: int
+    write_policy: Callable[[Path], None]
+    tensors: Mapping[str, Tensor]
+    state: str
+    evaluation: Numbers | None = None
+
+
 class CheckpointStore:
-    """The checkpoints of one run; one process writes at a time.
+    """The checkpoints of one run; one thread of one process writes at a time.
 
     Args:
         folder: made when the first one is saved.
         run_id: of the run; checkpoints name it, and those of another run are refused. None: any are read.
-        keep_last: older ones are removed after a newer one is complete.
-        write_policy: writes a policy into a folder.
+        retention: others are removed after a newer one is complete.
+        copy_policy: copies a policy, and returns what writes the copy into a folder.
     """
 
     def __init__(
@@ -82,45 +102,74 @@ class CheckpointStore:
         folder: Path,
         *,
         run_id: str | None = None,
-        keep_last: int = 2,
-        write_policy: Callable[[Policy, Path], None] = save_policy,
+        retention: RetentionSettings | None = None,
+        copy_policy: Callable[[Policy], Callable[[Path], None]] = copy_policy,
     ) -> None:
-        if keep_last < 1:
-            raise CheckpointError(f"keep_last: expected at least 1, got {keep_last}")
         self._folder = folder
         self._run_id = run_id
-        self._keep_last = keep_last
-        self._write_policy = write_policy
+        self._retention = retention or RetentionSettings()
+        self._copy_policy = copy_policy
 
-    def save(self, step: int, *, policy: Policy, learner: Resumable, trainer_state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step` and return its folder, when it is complete on the disk.
+    def copy(
+        self,
+        step: int,
+        *,
+        policy: Policy,
+        learner: Resumable,
+        trainer_state: Mapping[str, Any],
+        evaluation: Numbers | None = None,
+    ) -> Draft:
+        """Copy what a checkpoint of this moment holds: all that an update must wait for.
+
+        Raises:
+            CheckpointError: `trainer_state` is not JSON.
+        """
+        try:
+            state = {"counters": dict(learner.counters()), "trainer": dict(trainer_state)}
+            text = json.dumps(state, allow_nan=False, indent=2)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self._of(step)}: could not be saved: {error}") from error
+        return Draft(step, self._copy_policy(policy), copy_tensors(learner.tensors()), text, evaluation)
+
+    def write(self, draft: Draft) -> Path:
+        """Write a checkpoint and return its folder, when it is complete on the disk; in any thread.
 
         One of the same step is replaced. What crashed saves left behind is removed.
 
         Raises:
-            CheckpointError: `trainer_state` is not JSON, or the disk refuses (full, read-only).
+            CheckpointError: the disk refuses (full, read-only).
         """
-        target = self._folder / f"step_{step:06d}"
-        draft = self._folder / f".tmp_{target.name}"
+        target = self._of(draft.step)
+        folder = self._folder / f".tmp_{target.name}"
         try:
             with writing(target):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._tidy()
-                self._write_policy(policy, draft)
-                (draft / "resume").mkdir()
-                tensors = {name: tensor.detach().contiguous() for name, tensor in learner.tensors().items()}
-                save_file(tensors, draft / _TENSORS)
-                state = {"counters": dict(learner.counters()), "trainer": dict(trainer_state)}
-                (draft / _STATE).write_text(json.dumps(state, allow_nan=False, indent=2), encoding="utf-8")
-                seal(draft, step=step, run=self._run_id)
-                self._publish(draft, target)
+                draft.write_policy(folder)
+                (folder / "resume").mkdir()
+                save_file(dict(draft.tensors), folder / _TENSORS)
+                (folder / _STATE).write_text(draft.state, encoding="utf-8")
+                seal(folder, step=draft.step, run=self._run_id, evaluation=draft.evaluation)
+                self._publish(folder, target)
+            self._remove_others()
         except (OSError, TypeError, ValueError) as error:
-            shutil.rmtree(draft, ignore_errors=True)  # a disk that is full would stay full
+            shutil.rmtree(folder, ignore_errors=True)  # a disk that is full would stay full
             reason = str(error).removeprefix(f"{target}: cannot be written: ")
             raise CheckpointError(f"{target}: could not be saved: {reason}") from error
-        for old in self.steps()[: -self._keep_last]:
-            self._remove(self._folder / f"step_{old:06d}")
         return target
+
+    def save(self, step: int, *, policy: Policy, learner: Resumable, trainer_state: Mapping[str, Any]) -> Path:
+        """Return the folder of a checkpoint of this moment, when it is complete on the disk.
+
+        Raises:
+            CheckpointError: as `copy` and `write`.
+        """
+        return self.write(self.copy(step, policy=policy, learner=learner, trainer_state=trainer_state))
+
+    def best(self) -> Path | None:
+        """Return the folder of the checkpoint with the best evaluation; None: no complete one has an evaluation."""
+        ranked = self._retention.best(self._evaluations())
+        return self._of(ranked[0]) if ranked else None
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all complete checkpoints, ascending. Complete: all files are there in full size."""
@@ -140,7 +189,7 @@ class CheckpointStore:
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self._folder}: there is no complete checkpoint")
-        folder = self._folder / f"step_{steps[-1]:06d}"
+        folder = self._of(steps[-1])
         manifest = read_manifest(folder)
         require_own_name(folder, manifest)
         self._require_of_this_run(folder, manifest)
@@ -175,7 +224,7 @@ class CheckpointStore:
             CheckpointError: there is none, or it is incomplete or damaged, or another step's or another run's; names
                 the file.
         """
-        folder = self._folder / f"step_{step:06d}"
+        folder = self._of(step)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such checkpoint; complete ones: {list(self.steps())}")
         self._require_of_this_run(folder, verify(folder, required=(_STATE, _TENSORS)))
@@ -201,6 +250,17 @@ class CheckpointStore:
         draft.rename(target)
         sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _evaluations(self) -> dict[int, Numbers | None]:
+        return {step: read_manifest(self._of(step)).evaluation for step in self.steps()}
+
+    def _remove_others(self) -> None:
+        evaluations = self._evaluations()
+        for step in evaluations.keys() - self._retention.kept(evaluations):
+            self._remove(self._of(step))
+
+    def _of(self, step: int) -> Path:
+        return self._folder / f"step_{step:06d}"
 
     def _tidy(self) -> None:
         """Remove what crashed saves left."""

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -200,19 +201,52 @@ def save_policy(policy: Policy, folder: Path) -> None:
     Raises:
         StorageError: the disk refuses (full, read-only).
     """
+    _write_policy(policy, _trained_tensors(policy), folder)
+
+
+def copy_policy(policy: Policy) -> Callable[[Path], None]:
+    """Copy the tensors that training changes, and return what writes the policy of this moment, as `save_policy`.
+
+    It may be called in another thread, while the policy is trained on.
+    """
+    tensors = copy_tensors(_trained_tensors(policy))
+    return lambda folder: _write_policy(policy, tensors, folder)
+
+
+def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in the processor's memory. Two names of one tensor (tied weights) share a copy."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+    copied = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr() or name, tensor.shape, tensor.stride(), tensor.dtype)
+        if place not in copies:
+            copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        copied[name] = copies[place]
+    return copied
+
+
+def _trained_tensors(policy: Policy) -> dict[str, Tensor]:
+    """Return what is written of a policy, live: all of a model, or its adapter (a base below it is frozen)."""
+    if is_adapter(policy.model):
+        parameters = policy.model.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach() for name, parameter in parameters if "lora_" in name}
+    return dict(policy.model.state_dict())
+
+
+def _write_policy(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         policy.tokenizer.save_pretrained(folder)
         if is_adapter(policy.model):
-            _save_adapter(policy, folder)
+            _save_adapter(policy, tensors, folder)
             return
         with no_progress_bars():
-            policy.model.save_pretrained(folder)
+            policy.model.save_pretrained(folder, state_dict=tensors)
 
 
-def _save_adapter(policy: Policy, folder: Path) -> None:
+def _save_adapter(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     # The vocabulary is never resized; told so, PEFT need not look the base up (on the hub, if it finds no folder).
-    policy.model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[ADAPTER])
+    policy.model.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False, selected_adapters=[ADAPTER])
     if is_quantized(policy.model):
         (folder / _QUANTIZATION_FILE).write_text(
             json.dumps({"base": quantization_of(policy.model)}) + "\n", encoding="utf-8"

@@ -29,21 +29,23 @@ class Manifest:
         step: after which it was saved.
         run: the id of its run; None: it was saved without one.
         files: {"bytes": int, "sha256": str} by path in the folder (Any: JSON).
+        evaluation: the numbers of the step's evaluation; None: it has none.
     """
 
     step: int
     run: str | None
     files: Mapping[str, Any]
+    evaluation: Mapping[str, Any] | None = None
 
 
-def seal(folder: Path, *, step: int, run: str | None) -> None:
+def seal(folder: Path, *, step: int, run: str | None, evaluation: Mapping[str, Any] | None = None) -> None:
     """Force everything in the folder to the disk, and only then write the manifest that calls it complete."""
     sync_tree(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
     }
-    manifest = {"schema": _SCHEMA_VERSION, "step": step, "run": run, "files": entries}
+    manifest = {"schema": _SCHEMA_VERSION, "step": step, "run": run, "evaluation": evaluation, "files": entries}
     replace_file(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
@@ -110,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
         files: dict[str, Any] = values["files"]
         if values["schema"] != _SCHEMA_VERSION or not all({"bytes", "sha256"} <= set(e) for e in files.values()):
             raise CheckpointError(f"{path}: expected schema {_SCHEMA_VERSION}, got {values['schema']!r}")
-        manifest = Manifest(int(values["step"]), values.get("run"), files)
+        manifest = Manifest(int(values["step"]), values.get("run"), files, values.get("evaluation"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing; the checkpoint is not complete") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

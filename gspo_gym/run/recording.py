@@ -79,6 +79,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "warmup": "the warm-up ended; data: its losses",
         "evaluation": "data: the evaluation, seed by seed",
         "checkpoint": "a checkpoint is complete; data: its folder",
+        "checkpoint_failed": "a checkpoint could not be saved, and the next step's is tried; data: the reason",
         "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
         "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
         "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
@@ -210,6 +211,10 @@ class RunRecorder:
             is_played_again=is_played_again,
         )
         recorder = cls(folder, last_step=step, policy_name=policy_name, sinks=sinks, clock=clock)
+        name = f"step_{step:06d}"
+        told = any(event["kind"] == "checkpoint" and event["step"] == step for event in read_events(folder))
+        if not told and (folder / "checkpoints" / name).is_dir():  # killed before it could say so
+            recorder.event("checkpoint", step, {"folder": name})
         recorder.event("resumed", step, data)
         return recorder
 

@@ -77,6 +77,12 @@ class LoopSettings(Settings):
     checkpoint_every_n_iters: int = Field(
         default=50, gt=0, description="iterations between checkpoints; the last one is saved in any case"
     )
+    must_save_by: float | None = Field(
+        default=None,
+        gt=0,
+        description="a checkpoint is complete this long after the process began, however long the next iteration "
+        "takes, for machines that are taken away then; absent: only those of checkpoint_every_n_iters",
+    )
     stop_at_success_rate: float | None = Field(
         default=None,
         gt=0,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_gym.learning.advantages import RunningReturns
+from gspo_gym.policy.retention import EVALUATION_NUMBERS
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
 
 
@@ -49,6 +50,12 @@ class TrainState:
         latest = self.final_eval
         rate = latest["success_rate"] if latest is not None and latest["step"] == self.step else None
         return success_rate is not None and rate is not None and bool(rate >= success_rate)
+
+    def evaluation_numbers(self) -> dict[str, Any] | None:
+        """Return the numbers of this step's evaluation, as a checkpoint's manifest names them; None: it has none."""
+        if self.final_eval is None or self.final_eval["step"] != self.step:
+            return None
+        return {name: self.final_eval[name] for name in EVALUATION_NUMBERS if name in self.final_eval}
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

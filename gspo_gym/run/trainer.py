@@ -21,6 +21,7 @@ from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.run.collect import Collected, Collector
 from gspo_gym.run.journal import Journal, StepTimes
 from gspo_gym.run.plan import TrainPlan
+from gspo_gym.run.saving import Saver
 from gspo_gym.run.state import TrainState
 
 _Result = TypeVar("_Result")
@@ -29,7 +30,6 @@ _Result = TypeVar("_Result")
 Publish = Callable[[int], Awaitable[None]]
 # Plays the evaluation's episodes with the present weights; the text names the occasion.
 Evaluate = Callable[[str], Awaitable[Evaluation]]
-SaveCheckpoint = Callable[[TrainState], None]
 WhileLearning = Callable[[], AbstractAsyncContextManager[object]]
 
 
@@ -42,7 +42,7 @@ class Trainer:
         learner: updates the weights on a batch.
         publish: makes the updated weights those that sample.
         evaluate: plays the evaluation's episodes.
-        save_checkpoint: saves the learner's weights with a state.
+        saver: saves the learner's weights with a state.
         journal: records what happens, and stops the run if engine and learner disagree.
         state: where an earlier part of the run stopped; None: at the beginning.
         while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
@@ -57,7 +57,7 @@ class Trainer:
         learner: Learner,
         publish: Publish,
         evaluate: Evaluate,
-        save_checkpoint: SaveCheckpoint,
+        saver: Saver,
         journal: Journal,
         state: TrainState | None = None,
         while_learning: WhileLearning = contextlib.nullcontext,
@@ -65,12 +65,11 @@ class Trainer:
     ) -> None:
         self.plan = plan
         self.state = state or TrainState()
-        self._saved: TrainState | None = None  # what the newest checkpoint of this process holds
         self._collector = collector
         self._learner = learner
         self._publish = publish
         self._evaluate = evaluate
-        self._save_checkpoint = save_checkpoint
+        self._saver = saver
         self._journal = journal
         self._while_learning = while_learning
         self._clock = clock
@@ -85,6 +84,7 @@ class Trainer:
             NonFiniteError: too many optimizer steps in a row were not finite.
             EnginePoisonedError: a weight update failed half-way.
             EngineMismatchError: the engine's logprobs are not the learner's, batch after batch.
+            CheckpointError: the disk refused several checkpoints in a row.
             JudgeError: nothing will be scored any more; the run is saved and can go on.
         """
         plan = self.plan
@@ -96,15 +96,15 @@ class Trainer:
             ):
                 await self._run_step()
                 await self._evaluate_if_due()
-                if self.state.step % plan.loop.checkpoint_every_n_iters == 0:
-                    await self._save()
-            await self._save()  # also the last evaluation
+                await self._saver.after_step(self.state)
+            await self._saver.finish(self.state)  # also the last evaluation
         except JudgeError:  # raised while episodes are played, so that the weights are those of `state`
-            await self._save()
+            await self._saver.finish(self.state)
             raise
         finally:
             self._journal.finished()
             await self._collector.close()
+            await self._saver.close()
         return self.state
 
     async def _run_step(self) -> None:
@@ -191,9 +191,3 @@ class Trainer:
             wall_seconds=before.wall_seconds + self._clock() - started,
         )
         self._journal.evaluated(before.step, evaluation, unit, num_undecided=len(before.undecided))
-
-    async def _save(self) -> None:
-        """Save a checkpoint of the present state, unless the newest one holds it."""
-        if self._saved is not self.state:
-            await self._block(lambda: self._save_checkpoint(self.state))
-            self._saved = self.state

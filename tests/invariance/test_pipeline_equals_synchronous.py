@@ -44,6 +44,7 @@ from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal
 from gspo_gym.run.recording import RunRecorder, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.saving import Saver
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import training_seed
@@ -140,6 +141,10 @@ class Run:
             ledger=self.ledger,
         )
 
+    def copy_checkpoint(self, state: TrainState) -> Callable[[], Path]:
+        self.saved.append(state)
+        return Path
+
     async def train(self, publish: Callable[[int], Any] | None = None) -> TrainState:
         recorder = RunRecorder.create(self.folder, "")
 
@@ -153,7 +158,7 @@ class Run:
             learner=self.learner,
             publish=publish or WeightSync(self.engine).publish,
             evaluate=evaluate,
-            save_checkpoint=self.saved.append,
+            saver=Saver(self.copy_checkpoint, plan.loop, on_event=recorder.event),
             journal=Journal(plan, recorder, QuietProgress(lambda text: None)),
         )
         try:

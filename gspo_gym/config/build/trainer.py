@@ -6,8 +6,9 @@ What plays is built in `config/build/rollouts.py`. Nothing here decides what the
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ from gspo_gym.run.judging import Judging
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import LEDGER_FILE, RunRecorder, read_run_id
 from gspo_gym.run.report.progress import Progress
+from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import LoopSettings
 from gspo_gym.run.sinks import Sink, open_sinks
 from gspo_gym.run.state import TrainState
@@ -247,10 +249,6 @@ def build_trainer(
             f"{config.training.max_staleness}"
         )
 
-    def save_checkpoint(state: TrainState) -> None:
-        folder = checkpoints.save(state.step, policy=player.policy, learner=learner, trainer_state=state.to_dict())
-        recorder.event("checkpoint", state.step, {"folder": folder.name})
-
     attempts = AttemptWatch({source.env_name for source in config.sources if source.task_url is not None})
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
@@ -267,7 +265,7 @@ def build_trainer(
         learner=learner,
         publish=weight_sync.after_step,
         evaluate=build_evaluate(config, player, recorder.episodes, judging),
-        save_checkpoint=save_checkpoint,
+        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder),
         journal=Journal(
             plan,
             recorder,
@@ -278,6 +276,19 @@ def build_trainer(
         state=state,
         while_learning=build_while_learning(config, player.engine),
     )
+
+
+def _build_saver(
+    plan: TrainPlan, checkpoints: CheckpointStore, policy: Policy, learner: Learner, recorder: RunRecorder
+) -> Saver:
+    def copy_checkpoint(state: TrainState) -> Callable[[], Path]:
+        numbers = state.evaluation_numbers()
+        draft = checkpoints.copy(
+            state.step, policy=policy, learner=learner, trainer_state=state.to_dict(), evaluation=numbers
+        )
+        return partial(checkpoints.write, draft)
+
+    return Saver(copy_checkpoint, plan.loop, on_event=recorder.event)
 
 
 def _more_metrics(

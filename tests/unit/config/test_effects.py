@@ -23,6 +23,7 @@ from gspo_gym.config.services import missing_machinery
 from gspo_gym.env.registry import make
 from gspo_gym.errors import GymError
 from gspo_gym.judge.settings import PanelEntry
+from gspo_gym.policy.retention import RetentionSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -109,6 +110,7 @@ OTHER = {
     "training.max_nonfinite_steps": (1, {}),
     "training.log_interval": (2, {}),
     "training.checkpoint_every_n_iters": (7, {}),
+    "training.must_save_by": (90.0, {}),
     "training.stop_at_success_rate": (0.5, {}),
     "training.constant_groups": ("drop", {}),
     "training.max_staleness": (1, {"correction.old_logprobs": "rollout"}),
@@ -285,6 +287,11 @@ SHOWN_BY = {
         "tests/unit/config/build/test_judge.py::test_another_value_of_a_member_builds_another_panel",
     ),
     "judge.type": "tests/unit/config/test_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
+    # they decide what stays on the disk
+    **dict.fromkeys(
+        (f"training.{name}" for name in RetentionSettings.model_fields),
+        "tests/unit/run/test_run.py::test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints",
+    ),
     # it matters only where a base is an adapter of another shape
     "training.lora.on_mismatch": "tests/unit/policy/test_lora.py::test_merging_widens_every_expert_in_its_own_place",
 }

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, add_lora, load_policy
 from gspo_gym.policy.manifest import verify
+from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.run.recording import RunRecorder, read_run_id
 
 
@@ -38,11 +39,15 @@ class FakeLearner:
         return {"learner.num_updates": 3, "rate": 1 / 3}
 
 
-def write_fake_policy(policy: Policy, folder: Path) -> None:
+def copy_fake_policy(policy: Policy) -> Callable[[Path], None]:
     """A policy of two files, one of them in a folder; its `base` is its content."""
-    (folder / "base").mkdir(parents=True)
-    (folder / "model.safetensors").write_text(policy.base * 100, encoding="utf-8")
-    (folder / "base" / "config.json").write_text("{}", encoding="utf-8")
+
+    def write(folder: Path) -> None:
+        (folder / "base").mkdir(parents=True)
+        (folder / "model.safetensors").write_text(policy.base * 100, encoding="utf-8")
+        (folder / "base" / "config.json").write_text("{}", encoding="utf-8")
+
+    return write
 
 
 POLICY = Policy(model=None, tokenizer=None, base="weights")
@@ -56,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(folder: Path) -> CheckpointStore:
-    return CheckpointStore(folder, write_policy=write_fake_policy)
+    return CheckpointStore(folder, copy_policy=copy_fake_policy)
 
 
 def save(store: CheckpointStore, step: int, state: Mapping[str, Any] = STATE) -> Path:
@@ -74,7 +79,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(folder: Path) -> None:
         "transposed": torch.arange(6.0).reshape(2, 3).T,
         "half": torch.tensor([1 / 3], dtype=torch.bfloat16),
     }
-    store = CheckpointStore(folder, write_policy=write_fake_policy)
+    store = CheckpointStore(folder, copy_policy=copy_fake_policy)
     assert store.save(20, policy=POLICY, learner=FakeLearner(held), trainer_state=STATE) == folder / "step_000020"
     loaded = store.load(20)
     assert (loaded.step, loaded.folder, loaded.model_folder) == (20, folder / "step_000020", folder / "step_000020")
@@ -111,11 +116,63 @@ def test_the_newest_is_found_by_number_and_the_oldest_go(store: CheckpointStore,
     assert store.steps() == (1_000_000, 1_000_001)
     assert store.load_latest().trainer_state == {"step": 1_000_001}
     assert names(folder) == ["step_1000000", "step_1000001"]
-    keep_one = CheckpointStore(folder, keep_last=1, write_policy=write_fake_policy)
+    keep_one = CheckpointStore(folder, retention=RetentionSettings(keep_last=1), copy_policy=copy_fake_policy)
     save(keep_one, 1_000_002)
     assert keep_one.steps() == (1_000_002,)
-    with pytest.raises(CheckpointError, match="keep_last: expected at least 1, got 0"):
-        CheckpointStore(folder, keep_last=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, (3, 7, 8)),  # the last two and the best: of 3 and 5, equally good, the earlier
+        ({"keep_best": 0}, (7, 8)),
+        ({"keep_best": 3, "keep_last": 1}, (3, 4, 5, 8)),
+        ({"keep_best_direction": "min"}, (1, 7, 8)),
+        ({"keep_best_metric": "mean_return"}, (6, 7, 8)),
+        ({"keep_best_metric": "mean_env_return"}, (7, 8)),  # no evaluation has one
+        ({"keep_best": 0, "keep_last": 1, "keep_every": 3}, (3, 6, 8)),
+    ],
+)
+def test_the_newest_the_best_and_the_periodic_ones_stay(
+    folder: Path, settings: dict[str, Any], kept: tuple[int, ...]
+) -> None:
+    """The success rate is decided by the second evaluation, so the first, with none, is the worst; step 2 has none."""
+    rates = {1: None, 3: 0.5, 4: 0.25, 5: 0.5, 6: 0.125}
+    store = CheckpointStore(folder, retention=RetentionSettings(**settings), copy_policy=copy_fake_policy)
+    for step in range(1, 9):
+        numbers = None
+        if step in rates:
+            name = "mean_return" if rates[step] is None else "success_rate"
+            numbers = {"score": name, "success_rate": rates[step], "mean_return": step / 10}
+        store.write(store.copy(step, policy=POLICY, learner=FakeLearner(), trainer_state=STATE, evaluation=numbers))
+    assert store.steps() == kept
+    assert CheckpointStore(folder, retention=RetentionSettings(**settings)).best() == (
+        folder / f"step_{3:06d}" if settings == {} else store.best()
+    )
+
+
+def test_a_copy_does_not_change_with_what_it_was_taken_of(folder: Path) -> None:
+    """AdamW and the optimizer step change tensors in place, also while the copy is written."""
+    policy = load_policy("tiny:qwen3-64", seed=5)
+    adapted = Policy(
+        add_lora(load_policy("tiny:qwen3-64", seed=5).model, LoraSettings(), seed=1), policy.tokenizer, policy.base
+    )
+    for number, each in enumerate((policy, adapted)):
+        store, learner = CheckpointStore(folder / str(number)), FakeLearner()
+        held = {name: tensor.clone() for name, tensor in each.model.state_dict().items()}
+        draft = store.copy(1, policy=each, learner=learner, trainer_state={})
+        with torch.no_grad():
+            for tensor in (*learner.held.values(), *(p for p in each.model.parameters() if p.requires_grad)):
+                tensor.add_(1.0)
+        store.write(draft)
+        found = store.load(1)
+        assert torch.equal(found.learner_tensors["optimizer.exp_avg.w"], torch.arange(6.0).reshape(2, 3))
+        again = load_policy(str(found.model_folder)).model.state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in held.items())
+        assert not torch.equal(
+            next(p for p in each.model.parameters() if p.requires_grad),
+            held[next(n for n, p in each.model.named_parameters() if p.requires_grad)],
+        )
 
 
 def test_saving_a_step_again_replaces_it(store: CheckpointStore, folder: Path) -> None:
@@ -225,7 +282,7 @@ def test_a_renamed_checkpoint_is_refused_by_the_step_that_it_was_saved_after(
 
 def test_a_checkpoint_of_another_run_is_refused_by_the_name_of_its_run(tmp_path: Path) -> None:
     first, second = (
-        CheckpointStore(tmp_path / name, run_id=name, write_policy=write_fake_policy) for name in ("first", "second")
+        CheckpointStore(tmp_path / name, run_id=name, copy_policy=copy_fake_policy) for name in ("first", "second")
     )
     save(second, 4)
     shutil.copytree(save(first, 5), tmp_path / "second" / "step_000005")
@@ -233,7 +290,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_name_of_its_run(tmp_path:
     with pytest.raises(CheckpointError, match=r"step_000005: is a checkpoint of another run \(first; this one is sec"):
         second.load_latest()
     # one that names no run is not known to be of this one
-    save(CheckpointStore(tmp_path / "second", write_policy=write_fake_policy), 6)
+    save(CheckpointStore(tmp_path / "second", copy_policy=copy_fake_policy), 6)
     with pytest.raises(CheckpointError, match="another run"):
         second.load(6)
 
@@ -241,7 +298,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_name_of_its_run(tmp_path:
 def test_a_checkpoint_of_another_run_is_refused_where_nothing_is_left_of_a_run_but_its_config(tmp_path: Path) -> None:
     first, second = (RunRecorder.create(tmp_path / name, "").folder for name in ("first", "second"))
     for folder, step in ((first, 5), (second, 4)):
-        store = CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder), write_policy=write_fake_policy)
+        store = CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder), copy_policy=copy_fake_policy)
         save(store, step)
         (folder / "events.jsonl").unlink()
     shutil.copytree(first / "checkpoints" / "step_000005", second / "checkpoints" / "step_000005")
@@ -332,12 +389,15 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_nothing_else(store:
 def test_what_a_save_that_was_stopped_leaves_is_removed_by_the_next(store: CheckpointStore, folder: Path) -> None:
     save(store, 5)
 
-    def stop_half_way(policy: Policy, target: Path) -> None:
-        write_fake_policy(policy, target)
-        raise KeyboardInterrupt
+    def stop_half_way(policy: Policy) -> Callable[[Path], None]:
+        def write(target: Path) -> None:
+            copy_fake_policy(policy)(target)
+            raise KeyboardInterrupt
+
+        return write
 
     with pytest.raises(KeyboardInterrupt):
-        save(CheckpointStore(folder, write_policy=stop_half_way), 6)
+        save(CheckpointStore(folder, copy_policy=stop_half_way), 6)
     assert names(folder) == [".tmp_step_000006", "step_000005"]
     assert store.load_latest().step == 5
     save(store, 7)
@@ -385,10 +445,12 @@ WRITER = textwrap.dedent("""
     torch.set_num_threads(1)
     folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
 
-    def write_policy(step, target):
-        target.mkdir(parents=True)
-        for number in range(4):
-            (target / f"part_{number}.bin").write_bytes(bytes([step % 251]) * 200_000)
+    def copy_policy(step):
+        def write(target):
+            target.mkdir(parents=True)
+            for number in range(4):
+                (target / f"part_{number}.txt").write_bytes(bytes([step % 251]) * 200_000)
+        return write
 
     class Learner:
         def __init__(self, step):
@@ -399,7 +461,7 @@ WRITER = textwrap.dedent("""
             return {"step": self.step}
 
     def write_for_ever(step):
-        store = CheckpointStore(folder, keep_last=2, write_policy=write_policy)
+        store = CheckpointStore(folder, copy_policy=copy_policy)
         while True:
             # each step twice, so that replacing one is interrupted, too
             store.save(step // 2, policy=step // 2, learner=Learner(step // 2), trainer_state={"step": step // 2})
@@ -415,7 +477,7 @@ WRITER = textwrap.dedent("""
         patience *= 2  # until a checkpoint comes through, however busy the machine is
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        store = CheckpointStore(folder, keep_last=2)
+        store = CheckpointStore(folder)
         try:
             found = store.load_latest()
         except CheckpointError as error:
@@ -424,7 +486,7 @@ WRITER = textwrap.dedent("""
         assert found.step >= last, (found.step, last)
         assert found.trainer_state == {"step": found.step} and found.learner_counters == {"step": found.step}
         assert torch.equal(found.learner_tensors["w"], torch.full((50_000,), float(found.step)))
-        assert (found.model_folder / "part_3.bin").read_bytes() == bytes([found.step % 251]) * 200_000
+        assert (found.model_folder / "part_3.txt").read_bytes() == bytes([found.step % 251]) * 200_000
         for step in store.steps():
             store.load(step)
         patience = 0.12 if found.step > last else patience

@@ -43,6 +43,7 @@ from gspo_gym.run.journal import Journal
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_events
 from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import EvaluationSettings, RunSize
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.types import Completion, Outcome
@@ -174,7 +175,7 @@ def train(folder: Path, make_engine: Callable[[Policy], LocalEngine], *, num_ste
             learner=learner,
             publish=sync.after_step,
             evaluate=evaluate,
-            save_checkpoint=lambda state: None,
+            saver=Saver(lambda state: Path, plan.loop, on_event=recorder.event),
             journal=Journal(plan, recorder, QuietProgress(lambda text: None), alarm=MismatchAlarm(patience=patience)),
         )
         try:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from operator import itemgetter
 
 import gymnasium
 import pytest
@@ -119,7 +120,30 @@ def test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one(tmp_path
     assert imbalances(read_ledger(parts / "ledger.jsonl")) == []
     assert Counter(read_ledger(parts / "ledger.jsonl")) == Counter(read_ledger(whole / "ledger.jsonl"))
     told = [(event["kind"], event["step"]) for event in read_events(parts) if event["kind"] != "resumed"]
-    assert told == [(event["kind"], event["step"]) for event in read_events(whole)]
+    undisturbed = [(event["kind"], event["step"]) for event in read_events(whole)]
+    # a checkpoint is complete some time after its step, while the next ones are taken
+    assert sorted(told, key=itemgetter(1)) == sorted(undisturbed, key=itemgetter(1))
+
+
+def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
+    """Steps 2, 4, 6, and 8 are evaluated."""
+    keys = {
+        "keep_last": 1,
+        "keep_best": 1,
+        "keep_best_metric": "mean_return",
+        "keep_best_direction": "min",
+        "keep_every": 4,
+    }
+    keys = {f"training__{key}": value for key, value in {**keys, "checkpoint_every_n_iters": 1}.items()}
+    config = make_config(tmp_path, iterations=8, **keys)
+    run_training(config)
+    events = read_events(tmp_path / "test")
+    returns = {event["step"]: event["data"]["mean_return"] for event in events if event["kind"] == "evaluation"}
+    del returns[0]  # no checkpoint is of step 0
+    best = min(returns, key=lambda step: (returns[step], step))
+    folders = sorted(path.name for path in (tmp_path / "test" / "checkpoints").iterdir())
+    assert folders == [f"step_{step:06d}" for step in sorted({best, 4, 8})]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == list(range(1, 9))
 
 
 def test_a_lora_run_resumes_from_its_adapter(tmp_path):

@@ -41,6 +41,7 @@ from gspo_gym.run.journal import Journal
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.trainer import Trainer
@@ -121,6 +122,10 @@ class Parts:
         self.log.append(f"publish {version}")
         self.version = version
         self.versions.append(version)
+
+    def copy_checkpoint(self, state: TrainState) -> Callable[[], Path]:
+        self.saved.append(state)
+        return Path
 
     async def evaluate(self, label: str) -> Evaluation:
         number = len(self.evaluations)
@@ -206,7 +211,7 @@ def train(
         learner=parts,  # type: ignore[arg-type]
         publish=parts.publish,
         evaluate=parts.evaluate,
-        save_checkpoint=parts.saved.append,
+        saver=Saver(parts.copy_checkpoint, plan.loop, on_event=recorder.event),
         journal=Journal(plan, recorder, progress or QuietProgress(lambda text: None)),
         state=state,
         while_learning=parts.asleep,
