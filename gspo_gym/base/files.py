@@ -93,7 +93,7 @@ def require_writable(path: Path) -> None:
             return
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Write the file durably and atomically: a reader sees the old text or the new one, never a part.
 
     Raises:
@@ -101,7 +101,7 @@ def replace_file(path: Path, text: str) -> None:
     """
     draft = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename within a file system is atomic
     with writing(path):
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(draft)
         draft.replace(path)
         sync(path.parent)  # else a power cut may undo the rename

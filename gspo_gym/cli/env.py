@@ -255,7 +255,9 @@ def _add_collect(subparsers: Any) -> None:
         metavar="WHO",
         help="scripted:NAME, a model (tiny:qwen3-64, a folder, a hub id), or openai:MODEL[@BASE_URL]",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="a new file, .jsonl or .parquet")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="a new file, .jsonl, .jsonl.gz or .parquet"
+    )
     parser.add_argument(
         "--seeds",
         default=f"{FIRST_TRAINING_SEED}:{FIRST_TRAINING_SEED + 100}",

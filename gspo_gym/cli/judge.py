@@ -130,7 +130,7 @@ def _range_of(rubric: Rubric) -> str:
 
 def _add_score(commands: Any) -> None:
     score = commands.add_parser("score", help="judge a run's stored episodes again, with another rubric or judge")
-    score.add_argument("source", type=Path, metavar="RUN", help="a run's folder; or a .jsonl file of episodes")
+    score.add_argument("source", type=Path, metavar="RUN", help="a run's folder, or a .jsonl or .jsonl.gz file")
     _add_judge_arguments(score)
     score.add_argument("--episodes", default="", metavar="PREFIX", help="only files of it that begin so: eval_000010")
     score.add_argument("--label", default="rescored", help="the answers go into judgements-LABEL.jsonl (rescored)")
@@ -224,7 +224,7 @@ async def _rejudge(
 
 def _add_audit(commands: Any) -> None:
     audit = commands.add_parser("audit", help="compare a judge with gold labels; look for biases; attack it")
-    audit.add_argument("episodes", type=Path, metavar="EPISODES", help="a run's folder; or a .jsonl file of episodes")
+    audit.add_argument("episodes", type=Path, metavar="EPISODES", help="a run's folder, or a .jsonl or .jsonl.gz file")
     audit.add_argument(
         "--gold", type=Path, required=True, metavar="LABELS", help="a label a line, see judge/audit/labels.py"
     )

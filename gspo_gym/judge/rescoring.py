@@ -15,7 +15,7 @@ from gspo_gym.judge.audit.report import agreement
 from gspo_gym.judge.base import Judge, JudgeCost, JudgeDownError, JudgeError, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
 from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
-from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.types import Trajectory
 
 Key = tuple[str, int]  # trajectory id and attempt
@@ -43,13 +43,11 @@ def stored_episodes(source: Path, prefix: str = "") -> list[Trajectory]:
         ConfigError: there are none.
         RecordError: a line is not an episode.
     """
-    files = [source] if source.is_file() else sorted((source / "episodes").glob("*.jsonl"))
-    if source.is_dir():
-        files = [path for path in files if path.name.startswith(prefix)]
+    files = [source] if source.is_file() else episode_paths(source, prefix)
     episodes = [trajectory for path in files for trajectory in read_episodes(path)]
     if not episodes:
         raise ConfigError(
-            f"{source}: expected a run's folder with episodes/{prefix}*.jsonl, or a file of episodes; found none"
+            f"{source}: expected a run's folder with episodes/{prefix}*.jsonl.gz, or a file of episodes; found none"
         )
     return episodes
 

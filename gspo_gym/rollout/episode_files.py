@@ -1,4 +1,4 @@
-"""Episodes as files, JSON lines or Parquet, both read back exactly.
+"""Episodes as files, JSON lines (compressed or not) or Parquet, all read back exactly.
 
 A JSON line holds an episode whole (messages, tokens, logprobs, rewards), from which every batch can be rebuilt.
 A Parquet file has flat columns to filter by and to imitate (`messages` as in the OpenAI API, arguments as JSON text),
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gspo_gym.base.files import replace_file, whole_lines
+from gspo_gym.base.gzip_lines import compress_lines, find_line, is_gzip, read_lines
 from gspo_gym.base.messages import messages_from_wire
 from gspo_gym.errors import ConfigError, MissingExtraError, RecordError
 from gspo_gym.types import (
@@ -29,20 +30,19 @@ from gspo_gym.types import (
     Turn,
 )
 
-_SUFFIXES = (".jsonl", ".parquet")
+_LINES = (".jsonl", ".jsonl.gz")
+_EXPECTED = "expected a file that ends in .jsonl, .jsonl.gz or .parquet"
 
 
 def require_writable(path: Path) -> None:
     """Refuse, before an episode is played, a path that could not be written afterwards.
 
     Raises:
-        ConfigError: another suffix than .jsonl or .parquet, no such folder, or the file is there already.
+        ConfigError: another suffix than .jsonl, .jsonl.gz or .parquet, no such folder, or the file is there already.
         MissingExtraError: Parquet without pyarrow.
     """
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(
-            f"{path}: expected a file that ends in {' or '.join(_SUFFIXES)}, got {path.suffix or 'no end'!r}"
-        )
+    if not path.name.endswith((*_LINES, ".parquet")):
+        raise ConfigError(f"{path}: {_EXPECTED}, got {path.suffix or 'no end'!r}")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}")
     if path.exists():
@@ -64,11 +64,11 @@ def save_episodes(
         ConfigError, MissingExtraError: as `require_writable`, except that an existing file is replaced.
         RecordError: an episode holds what JSON has no name for.
     """
-    if path.suffix == ".jsonl":
+    if path.name.endswith(_LINES):
         write_episodes(path, trajectories, policy_name=policy_name)
         return
     if path.suffix != ".parquet":
-        raise ConfigError(f"{path}: expected a file that ends in {' or '.join(_SUFFIXES)}")
+        raise ConfigError(f"{path}: {_EXPECTED}")
     pyarrow, parquet = _pyarrow()
     shape = _schema(pyarrow)
     rows = [_row(trajectory, policy_name, tools) for trajectory in trajectories]
@@ -86,10 +86,10 @@ def load_episodes(path: Path) -> list[Trajectory]:
     """
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file")
-    if path.suffix == ".jsonl":
+    if path.name.endswith(_LINES):
         return read_episodes(path)
     if path.suffix != ".parquet":
-        raise ConfigError(f"{path}: expected a file that ends in {' or '.join(_SUFFIXES)}")
+        raise ConfigError(f"{path}: {_EXPECTED}")
     _, parquet = _pyarrow()
     table = parquet.read_table(path)
     if "episode" not in table.column_names:
@@ -232,12 +232,13 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
 
 
 def write_episodes(path: Path, trajectories: Iterable[Trajectory], *, policy_name: str = "policy") -> None:
-    """Write a file of one trajectory a line, durably and at once.
+    """Write a file of one trajectory a line, durably and at once; compressed if its name ends in .gz.
 
     Raises:
         RecordError: a trajectory holds what JSON has no name for (NaN, infinity, an object).
     """
-    replace_file(path, "".join(f"{_json_text(trajectory, policy_name)}\n" for trajectory in trajectories))
+    lines = ((trajectory.trajectory_id, _json_text(trajectory, policy_name)) for trajectory in trajectories)
+    replace_file(path, compress_lines(lines) if path.suffix == ".gz" else "".join(f"{line}\n" for _, line in lines))
 
 
 def _json_text(trajectory: Trajectory, policy_name: str) -> str:
@@ -248,18 +249,50 @@ def _json_text(trajectory: Trajectory, policy_name: str) -> str:
 
 
 def read_episodes(path: Path) -> list[Trajectory]:
-    """Return the trajectories of a file in a run's `episodes` folder.
+    """Return the trajectories of a file in a run's `episodes` folder, compressed or not.
 
     Raises:
-        RecordError: a line is not an episode; names file and line.
+        RecordError: the file is damaged, or a line is not an episode; names file and line.
     """
-    episodes = []
-    for number, line in enumerate(whole_lines(path), start=1):
-        try:
-            episodes.append(trajectory_from_json(json.loads(line)))
-        except ValueError as error:  # RecordError included
-            raise RecordError(f"{path}:{number}: {error}") from error
-    return episodes
+    return [_parsed(path, number, line) for number, line in enumerate(_lines(path), start=1)]
+
+
+def read_episode(path: Path, trajectory_id: str) -> Trajectory:
+    """Return one trajectory of a file; of a compressed one of a run, only a part is unpacked.
+
+    Raises:
+        RecordError: as `read_episodes`, or the file has no such trajectory.
+    """
+    if is_gzip(path):
+        found = find_line(path, trajectory_id)
+    else:
+        key = json.dumps({"trajectory_id": trajectory_id})[1:-1]
+        found = next(((number, line) for number, line in enumerate(_lines(path), start=1) if key in line), None)
+    if found is None:
+        raise RecordError(f"{path}: has no episode {trajectory_id!r}")
+    return _parsed(path, *found)
+
+
+def episode_paths(folder: Path, prefix: str = "") -> list[Path]:
+    """Return a run's files of episodes in either form, sorted by name, whose name begins with `prefix`.
+
+    `prefix` is "step_", or a whole name such as "eval_000010".
+    """
+    return sorted(path for path in (folder / "episodes").glob(f"{prefix}*") if path.name.endswith(_LINES))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_lines(path) if is_gzip(path) else whole_lines(path)
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path}: is damaged: {error}") from error
+
+
+def _parsed(path: Path, number: int, line: str) -> Trajectory:
+    try:
+        return trajectory_from_json(json.loads(line))
+    except ValueError as error:  # RecordError included
+        raise RecordError(f"{path}:{number}: {error}") from error
 
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:

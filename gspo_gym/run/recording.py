@@ -3,8 +3,8 @@
     runs/<label>/
         config.toml         the resolved configuration; its first line is the run's id, which its checkpoints name
         metrics.jsonl       one object a step: {"schema", "step", "time", "group/name": number, ...}
-        events.jsonl        {"schema", "time", "step", "kind", "data"}
-        episodes/*.jsonl    one trajectory a line, see `rollout/episode_files.py`
+        events.jsonl        {"schema", "seq", "time", "step", "kind", "data"}; `seq` is explained in `run/records.py`
+        episodes/*.jsonl.gz one trajectory a line, compressed, see `rollout/episode_files.py`
         summary.json        what came out
         checkpoints/        see `checkpoints.py`
         ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,16 +32,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gspo_gym.base.files import append_line, cut_torn_line, make_folder, replace_file, sync, whole_lines
+from gspo_gym.base.files import append_line, cut_torn_line, make_folder, replace_file, sync
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
 from gspo_gym.judge.scorer import METRICS as JUDGE_METRICS
 from gspo_gym.learning.health import METRICS as LEARNING_METRICS
 from gspo_gym.remote.apps.metrics import METRICS as APP_METRICS
-from gspo_gym.rollout.episode_files import SCHEMA_VERSION, write_episodes
+from gspo_gym.rollout.episode_files import SCHEMA_VERSION, episode_paths, write_episodes
 from gspo_gym.rollout.ledger import close_lost, entry_to_json, read_ledger
 from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
+from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq
+from gspo_gym.run.records import read_events as read_events
+from gspo_gym.run.records import read_metrics as read_metrics
+from gspo_gym.run.records import read_run_id as read_run_id
+from gspo_gym.run.records import read_summary as read_summary
 from gspo_gym.run.sinks import Sink, evaluation_numbers
 from gspo_gym.types import Trajectory
 
@@ -122,7 +128,6 @@ SUMMARY: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_RUN_LINE = "# run "  # and the id, as the first line of config.toml
 _EPISODES_NAME = re.compile(r"[a-z]+(_(?P<step>\d+))?")
 
 
@@ -141,6 +146,7 @@ class RunRecorder:
         folder: Path,
         *,
         last_step: int | None,
+        last_seq: int = 0,
         policy_name: str = "policy",
         sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.time,
@@ -148,6 +154,8 @@ class RunRecorder:
         self.folder = folder
         self.policy_name = policy_name
         self._last_step = last_step
+        self._last_seq = last_seq
+        self._lock = threading.Lock()  # a checkpoint is written, and a command obeyed, in another thread
         self._sinks = list(sinks)
         self._clock = clock
 
@@ -174,7 +182,7 @@ class RunRecorder:
             )
         make_folder(folder / "episodes")
         run_id = uuid.uuid4().hex
-        replace_file(folder / "config.toml", f"{_RUN_LINE}{run_id}\n{config_toml}")
+        replace_file(folder / "config.toml", f"{RUN_LINE}{run_id}\n{config_toml}")
         recorder = cls(folder, last_step=None, policy_name=policy_name, sinks=sinks, clock=clock)
         recorder.event("started", 0, {"run": run_id})
         return recorder
@@ -202,15 +210,16 @@ class RunRecorder:
             raise ConfigError(f"{folder}: there is no run to resume (no config.toml)")
         for name in ("metrics.jsonl", "events.jsonl", LEDGER_FILE):
             cut_torn_line(folder / name)
+        seq = last_seq(folder)  # before lines move away
         data = discard_later(
             folder,
             step,
             metrics=read_metrics(folder),
             events=read_events(folder),
-            episode_files=[path for path in sorted((folder / "episodes").glob("*.jsonl")) if _step_of(path) > step],
+            episode_files=[path for path in episode_paths(folder) if _step_of(path) > step],
             is_played_again=is_played_again,
         )
-        recorder = cls(folder, last_step=step, policy_name=policy_name, sinks=sinks, clock=clock)
+        recorder = cls(folder, last_step=step, last_seq=seq, policy_name=policy_name, sinks=sinks, clock=clock)
         name = f"step_{step:06d}"
         told = any(event["kind"] == "checkpoint" and event["step"] == step for event in read_events(folder))
         if not told and (folder / "checkpoints" / name).is_dir():  # killed before it could say so
@@ -249,19 +258,21 @@ class RunRecorder:
         if kind not in EVENTS:
             raise RecordError(f"event: {kind!r} is not explained in EVENTS; {nearest_name(kind, EVENTS)}")
         line = {"time": self._clock(), "step": step, "kind": kind, "data": dict(data or {})}
-        self._append("events.jsonl", line)
+        with self._lock:
+            self._append(EVENTS_FILE, {"seq": self._last_seq + 1, **line})
+            self._last_seq += 1  # after it is written: a number that is not in the file would be a gap
         if kind == "evaluation":
             self._send(step, evaluation_numbers(data or {}))
 
     def episodes(self, name: str, trajectories: Iterable[Trajectory]) -> None:
-        """Write episodes/<name>.jsonl, replacing it if it exists; `name` is like "step_000012" or "eval_000010".
+        """Write episodes/<name>.jsonl.gz, replacing it if it exists; `name` is like "step_000012" or "eval_000010".
 
         Raises:
             RecordError: another kind of name, or an episode that cannot be written.
         """
         if not _EPISODES_NAME.fullmatch(name):
             raise RecordError(f'episodes: expected a name like "step_000012", got {name!r}')
-        path = self.folder / "episodes" / f"{name}.jsonl"
+        path = self.folder / "episodes" / f"{name}.jsonl.gz"
         write_episodes(path, trajectories, policy_name=self.policy_name)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -302,68 +313,8 @@ class RunRecorder:
         append_line(self.folder / name, _dump({"schema": SCHEMA_VERSION, **line}))
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl, oldest first, without a torn last one.
-
-    Raises:
-        RecordError: another line is damaged; names file and line.
-    """
-    return _read_lines(folder / "metrics.jsonl")
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's events.jsonl; see `read_metrics`."""
-    return _read_lines(folder / "events.jsonl")
-
-
-def read_run_id(folder: Path) -> str | None:
-    """Return the id that a run was given when it began; None: its folder has none.
-
-    It is in config.toml, without which nothing can be resumed; a run of an earlier version has it in its first event.
-
-    Raises:
-        RecordError: config.toml cannot be read, or a line of events.jsonl is damaged.
-    """
-    path = folder / "config.toml"
-    try:
-        first_line = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from error
-    if first_line.startswith(_RUN_LINE):
-        return first_line.removeprefix(_RUN_LINE).strip()
-    first = next((event for event in read_events(folder) if event["kind"] == "started"), None)
-    return None if first is None else first["data"].get("run")
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Return a run's summary.json.
-
-    Raises:
-        RecordError: there is none, or it is not JSON.
-    """
-    path = folder / "summary.json"
-    try:
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from error
-    return summary
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    for number, text in enumerate(whole_lines(path), start=1):
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise RecordError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(line, dict) or line.get("schema") != SCHEMA_VERSION:
-            raise RecordError(f"{path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {text[:60]!r}")
-        lines.append(line)
-    return lines
-
-
 def _step_of(path: Path) -> int:
-    match = _EPISODES_NAME.fullmatch(path.stem)
+    match = _EPISODES_NAME.fullmatch(path.name.partition(".")[0])
     return int(match["step"]) if match and match["step"] else -1
 
 

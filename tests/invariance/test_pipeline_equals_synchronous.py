@@ -224,7 +224,7 @@ def test_a_bound_of_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None
             name: value for name, value in wanted.items() if not is_timed(name)
         }
     for step, groups in enumerate(collected, start=1):
-        episodes = read_episodes(tmp_path / "b" / "episodes" / f"step_{step:06d}.jsonl")
+        episodes = read_episodes(tmp_path / "b" / "episodes" / f"step_{step:06d}.jsonl.gz")
         kept = [trajectory for group in groups for trajectory in group.trajectories]
         assert [e.trajectory_id for e in episodes] == [t.trajectory_id for t in kept]
         for episode, wanted_episode in zip(episodes, kept, strict=True):
@@ -249,7 +249,7 @@ def test_a_bound_of_1_holds_for_every_token_and_the_engine_ends_with_the_learner
     assert num_threads() == before - 1  # the engine's
     ages = []
     for step in range(1, STEPS + 1):
-        for episode in read_episodes(run.folder / "episodes" / f"step_{step:06d}.jsonl"):
+        for episode in read_episodes(run.folder / "episodes" / f"step_{step:06d}.jsonl.gz"):
             ages.append(step - 1 - oldest_version(episode))
     assert len(ages) == STEPS * GROUPS * SIZE
     assert {0, 1} == set(ages)
@@ -332,5 +332,5 @@ def test_a_pipelined_run_that_was_stopped_goes_on_with_the_tasks_that_were_in_pl
 
 
 def seeds_trained_on(folder: Path, steps: tuple[int, ...]) -> list[int]:
-    files = [folder / "episodes" / f"step_{step:06d}.jsonl" for step in steps]
+    files = [folder / "episodes" / f"step_{step:06d}.jsonl.gz" for step in steps]
     return [seed for file in files for seed in {episode.task.seed for episode in read_episodes(file)}]

@@ -63,7 +63,7 @@ def test_training_raises_the_judged_score_and_every_reward_is_the_blend(judge_ur
     # hand arithmetic on every stored training episode
     judgements = latest_judgements(read_judgements(folder / "judgements.jsonl"))
     num_checked = 0
-    for path in sorted((folder / "episodes").glob("step_*.jsonl")):
+    for path in sorted((folder / "episodes").glob("step_*.jsonl.gz")):
         for episode in read_episodes(path):
             record = judgements[episode.trajectory_id, episode.attempt]
             texts = said_by_policy(episode)
@@ -84,7 +84,7 @@ def test_training_raises_the_judged_score_and_every_reward_is_the_blend(judge_ur
     assert num_checked == 12 * 64
 
     # the means in metrics.jsonl are those of the stored episodes
-    first = read_episodes(folder / "episodes" / "step_000001.jsonl")
+    first = read_episodes(folder / "episodes" / "step_000001.jsonl.gz")
     totals = [judgements[episode.trajectory_id, episode.attempt].judgement.event_total for episode in first]
     assert metrics[0]["judge/event"] == pytest.approx(sum(totals) / 64)
     assert metrics[0]["reward/judge_event"] == pytest.approx(0.4 * sum(totals) / 64)

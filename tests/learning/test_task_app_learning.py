@@ -41,7 +41,9 @@ def test_a_game_is_learned_from_an_app_in_another_process_as_it_is_here(tmp_path
     # The runs are alike but for the last bits of logprobs, which steps amplify; two evaluations differ by
     # sqrt(2) * 0.05 in one standard error.
     assert abs(after - here["final_eval"]["success_rate"]) < 0.2
-    first, second = (read_episodes(tmp_path / label / "episodes" / "step_000001.jsonl") for label in ("here", "there"))
+    first, second = (
+        read_episodes(tmp_path / label / "episodes" / "step_000001.jsonl.gz") for label in ("here", "there")
+    )
     assert len(first) == len(second) == 64
     for ours, theirs in zip(first, second, strict=True):
         assert [s.token_ids.tolist() for s in ours.segments] == [s.token_ids.tolist() for s in theirs.segments]

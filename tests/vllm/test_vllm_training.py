@@ -73,7 +73,7 @@ def plain(folder: Path) -> RunConfig:
 
 def played(run: RunConfig) -> list[list[int]]:
     """The tokens of all training episodes."""
-    files = [run.run_folder / "episodes" / f"step_{step:06d}.jsonl" for step in (1, 2)]
+    files = [run.run_folder / "episodes" / f"step_{step:06d}.jsonl.gz" for step in (1, 2)]
     tokens = [segment.token_ids.tolist() for file in files for t in read_episodes(file) for segment in t.segments]
     assert len(tokens) >= 64
     return tokens

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.types import Message, Trajectory
 
@@ -29,7 +29,7 @@ def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any])
     before, after = summary["initial_eval"], summary["final_eval"]
     print_curve(console, summary["curve"], label=f"{summary['score'].replace('_', ' ')} on held-out seeds")
     print_before_after(console, before, after)
-    first, last = (read_episodes(_evaluation_file(folder, e["step"])) for e in (before, after))
+    first, last = (_evaluation_episodes(folder, e["step"]) for e in (before, after))
     seed = _most_improved(first, last)
     for title, episodes in (("before", first), ("after", last)):
         for trajectory in episodes:
@@ -147,8 +147,9 @@ def _relative(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _evaluation_file(folder: Path, step: int) -> Path:
-    return folder / "episodes" / f"eval_{step:06d}.jsonl"
+def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:
+    (path,) = episode_paths(folder, f"eval_{step:06d}")
+    return read_episodes(path)
 
 
 def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:

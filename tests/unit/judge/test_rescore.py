@@ -175,7 +175,7 @@ def test_episodes_are_chosen_by_the_beginning_of_their_files_name(tmp_path: Path
     record_run(tmp_path, judge=finds("x"))
     assert [t.trajectory_id for t in stored_episodes(tmp_path, "eval")] == ["eval_000001/0"]
     assert len(stored_episodes(tmp_path)) == 3
-    with pytest.raises(ConfigError, match=r"episodes/step_9\*\.jsonl"):
+    with pytest.raises(ConfigError, match=r"episodes/step_9\*\.jsonl\.gz, or"):
         stored_episodes(tmp_path, "step_9")
 
 

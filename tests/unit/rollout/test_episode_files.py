@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 
 from gspo_gym.errors import ConfigError, MissingExtraError, RecordError
 from gspo_gym.rollout.episode_files import (
+    episode_paths,
     load_episodes,
+    read_episode,
     read_episodes,
     require_writable,
     save_episodes,
@@ -132,7 +135,7 @@ def test_an_episode_without_a_field_names_the_field(rich_trajectory: Trajectory)
         trajectory_from_json(values)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_is_refused_and_the_old_file_stays(
     tmp_path: Path, rich_trajectory: Trajectory, value: float, suffix: str
@@ -148,8 +151,62 @@ def test_a_number_that_is_not_finite_is_refused_and_the_old_file_stays(
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_both_kinds_of_file_give_back_every_bit(tmp_path: Path, rich_trajectory: Trajectory, suffix: str) -> None:
+def many(episode: Trajectory) -> list[Trajectory]:
+    """Enough episodes for several members of a compressed file: each has at least 1,000 bytes of its own."""
+    return [dataclasses.replace(episode, trajectory_id=f"step_1/{k}", error=str(k) * 1000) for k in range(400)]
+
+
+def test_a_compressed_file_is_for_any_tool_and_one_episode_of_it_is_read_from_a_part(
+    tmp_path: Path, rich_trajectory: Trajectory
+) -> None:
+    episodes = many(rich_trajectory)
+    plain, packed = tmp_path / "e.jsonl", tmp_path / "e.jsonl.gz"
+    for path in (plain, packed):
+        write_episodes(path, episodes)
+    shown = subprocess.run(["gzip", "-dc", str(packed)], check=True, capture_output=True)
+    assert shown.stdout == plain.read_bytes()
+    for path in (plain, packed):
+        assert_equal(read_episode(path, "step_1/399"), episodes[399])
+        with pytest.raises(RecordError, match=r"has no episode 'step_1/400'"):
+            read_episode(path, "step_1/400")
+    # The first member spoiled, the last episode is still read: what lies before it is skipped.
+    spoiled = bytearray(packed.read_bytes())
+    start = 12 + int.from_bytes(spoiled[10:12], "little")  # RFC 1952: 10 bytes, 2 of the length of extra, extra
+    spoiled[start : start + 50] = bytes(50)
+    packed.write_bytes(spoiled)
+    assert_equal(read_episode(packed, "step_1/399"), episodes[399])
+    for use in (lambda: read_episode(packed, "step_1/0"), lambda: read_episodes(packed)):
+        with pytest.raises(RecordError, match=r"e\.jsonl\.gz: is damaged"):
+            use()
+
+
+def test_a_compressed_file_with_one_bit_flipped_gives_no_wrong_episode(
+    tmp_path: Path, rich_trajectory: Trajectory
+) -> None:
+    path = tmp_path / "e.jsonl.gz"
+    write_episodes(path, many(rich_trajectory))
+    whole = path.read_bytes()
+    expected = read_episode(path, "step_1/7")
+    for offset in range(0, len(whole), max(1, len(whole) // 60)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        with contextlib.suppress(RecordError):
+            assert_equal(read_episode(path, "step_1/7"), expected)
+    path.write_bytes(whole[:-20])
+    with pytest.raises(RecordError, match="is damaged"):
+        read_episodes(path)
+
+
+def test_episodes_of_a_run_are_found_in_either_form(tmp_path: Path, rich_trajectory: Trajectory) -> None:
+    (tmp_path / "episodes").mkdir()
+    for name in ("step_000002.jsonl.gz", "step_000001.jsonl", "eval_000001.jsonl.gz", ".step_000003.jsonl.gz.tmp"):
+        write_episodes(tmp_path / "episodes" / name, [rich_trajectory])
+    assert [path.name for path in episode_paths(tmp_path, "step_")] == ["step_000001.jsonl", "step_000002.jsonl.gz"]
+    assert [path.name for path in episode_paths(tmp_path, "eval_000001")] == ["eval_000001.jsonl.gz"]
+    assert sum(len(read_episodes(path)) for path in episode_paths(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_every_kind_of_file_gives_back_every_bit(tmp_path: Path, rich_trajectory: Trajectory, suffix: str) -> None:
     path = tmp_path / f"episodes{suffix}"
     save_episodes(path, [rich_trajectory], policy_name="rich")
     [back] = load_episodes(path)
@@ -199,8 +256,8 @@ def test_an_episode_says_whether_its_tokens_are_of_known_weights(version: int, k
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("e.csv", "expected a file that ends in .jsonl or .parquet, got '.csv'"),
-        ("e", "expected a file that ends in .jsonl or .parquet, got 'no end'"),
+        ("e.csv", "expected a file that ends in .jsonl, .jsonl.gz or .parquet, got '.csv'"),
+        ("e", "expected a file that ends in .jsonl, .jsonl.gz or .parquet, got 'no end'"),
         ("no/e.jsonl", "there is no folder"),
         ("there.jsonl", "there is such a file already"),
     ],
@@ -225,7 +282,7 @@ def test_without_pyarrow_only_parquet_is_refused(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("use", [load_episodes, lambda path: save_episodes(path, [], policy_name="")])
 def test_files_of_another_kind_are_neither_written_nor_read(tmp_path: Path, use: Callable[[Path], Any]) -> None:
     (tmp_path / "e.csv").touch()
-    with pytest.raises(ConfigError, match=r"expected a file that ends in \.jsonl or \.parquet"):
+    with pytest.raises(ConfigError, match=r"expected a file that ends in \.jsonl, \.jsonl\.gz or \.parquet"):
         use(tmp_path / "e.csv")
 
 

@@ -70,7 +70,7 @@ def test_a_judged_run_leaves_every_judgement_and_what_it_cost(url: str, tmp_path
     for line in metrics:
         assert (line["judge/num_judged"], line["judge/unscored"], line["judge/pause_seconds"]) == (8, 0, 0)
     by_name = {each.trajectory_id: each for each in judged}
-    evaluated = read_episodes(config.run_folder / "episodes" / "eval_000002.jsonl")
+    evaluated = read_episodes(config.run_folder / "episodes" / "eval_000002.jsonl.gz")
     assert summary["final_eval"]["mean_return"] == pytest.approx(sum(e.reward for e in evaluated) / 4)
     own = [by_name[episode.trajectory_id].env_return for episode in evaluated]
     assert summary["final_eval"]["mean_env_return"] == pytest.approx(sum(own) / 4)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_episodes_that_are_played_ahead_are_judged_while_the_learner_works(url: 
     episodes = [
         episode
         for step in (1, 2)
-        for episode in read_episodes(config.run_folder / "episodes" / f"step_00000{step}.jsonl")
+        for episode in read_episodes(config.run_folder / "episodes" / f"step_00000{step}.jsonl.gz")
     ]
     assert len(episodes) == 16
     assert [episode.reward for episode in episodes] == [judged[e.trajectory_id].episode_return for e in episodes]

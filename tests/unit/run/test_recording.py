@@ -47,7 +47,7 @@ def test_a_fresh_run_has_its_configuration_and_its_first_event(recorder: RunReco
     (event,) = read_events(recorder.folder)
     run_id = read_run_id(recorder.folder)
     assert (recorder.folder / "config.toml").read_text(encoding="utf-8") == f"# run {run_id}\n[run]\nseed = 0\n"
-    assert event == {"schema": 1, "time": 100.0, "step": 0, "kind": "started", "data": {"run": run_id}}
+    assert event == {"schema": 1, "seq": 1, "time": 100.0, "step": 0, "kind": "started", "data": {"run": run_id}}
     assert run_id is not None
     other = RunRecorder.create(recorder.folder.with_name("other"), "")
     assert read_run_id(other.folder) != run_id
@@ -131,7 +131,7 @@ def test_a_missing_summary_is_an_error_that_names_the_file(tmp_path: Path) -> No
 
 def test_episodes_go_into_their_folder_under_a_plain_name(recorder: RunRecorder, rich_trajectory: Trajectory) -> None:
     recorder.episodes("step_000012", [rich_trajectory])
-    [episode] = read_episodes(recorder.folder / "episodes" / "step_000012.jsonl")
+    [episode] = read_episodes(recorder.folder / "episodes" / "step_000012.jsonl.gz")
     assert trajectory_to_json(episode) == trajectory_to_json(rich_trajectory)
     for name in ("../x", "step_", "step_1.jsonl", "", "Step_1"):
         with pytest.raises(RecordError, match="expected a name like"):
@@ -194,7 +194,7 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
     resumed = RunRecorder.resume(folder, 3)
     assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3]
     kept = ["eval_000003", "step_000001", "step_000002", "step_000003", "warmup"]
-    assert sorted(path.stem for path in (folder / "episodes").iterdir()) == kept
+    assert sorted(path.name.removesuffix(".jsonl.gz") for path in (folder / "episodes").iterdir()) == kept
     event = read_events(folder)[-1]
     assert (event["kind"], event["step"]) == ("resumed", 3)
     assert event["data"] == {
@@ -207,12 +207,12 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
     moved = folder / "discarded" / "resume_001"
     assert [line["step"] for line in read_metrics(moved)] == [4, 5]
     assert sorted(path.name for path in moved.iterdir()) == [
-        "eval_000005.jsonl",
+        "eval_000005.jsonl.gz",
         "events.jsonl",
         "ledger.jsonl",
         "metrics.jsonl",
-        "step_000004.jsonl",
-        "step_000005.jsonl",
+        "step_000004.jsonl.gz",
+        "step_000005.jsonl.gz",
     ]
 
     with pytest.raises(RecordError, match="expected a step after 3, got 3"):

@@ -21,6 +21,7 @@ from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from safetensors.torch import load_file
 
+from gspo_gym.base.gzip_lines import read_lines
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import trainer as build
@@ -63,7 +64,7 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def played(folder: Path, name: str) -> list[Trajectory]:
-    return read_episodes(folder / "rescored" / "episodes" / f"{name}.jsonl")
+    return read_episodes(folder / "rescored" / "episodes" / f"{name}.jsonl.gz")
 
 
 def logprobs_of(model: torch.nn.Module, episode: Trajectory) -> torch.Tensor:
@@ -132,7 +133,7 @@ def test_every_record_says_who_sampled(tmp_path: Path) -> None:
     assert read_summary(folder)["rescored"] is True
     for name in ("step_000001", "step_000002", "eval_000000", "eval_000002"):
         is_known = name.startswith("eval")
-        lines = [json.loads(line) for line in (folder / "episodes" / f"{name}.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in read_lines(folder / "episodes" / f"{name}.jsonl.gz")]
         assert {line["knows_weights"] for line in lines} == {is_known}
         for (segment,) in (episode.segments for episode in played(tmp_path, name)):
             assert set(segment.weight_version[segment.action_mask]) == {int(name[-1]) if is_known else -1}

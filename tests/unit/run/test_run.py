@@ -82,10 +82,10 @@ def test_a_run_writes_every_promised_file(tmp_path):
     kinds = [line["kind"] for line in read_events(folder)]
     # evaluations before the first step and after the last, which is step 2, where a checkpoint is due
     assert kinds == ["started", "warmup", "evaluation", "evaluation", "checkpoint", "finished"]
-    episodes = read_episodes(folder / "episodes" / "step_000002.jsonl")
+    episodes = read_episodes(folder / "episodes" / "step_000002.jsonl.gz")
     assert len(episodes) == 8
     assert sum(line["rollout/sampled_tokens"] for line in read_metrics(folder)) == summary["sampled_tokens"]
-    assert len(read_episodes(folder / "episodes" / "eval_000000.jsonl")) == 4
+    assert len(read_episodes(folder / "episodes" / "eval_000000.jsonl.gz")) == 4
     assert (folder / "ledger.jsonl").stat().st_size > 0
 
 

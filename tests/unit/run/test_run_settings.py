@@ -2,6 +2,7 @@
 
 import json
 
+from gspo_gym.base.gzip_lines import read_lines
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.rollout.episode_files import read_episodes
@@ -35,9 +36,9 @@ def test_a_run_records_who_played_and_what_it_was_told(tmp_path):
     folder = config.run_folder
     assert json.loads((folder / "summary.json").read_text())["policy_name"] == "guesser-2"
     for name in ("step_000001", "eval_000001"):
-        lines = (folder / "episodes" / f"{name}.jsonl").read_text().splitlines()
+        lines = read_lines(folder / "episodes" / f"{name}.jsonl.gz")
         assert {json.loads(line)["policy_name"] for line in lines} == {"guesser-2"}
-    episodes = read_episodes(folder / "episodes" / "step_000001.jsonl")
+    episodes = read_episodes(folder / "episodes" / "step_000001.jsonl.gz")
     assert {episode.messages[0].role for episode in episodes} == {"system"}
     assert all(episode.messages[0].content.startswith("Play well.") for episode in episodes)
     assert max(len(episode.turns) for episode in episodes) <= 2

@@ -396,7 +396,7 @@ def test_tasks_are_counted_on_from_step_to_step_and_none_is_played_twice(tmp_pat
     assert state.num_tasks == 4 * 4 + refilled
 
     def seeds(folder: Path, steps: Sequence[int]) -> list[int]:
-        files = (folder / "episodes" / f"step_{step:06d}.jsonl" for step in steps)
+        files = (folder / "episodes" / f"step_{step:06d}.jsonl.gz" for step in steps)
         return sorted({episode.task.seed for file in files for episode in read_episodes(file)})
 
     first = training_seed(0, 0)
@@ -566,14 +566,14 @@ def test_a_bound_that_is_missed_from_the_start_is_refused() -> None:
 
 def seeds_of(folder: Path, steps: Sequence[int]) -> list[int]:
     """The tasks of the groups that were trained on in these steps, group by group."""
-    files = [folder / "episodes" / f"step_{step:06d}.jsonl" for step in steps]
+    files = [folder / "episodes" / f"step_{step:06d}.jsonl.gz" for step in steps]
     return [seed for file in files for seed in {episode.task.seed for episode in read_episodes(file)}]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4]), (3, [3])])
 def test_training_episodes_are_written_as_often_as_asked_for(tmp_path: Path, every: int, expected: list[int]) -> None:
     train(tmp_path, make_plan(log_episodes_every_n_iters=every))
-    written = sorted(path.stem for path in (tmp_path / "episodes").glob("step_*.jsonl"))
+    written = sorted(path.name.removesuffix(".jsonl.gz") for path in (tmp_path / "episodes").glob("step_*"))
     assert written == [f"step_{step:06d}" for step in expected]
 
 

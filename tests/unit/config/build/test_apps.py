@@ -399,7 +399,7 @@ def test_a_mixed_run_trains_and_evaluates_on_every_environment(make: Make, tmp_p
     names = (GUESS, "quiz", f"{GUESS} (2)")
     num_calls = []
     for step in (1, 2, 3):
-        episodes = read_episodes(config.run_folder / "episodes" / f"step_{step:06d}.jsonl")
+        episodes = read_episodes(config.run_folder / "episodes" / f"step_{step:06d}.jsonl.gz")
         assert Counter(e.task.env_id for e in episodes) == dict(zip(names, (8, 4, 4), strict=True))
         num_calls.append(sum(len(e.turns) for e in episodes if e.task.env_id != GUESS))
         for episode in episodes:
@@ -453,7 +453,7 @@ def test_app_episodes_are_played_ahead_and_carry_their_versions(make: Make, tmp_
     assert [line["rollout/staleness_max"] <= 1 for line in lines] == [True] * 4
     oldest = []
     for step in range(1, 5):
-        episodes = read_episodes(config.run_folder / "episodes" / f"step_{step:06d}.jsonl")
+        episodes = read_episodes(config.run_folder / "episodes" / f"step_{step:06d}.jsonl.gz")
         sampled = [segment.weight_version[segment.action_mask] for e in episodes for segment in e.segments]
         oldest.append(int(min(versions.min() for versions in sampled)))
     assert oldest[0] == 0
@@ -505,7 +505,7 @@ def test_step_rewards_of_an_app_are_what_it_reports_or_else_its_return_and_never
     assert line["rollout/reward_mean"] > 0
     assert line["batch/mean_return"] == pytest.approx(1.0 if reports else line["rollout/reward_mean"])
     assert line["gateway/app_warnings"] == (0 if reports else 8)
-    episodes = read_episodes(config.run_folder / "episodes" / "step_000001.jsonl")
+    episodes = read_episodes(config.run_folder / "episodes" / "step_000001.jsonl.gz")
     assert [episode.reports_events for episode in episodes] == [reports] * 8
 
 

@@ -1,0 +1,173 @@
+"""Read what a run recorded in its folder, also while it is being written.
+
+Every event has a `seq`, 1 for a run's first. No number is given twice: a resumed run counts on from the highest one,
+and the events that it discards keep theirs in discarded/. So the events of events.jsonl and of discarded/ together have
+no gap, and a reader with a cursor gets each exactly once and in order, also across a resume.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.errors import RecordError
+from gspo_gym.rollout.episode_files import SCHEMA_VERSION
+
+RUN_LINE = "# run "  # and the id, as the first line of config.toml
+EVENTS_FILE = "events.jsonl"
+
+Event = dict[str, Any]  # a line of events.jsonl: JSON
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl, oldest first, without a torn last one.
+
+    Raises:
+        RecordError: another line is damaged; names file and line.
+    """
+    return _Lines(folder / "metrics.jsonl").read()
+
+
+def read_events(folder: Path, *, after: int | None = None) -> list[Event]:
+    """Return the lines of a run's events.jsonl; see `read_metrics`.
+
+    With `after`, return every event since that `seq` instead, those of discarded/ included; see `EventReader`.
+    """
+    if after is not None:
+        return EventReader(folder, after=after).read()
+    return _numbered(_Lines(folder / EVENTS_FILE).read())
+
+
+class EventReader:
+    """Reader of a run's events that holds a place: each `read` returns those that came since.
+
+    Args:
+        folder: of the run, which may be running.
+        after: the `seq` of the last event that the caller has; 0: none.
+    """
+
+    def __init__(self, folder: Path, *, after: int = 0) -> None:
+        self._folder = folder
+        self._lines = _Lines(folder / EVENTS_FILE)
+        self._last_in_file = 0
+        self.after = after
+
+    def read(self) -> list[Event]:
+        """Return the events that are new, in the order of their `seq`, which has no gap. An unfinished line waits.
+
+        Raises:
+            RecordError: a line is damaged; names file and line.
+        """
+        lines = self._lines.read()
+        if self._lines.is_from_the_start:
+            self._last_in_file = 0
+        found = {event["seq"]: event for event in _numbered(lines, after=self._last_in_file)}
+        self._last_in_file = max(found, default=self._last_in_file)
+        new = {seq: event for seq, event in found.items() if seq > self.after}
+        # Only a resumed run leaves a gap, and it has copied the missing lines before it takes them away here.
+        if new and len(new) < max(new) - self.after:
+            moved = {event["seq"]: event for event in _discarded(self._folder)}
+            new |= {seq: event for seq, event in moved.items() if self.after < seq < max(new)}
+        self.after = max(new, default=self.after)
+        return [new[seq] for seq in sorted(new)]
+
+
+def last_seq(folder: Path) -> int:
+    """Return the highest `seq` that an event of the run ever had; 0: there is none."""
+    return max((event["seq"] for event in (*_discarded(folder), *read_events(folder))), default=0)
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Return the id that a run was given when it began; None: its folder has none.
+
+    It is in config.toml, without which nothing can be resumed; a run of an earlier version has it in its first event.
+
+    Raises:
+        RecordError: config.toml cannot be read, or a line of events.jsonl is damaged.
+    """
+    path = folder / "config.toml"
+    try:
+        first_line = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+    if first_line.startswith(RUN_LINE):
+        return first_line.removeprefix(RUN_LINE).strip()
+    first = next((event for event in read_events(folder) if event["kind"] == "started"), None)
+    return None if first is None else first["data"].get("run")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return a run's summary.json.
+
+    Raises:
+        RecordError: there is none, or it is not JSON.
+    """
+    path = folder / "summary.json"
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+    return summary
+
+
+def _numbered(lines: list[Event], after: int = 0) -> list[Event]:
+    """Return the events with a `seq` each: those of earlier versions have none and are counted."""
+    events = []
+    for line in lines:
+        after = line.get("seq", after + 1)
+        events.append({**line, "seq": after})
+    return events
+
+
+def _discarded(folder: Path) -> list[Event]:
+    """Return the events that resumed runs moved away; those of earlier versions, without a `seq`, are left out."""
+    paths = sorted((folder / "discarded").glob(f"resume_*/{EVENTS_FILE}"))
+    return [event for path in paths for event in _Lines(path).read() if "seq" in event]
+
+
+class _Lines:
+    """The lines of a file that grows: each `read` returns the whole ones that came since, as JSON objects.
+
+    Attributes:
+        is_from_the_start: whether the last `read` began at the start of the file, which has been replaced or is new.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_from_the_start = True
+        self._offset = self._number = 0
+        self._last = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        data = self._new_bytes()
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(data.splitlines(keepends=True), start=self._number + 1):
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise RecordError(f"{self.path}:{number}: not JSON: {error}") from error
+            if not isinstance(line, dict) or line.get("schema") != SCHEMA_VERSION:
+                shown = text[:60].decode(errors="replace")
+                raise RecordError(f"{self.path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {shown!r}")
+            lines.append(line)
+            self._last = text
+        self._offset += len(data)
+        self._number += len(lines)
+        return lines
+
+    def _new_bytes(self) -> bytes:
+        """Return the whole lines after the place that was read to, or all of a file that has been replaced."""
+        self.is_from_the_start = self._offset == 0
+        if not self.path.exists():
+            return b""
+        with self.path.open("rb") as file:
+            # A file that was replaced has something else before the place, since no two events are equal.
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self.is_from_the_start = True
+                self._offset = self._number = 0
+                self._last = b""
+                file.seek(0)
+            data = file.read()
+        return data[: data.rfind(b"\n") + 1]
