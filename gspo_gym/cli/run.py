@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gspo_gym.config.build.weights import build_weight_sync
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
-from gspo_gym.errors import CheckpointError, ConfigError
+from gspo_gym.errors import CheckpointError, ConfigError, GymError
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.manifest import read_manifest
@@ -28,18 +29,20 @@ from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.collect import warm_up
-from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start, leaving_at_sigterm
+from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import holder_of, holding, refusal
 from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
+from gspo_gym.run.steering import Steering, StopRequested
 
 _FREE_ON_RESUME = frozenset(
     {
         "run.folder",
         "run.tags",
         "run.log_episodes_every_n_iters",
+        "run.stop_grace_seconds",
         "model.label",
         "model.device",
         "judge.max_unscored",
@@ -85,18 +88,30 @@ _NO_GRADIENT = (
     "NOTHING WAS LEARNED: in {} steps the optimizer took no step with a gradient, so that the weights are those of the "
     "beginning. `gspo-gym doctor` says why: most often all episodes of every group earn the same"
 )
+_INTERRUPTED = 128 + signal.SIGINT
 _FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
 
 
 def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
     """Run `train.run_training`."""
-    if resume:
-        with telling(console) as progress:
-            return run_to_end(_resume(config, progress))
-    if not set_aside and (taken := folder_is_taken(config)):
+    steering = Steering(config.run.stop_grace_seconds)
+    if not resume and not set_aside and (taken := folder_is_taken(config)):
         raise ConfigError(taken)
-    with telling(console) as progress:
-        return run_to_end(_start(config, progress))
+    begin = _resume if resume else _start
+    with steering.handling_signals(), telling(console) as progress:
+        try:
+            summary = run_to_end(begin(config, progress, steering))
+        except StopRequested as stop:
+            progress.note(f"{stop}; go on with --resume")
+        except GymError as error:
+            if steering.stopped_by is None:
+                raise
+            progress.note(f"stopped by {steering.stopped_by}; {type(error).__name__}: {error}")
+    if steering.stopped_by is None:
+        return summary
+    if steering.exit_code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    raise SystemExit(steering.exit_code)
 
 
 def folder_is_taken(config: RunConfig) -> str | None:
@@ -112,10 +127,9 @@ def folder_is_taken(config: RunConfig) -> str | None:
     return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
 
 
-async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
+async def _start(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
     """Run from the beginning; a failure before the first evaluation leaves everything as it was."""
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(leaving_at_sigterm(config.run_folder))
         begin = stack.enter_context(folder_of_a_new_run(config.run_folder, progress))
         for notice in await require_ready(config):
             progress.note(notice)
@@ -142,18 +156,19 @@ async def _start(config: RunConfig, progress: Progress) -> dict[str, Any]:
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
         learner = build.build_learner(config, policy, reference)
+        steering.attach()  # from here on, a stop saves what there is
         begin()
-        return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync, judging)
+        return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync, judging, steering)
 
 
-async def _resume(config: RunConfig, progress: Progress) -> dict[str, Any]:
+async def _resume(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         if (config.run_folder / "config.toml").exists():  # else there is no run to hold
             stack.enter_context(holding(config.run_folder, progress.note, has_begun=True))
-        return await _resume_held(config, progress)
+        return await _resume_held(config, progress, steering)
 
 
-async def _resume_held(config: RunConfig, progress: Progress) -> dict[str, Any]:
+async def _resume_held(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
     _require_named_run(config.run_folder, checkpoint.folder)
@@ -190,7 +205,7 @@ async def _resume_held(config: RunConfig, progress: Progress) -> dict[str, Any]:
         _tell_who_samples(config, player, recorder, progress, step=state.step)
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
         _tell_what_froze(config, recorder, progress, step=state.step)
-        return await _train(config, player, learner, recorder, progress, state, weight_sync, judging)
+        return await _train(config, player, learner, recorder, progress, state, weight_sync, judging, steering)
 
 
 async def _train(
@@ -202,6 +217,7 @@ async def _train(
     state: TrainState,
     weight_sync: WeightSync,
     judging: Judging | None,
+    steering: Steering,
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: its status then names the failure."""
     trainer = build.build_trainer(
@@ -214,8 +230,19 @@ async def _train(
         state=state,
         weight_sync=weight_sync,
         judging=judging,
+        steering=steering,
     )
     status, reason = "completed", None
+
+    def record(status: str, reason: str | None) -> dict[str, Any]:
+        step, error = trainer.state.step, {} if reason is None else {"error": reason}
+        if steering.stopped_by is not None:
+            recorder.event("stopped", step, {"by": steering.stopped_by})
+        recorder.event("finished", step, {"status": status, **error})
+        recorder.summary(summary := {"error": reason, **_summary(status, trainer.state, config)})
+        return summary
+
+    steering.before_leaving = partial(record, "interrupted", None)
     try:
         limit = seconds_until_frozen(config.limits.step_timeout_seconds)
         with watching(config.run_folder / MARKER, limit, advice=TRAINING_ADVICE):
@@ -223,17 +250,14 @@ async def _train(
         if state.step and not state.gradient_steps:
             progress.note(_NO_GRADIENT.format(state.step))
         if judging is not None:
-            await judging.finish()
+            await steering.unless_stopped(judging.finish())
     except BaseException as error:
-        is_stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit)
+        is_stopped = isinstance(error, StopRequested | asyncio.CancelledError | KeyboardInterrupt | SystemExit)
         status, reason = ("interrupted", None) if is_stopped else ("failed", f"{type(error).__name__}: {error}")
         raise
     finally:
-        recorder.event(
-            "finished", trainer.state.step, {"status": status, **({} if reason is None else {"error": reason})}
-        )
-        summary = {"error": reason, **_summary(status, trainer.state, config)}
-        recorder.summary(summary)
+        steering.cancel_requests()
+        summary = record(status, reason)
     return summary
 
 

@@ -6,10 +6,7 @@ What a run writes there is `recording.py`'s; whether a folder is free for a new 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -56,30 +53,6 @@ def _has_not_begun(folder: Path) -> bool:
     if last is not None:
         return not last.has_begun
     return {path.name for path in folder.iterdir()} <= {LOCK_FILE, f".{PROCESS_FILE}.tmp"}
-
-
-@contextlib.contextmanager
-def leaving_at_sigterm(folder: Path) -> Iterator[None]:
-    """Have SIGTERM raise SystemExit while the run in the folder has recorded nothing: then nothing of it may stay.
-
-    Left alone where the program handles that signal itself, or this is not its main thread.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def leave(number: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if (folder / "metrics.jsonl").exists() or any((folder / "episodes").glob("*")):
-            os.kill(os.getpid(), number)  # as without all this
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _clear(folder: Path) -> Path | None:

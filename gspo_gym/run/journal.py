@@ -5,6 +5,7 @@ Nothing here feeds back into training, except that a run is stopped where engine
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ MoreMetrics = Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When a step began, had its episodes, and had published its weights; seconds of the trainer's clock."""
+    """When a step began, had its episodes, and had published its weights; seconds of the journal's clock."""
 
     started: float
     collected: float
@@ -47,6 +48,7 @@ class Journal:
         progress: shown to a person.
         alarm: compares the logprobs of engine and learner in every batch; None: they are not compared.
         more_metrics: see `MoreMetrics`; None: there are none.
+        clock: seconds, monotonic; the trainer's times of a step are its.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Journal:
         *,
         alarm: MismatchAlarm | None = None,
         more_metrics: MoreMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self._plan = plan
         self._recorder = recorder
         self._progress = progress

@@ -29,6 +29,11 @@ class RunSettings(Settings):
     log_episodes_every_n_iters: int = Field(
         default=1, ge=0, description="iterations between files of training episodes; 0: only evaluations' are written"
     )
+    stop_grace_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="from SIGTERM, Ctrl-C or another request to stop until the run ends, its checkpoint saved or not",
+    )
 
     @field_validator("tags")
     @classmethod

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import BuiltBatch, build_batch
@@ -23,13 +22,14 @@ from gspo_gym.run.journal import Journal, StepTimes
 from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.saving import Saver
 from gspo_gym.run.state import TrainState
+from gspo_gym.run.steering import Steering, StopRequested
 
 _Result = TypeVar("_Result")
 
 # Makes the learner's present weights the ones that sample, under the given version.
 Publish = Callable[[int], Awaitable[None]]
 # Plays the evaluation's episodes with the present weights; the text names the occasion.
-Evaluate = Callable[[str], Awaitable[Evaluation]]
+Evaluate = Callable[[str], Coroutine[Any, Any, Evaluation]]
 WhileLearning = Callable[[], AbstractAsyncContextManager[object]]
 
 
@@ -46,7 +46,7 @@ class Trainer:
         journal: records what happens, and stops the run if engine and learner disagree.
         state: where an earlier part of the run stopped; None: at the beginning.
         while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
-        clock: seconds, monotonic.
+        steering: requests from outside, such as to stop; None: there are none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer:
         journal: Journal,
         state: TrainState | None = None,
         while_learning: WhileLearning = contextlib.nullcontext,
-        clock: Callable[[], float] = time.monotonic,
+        steering: Steering | None = None,
     ) -> None:
         self.plan = plan
         self.state = state or TrainState()
@@ -72,7 +72,7 @@ class Trainer:
         self._saver = saver
         self._journal = journal
         self._while_learning = while_learning
-        self._clock = clock
+        self._steering = steering or Steering()
 
     async def run(self) -> TrainState:
         """Train until the plan is done or an evaluation reaches its goal; return the final state.
@@ -86,25 +86,29 @@ class Trainer:
             EngineMismatchError: the engine's logprobs are not the learner's, batch after batch.
             CheckpointError: the disk refused several checkpoints in a row.
             JudgeError: nothing will be scored any more; the run is saved and can go on.
+            StopRequested: a stop was asked for; the run is saved and can go on.
         """
         plan = self.plan
+        self._steering.attach()
         self._journal.started()
         try:
             await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in
             while self.state.step < plan.size.num_iterations and not self.state.has_reached(
                 plan.loop.stop_at_success_rate
             ):
+                await self._steering.between_steps(lambda: self._saver.finish(self.state))
                 await self._run_step()
                 await self._evaluate_if_due()
                 await self._saver.after_step(self.state)
             await self._saver.finish(self.state)  # also the last evaluation
-        except JudgeError:  # raised while episodes are played, so that the weights are those of `state`
+        except (JudgeError, StopRequested):  # raised while episodes are played: the weights are those of `state`
             await self._saver.finish(self.state)
             raise
         finally:
             self._journal.finished()
             await self._collector.close()
             await self._saver.close()
+            await self._steering.dropped_work_ended()
         return self.state
 
     async def _run_step(self) -> None:
@@ -112,16 +116,16 @@ class Trainer:
 
         A step whose groups teach nothing takes no update and is a step all the same: the weights get its number.
         """
-        started, step = self._clock(), self.state.step + 1
-        collected = await self._collector.collect(step)
+        started, step = self._journal.clock(), self.state.step + 1
+        collected = await self._steering.unless_stopped(self._collector.collect(step))
         self._journal.collected(step, collected)
-        collected_at = self._clock()
+        collected_at = self._journal.clock()
         async with self._while_learning():
             built = await self._block(lambda: self._score(collected))
             learned = await self._block(lambda: self._update(built))
         self._journal.learned(step, collected, learned)
         await self._publish(step)
-        times = StepTimes(started, collected_at, self._clock())
+        times = StepTimes(started, collected_at, self._journal.clock())
         metrics = self._journal.metrics(step, collected, built, learned, times=times, unit=self.state.score_unit)
         self._advance(step, built, metrics, seconds=times.finished - started)
         self._journal.stepped(step, collected, metrics, is_updated=built.batch is not None)
@@ -180,14 +184,14 @@ class Trainer:
 
     async def _run_evaluation(self) -> None:
         # Weights change in `_run_step` only, so an evaluation has one version, also while episodes are played ahead.
-        started, before = self._clock(), self.state
-        played = await self._evaluate(f"eval_{before.step:06d}")
+        started, before = self._journal.clock(), self.state
+        played = await self._steering.unless_stopped(self._evaluate(f"eval_{before.step:06d}"))
         unit = before.score_unit or ScoreUnit.of_first(
             played, has_success_goal=self.plan.loop.stop_at_success_rate is not None
         )
         evaluation = played if unit is None else played.in_unit(unit)
         self.state = dataclasses.replace(
             before.after_evaluation(evaluation, unit),
-            wall_seconds=before.wall_seconds + self._clock() - started,
+            wall_seconds=before.wall_seconds + self._journal.clock() - started,
         )
         self._journal.evaluated(before.step, evaluation, unit, num_undecided=len(before.undecided))

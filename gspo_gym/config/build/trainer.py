@@ -54,6 +54,7 @@ from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import LoopSettings
 from gspo_gym.run.sinks import Sink, open_sinks
 from gspo_gym.run.state import TrainState
+from gspo_gym.run.steering import Steering
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import TrajectoryGroup
@@ -234,6 +235,7 @@ def build_trainer(
     state: TrainState,
     weight_sync: WeightSync,
     judging: Judging | None = None,
+    steering: Steering | None = None,
 ) -> Trainer:
     """Return the trainer; `learner` and `state` are fresh or restored, as the caller made them.
 
@@ -275,6 +277,7 @@ def build_trainer(
         ),
         state=state,
         while_learning=build_while_learning(config, player.engine),
+        steering=steering,
     )
 
 

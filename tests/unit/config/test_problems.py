@@ -19,6 +19,7 @@ Problems = Callable[[dict[str, Any]], list[str]]
         ("run.folder", "", 'expected a non-empty string, got ""'),
         ("run.folder", "a\0b", 'expected a text without the character NUL, got "a\\u0000b"'),
         ("run.log_episodes_every_n_iters", -1, "expected an integer >= 0, got -1"),
+        ("run.stop_grace_seconds", 0, "expected a number > 0, got 0"),
         ("algorithm.type", "offline", 'expected "online", got "offline"'),
         ("algorithm.method", "gspo", 'expected "policy_gradient" or "ppo", got "gspo"'),
         ("algorithm.variety", "gsp", 'expected "gspo", "gspo_token" or "grpo", got "gsp"'),

@@ -355,6 +355,58 @@ def test_a_start_that_sigterm_ends_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Stopping(TextEnv):
+    """Pays for the length of the answer; `at_number` is called when so many episodes were begun."""
+
+    num_episodes = 0
+    at_number = (0, lambda: None)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        Stopping.num_episodes += 1
+        number, call = Stopping.at_number
+        if Stopping.num_episodes == number:
+            call()
+        return "Say something.", {}
+
+    def step(self, action):
+        return "", float(len(action)), True, False, {}
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+@pytest.mark.parametrize("evaluation", ["0:4", "0:40"])
+def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one(tmp_path, number, name, evaluation):
+    def config(label):
+        values = make_config(tmp_path / label, iterations=3).model_dump(exclude_none=True, exclude={"warmup"})
+        values["rollout"] |= {"env_name": "test_run/Stopping-v0", "isolation": "thread"}
+        values["evaluation"]["seeds"] = evaluation
+        return RunConfig.from_dict(values)
+
+    standard = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {each: signal.signal(each, handler) for each, handler in standard.items()}
+    register("test_run/Stopping-v0", entry_point=Stopping)
+    try:
+        run_training(config("whole"))
+        Stopping.num_episodes = 0
+        Stopping.at_number = (20, lambda: os.kill(os.getpid(), number))
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            run_training(config("parts"))
+        assert {each: signal.getsignal(each) for each in standard} == standard
+        folder = tmp_path / "parts" / "test"
+        assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+        assert [line["kind"] for line in read_events(folder)][-3:] == ["checkpoint", "stopped", "finished"]
+        assert read_events(folder)[-2]["data"] == {"by": name}
+        run_training(config("parts"), resume=True)
+    finally:
+        gymnasium.registry.pop("test_run/Stopping-v0")
+        Stopping.at_number = (0, lambda: None)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert (ended.type, ended.value.args) == ((SystemExit, (143,)) if name == "SIGTERM" else (KeyboardInterrupt, ()))
+    expected, actual = weights(tmp_path / "whole", 3), weights(tmp_path / "parts", 3)
+    assert all(expected[name].equal(actual[name]) for name in expected)  # bit for bit
+
+
 def test_a_run_in_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/test: cannot be written: Not a directory"):

@@ -5,7 +5,8 @@ Pinned here:
 2. a step without an informative group takes no update, says so, and keeps the rhythm of evaluations and checkpoints;
 3. a resumed run plays and compares what an uninterrupted one would have;
 4. episodes are written as often as asked for;
-5. played ahead, the same loop trains on every task once, within the bound, and says how old samples were.
+5. played ahead, the same loop trains on every task once, within the bound, and says how old samples were;
+6. requests from outside: a stop drops what is being played and saves, a pause waits, changes come between steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import pytest
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, NonFiniteError
+from gspo_gym.errors import ConfigError, NonFiniteError, UsageError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
@@ -44,6 +45,7 @@ from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize
 from gspo_gym.run.state import TrainState
+from gspo_gym.run.steering import Change, Steering, StopRequested
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import generator, training_seed
 from gspo_gym.types import Completion, FinishReason, Outcome, Task
@@ -100,10 +102,16 @@ class Parts:
     episodes: Sequence[tuple[float, bool | None]] = ((1.0, None),)  # (return, success) of the only one, by evaluation
     grad_norms: Sequence[float] = ()  # of the first updates; others say nothing of theirs
     judge_stops_at: int | None = None  # the number of the evaluation in which nothing can be scored any more
+    at: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # called at that occasion, such as "publish 2"
+
+    def now(self, occasion: str) -> None:
+        self.log.append(occasion)
+        self.at.get(occasion, lambda: None)()
 
     def update(self, batch: TrainBatch) -> Any:
         self.log.append("update")
         self.batches.append(batch)
+        self.at.get(f"update {len(self.batches)}", lambda: None)()
         metrics = {"batch/trained_tokens": float(batch.num_actions)}
         if len(self.batches) <= len(self.grad_norms):
             metrics["optim/grad_norm_max"] = self.grad_norms[len(self.batches) - 1]
@@ -119,7 +127,7 @@ class Parts:
         self.log.append("wake up")
 
     async def publish(self, version: int) -> None:
-        self.log.append(f"publish {version}")
+        self.now(f"publish {version}")
         self.version = version
         self.versions.append(version)
 
@@ -132,6 +140,9 @@ class Parts:
         if number == self.judge_stops_at:
             raise JudgeError("the key is not accepted any more")
         self.log.append("evaluate")
+        self.at.get(label, lambda: None)()
+        if label in self.at:
+            await asyncio.sleep(0)  # where a stop takes effect
         self.evaluations.append(label)
         earned, success = self.episodes[min(number, len(self.episodes) - 1)]
         outcome = Outcome.MAX_TURNS if success is None else Outcome.TERMINATED
@@ -188,13 +199,15 @@ def train(
     parts: Parts | None = None,
     progress: QuietProgress | None = None,
     is_committed: Callable[[int], bool] | None = None,
+    steering: Steering | None = None,
+    make_env: Callable[[Task], Letters] | None = None,
 ) -> tuple[Parts, TrainState]:
     """Run the plan, from `state` on; `same_for` 1: every group is constant."""
     parts = parts or Parts()
     parts.version = 0 if state is None else state.step
     pool = RolloutPool(
         play=episode_player(
-            make_env=lambda task: Letters(task, same_for),
+            make_env=make_env or (lambda task: Letters(task, same_for)),
             act=Babbler(parts.sampling_version),
             renderers=RendererCache(tiny_tokenizer()),
             limits=EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=256),
@@ -212,13 +225,15 @@ def train(
         publish=parts.publish,
         evaluate=parts.evaluate,
         saver=Saver(parts.copy_checkpoint, plan.loop, on_event=recorder.event),
-        journal=Journal(plan, recorder, progress or QuietProgress(lambda text: None)),
+        journal=Journal(plan, recorder, progress or QuietProgress(lambda text: None), clock=lambda: float(next(ticks))),
         state=state,
         while_learning=parts.asleep,
-        clock=lambda: float(next(ticks)),
+        steering=steering,
     )
-    final = asyncio.run(trainer.run())
-    recorder.close()
+    try:
+        final = asyncio.run(trainer.run())
+    finally:
+        recorder.close()
     return parts, final
 
 
@@ -587,3 +602,83 @@ def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Pa
 def test_groups_that_teach_something_cannot_be_left_out_as_constant(baseline: Any, constant_groups: Any) -> None:
     with pytest.raises(ConfigError, match=f"constant_groups: '{constant_groups}'"):
         make_plan(constant_groups=constant_groups, advantages=AdvantageSettings(baseline=baseline))
+
+
+class Hanging(Letters):
+    """Never answers the first action, and asks for a stop meanwhile."""
+
+    def __init__(self, task: Task, steering: Steering) -> None:
+        super().__init__(task, 2)
+        self.steering = steering
+
+    async def step(self, action: str) -> Any:
+        self.steering.stop("SIGTERM")
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("occasion", "steps_done"),
+    [("eval_000000", 0), ("update 2", 2), ("publish 2", 2), ("eval_000002", 2), ("step 3", 2)],
+)
+def test_a_stop_at_any_moment_leaves_a_checkpoint_that_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, occasion: str, steps_done: int, max_staleness: int
+) -> None:
+    plan = make_plan(max_staleness=max_staleness)
+    whole, _ = train(tmp_path / "whole", plan)
+    steering = Steering()
+    parts = Parts(at={occasion: lambda: steering.stop("SIGTERM")})
+    episodes: list[int] = []
+
+    def make_env(task: Task) -> Letters:
+        episodes.append(task.seed)
+        hangs = occasion == "step 3" and parts.version == 2 and len(episodes) > 2 * 4 * GROUP_SIZE
+        return Hanging(task, steering) if hangs else Letters(task, 2)
+
+    with pytest.raises(StopRequested, match="stopped by SIGTERM"):
+        train(tmp_path / "parts", plan, parts=parts, steering=steering, make_env=make_env)
+    saved = parts.saved[-1]
+    assert saved.step == len(parts.batches)
+    assert saved.step == steps_done or (max_staleness == 1 and occasion == "step 3")  # its episodes hang ahead of it
+    rest, final = train(tmp_path / "parts", plan, state=saved)
+    assert final.step == 4
+    assert [*parts.evaluations, *rest.evaluations] == whole.evaluations == ["eval_000000", "eval_000002", "eval_000004"]
+    if max_staleness == 0:  # played ahead, samples are of other versions
+        assert contents(parts) + contents(rest) == contents(whole)
+
+
+def test_a_paused_training_saves_and_takes_changes_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    steering = Steering()
+    parts = Parts(at={"publish 1": lambda: threading.Thread(target=control).start()})
+    told: list[Any] = []
+    steering.apply = lambda change: told.append((change, parts.version))
+    paused = steering.pause  # taken before the thread starts
+
+    def control() -> None:
+        paused().result(timeout=30)
+        told.append(("paused", parts.version, [state.step for state in parts.saved]))
+        steering.request_checkpoint().result(timeout=30)
+        told.append(("saved", [state.step for state in parts.saved]))
+        steering.set("training.learning_rate", 0.5, by="a test").result(timeout=30)
+        assert steering.is_paused
+        steering.resume()
+
+    _, state = train(tmp_path, make_plan(), parts=parts, steering=steering)
+    step = told[0][1]
+    assert told == [
+        ("paused", step, [] if step < 2 else [2]),
+        ("saved", [step] if step < 3 else [2, 3]),
+        (Change("training.learning_rate", 0.5, "a test"), step),
+    ]
+    assert state.step == 4
+
+
+def test_a_change_that_is_refused_is_told_of_and_what_comes_too_late_is_cancelled(tmp_path: Path) -> None:
+    steering = Steering()
+    refused, answers = steering.set("run.seed", 1, by="a test"), []
+    parts = Parts(at={"eval_000004": lambda: answers.append(steering.request_checkpoint())})
+    train(tmp_path, make_plan(), parts=parts, steering=steering)
+    with pytest.raises(UsageError, match="seed: nothing applies changes"):
+        refused.result(timeout=0)
+    steering.cancel_requests()
+    assert answers[0].cancelled()

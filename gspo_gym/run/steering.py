@@ -1,0 +1,292 @@
+"""Requests made to a running training from outside its loop: stop, pause, save a checkpoint, change a setting.
+
+Signals, the control socket and other threads make requests; the trainer looks at them between steps. A stop also ends
+the collection of episodes and an evaluation, whose results are dropped. If the program has not ended when the grace of
+a stop is over, it leaves all the same: the last checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar
+
+from gspo_gym.base.loops import retrieve_exception, wait_until_ended
+from gspo_gym.errors import UsageError
+
+Result = TypeVar("Result")
+Done = concurrent.futures.Future[None]
+
+DEFAULT_GRACE_SECONDS = 30.0
+_LAST_WORDS_SECONDS = 2.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequested(Exception):  # noqa: N818  # not an error
+    """Raised in the trainer's loop where a stop takes effect. `by` names what asked for it."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(f"stopped by {by}")
+        self.by = by
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A new value for a setting; `by` names what asked for it."""
+
+    key: str
+    value: Any  # Any: as the section's record validates it
+    by: str
+
+
+class Steering:
+    """Requests to one training.
+
+    `stop`, `pause`, `resume`, `request_checkpoint` and `set` may be called from any thread, from the event loop, and
+    from a signal handler: they take no lock, and only note the request. The futures that some return are done when the
+    trainer has done it; in an event loop, await `asyncio.wrap_future(future)`. `cancel_requests` cancels those that
+    the training ended before.
+
+    Attributes:
+        grace_seconds: from the first request to stop until the program leaves, whatever it is doing.
+        apply: applies a change, in the event loop, between two steps; the default refuses. Its exception becomes that
+            of the request.
+        before_leaving: called in another thread when the grace is over, just before the program leaves.
+    """
+
+    def __init__(self, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> None:
+        self.grace_seconds = grace_seconds
+        self.apply: Callable[[Change], None] = _refuse
+        self.before_leaving: Callable[[], object] = lambda: None
+        self._stopped_by: str | None = None
+        self._is_paused = False
+        self._pauses: deque[Done] = deque()
+        self._checkpoints: deque[Done] = deque()
+        self._changes: deque[tuple[Change, Done]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken, self._stopping = asyncio.Event(), asyncio.Event()
+        self._dropped: set[asyncio.Future[Any]] = set()
+        # SimpleQueue.put may be called in a signal handler, also one that interrupts another put.
+        self._deadlines: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    @property
+    def stopped_by(self) -> str | None:
+        """What asked for the stop; None while nothing has."""
+        return self._stopped_by
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    @property
+    def exit_code(self) -> int:
+        """The program's exit code after a stop: 128 and the signal's number, and as after Ctrl-C for other stops."""
+        return 128 + (signal.SIGTERM if self._stopped_by == signal.SIGTERM.name else signal.SIGINT)
+
+    # Requests
+
+    def stop(self, by: str) -> None:
+        """Ask the training to save a checkpoint and end; again does nothing."""
+        if self._stopped_by is None:
+            self._stopped_by = by
+            self._deadlines.put(self.grace_seconds)
+            self._wake()
+
+    def pause(self) -> Done:
+        """Ask the training to wait before its next step; done when it waits."""
+        done = Done()
+        self._is_paused = True
+        self._pauses.append(done)
+        self._wake()
+        return done
+
+    def resume(self) -> None:
+        """Let a paused training go on."""
+        self._is_paused = False
+        self._wake()
+
+    def request_checkpoint(self) -> Done:
+        """Ask for a checkpoint before the next step; done when it is complete."""
+        done = Done()
+        self._checkpoints.append(done)
+        self._wake()
+        return done
+
+    def set(self, key: str, value: Any, by: str) -> Done:
+        """Ask for another value of a setting from the next step on; done when it holds (Any: the setting's type)."""
+        done = Done()
+        self._changes.append((Change(key, value, by), done))
+        self._wake()
+        return done
+
+    # The trainer's side
+
+    def attach(self) -> None:
+        """Be woken by requests in the running event loop from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._wake()
+
+    async def between_steps(self, save: Callable[[], Awaitable[None]]) -> None:
+        """Apply changes and save checkpoints that were asked for; wait while the training is paused.
+
+        Raises:
+            StopRequested: a stop was asked for.
+        """
+        while True:
+            self._woken.clear()  # before the look, for a request that comes after it
+            self._apply_changes()
+            await self._save_for_requests(save)
+            self._raise_if_stopped()
+            while self._pauses:
+                _tell(self._pauses.popleft())
+            if not self._is_paused:
+                return
+            await self._woken.wait()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return what the work returns; drop it when a stop is asked for.
+
+        Dropped work is cancelled and not waited for, because an environment or a judge that hangs must not delay the
+        checkpoint; `dropped_work_ended` waits.
+
+        Raises:
+            StopRequested: a stop was asked for before the work ended.
+        """
+        if self._stopped_by is not None:
+            work.close()
+        self._raise_if_stopped()
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            working.cancel()
+            await wait_until_ended({working})
+            raise
+        finally:
+            stopping.cancel()
+        if working.done():
+            return working.result()
+        working.cancel()
+        working.add_done_callback(retrieve_exception)
+        self._dropped.add(working)
+        self._raise_if_stopped()
+        raise AssertionError("woken without a stop")
+
+    async def dropped_work_ended(self) -> None:
+        """Wait until what `unless_stopped` dropped has ended."""
+        await wait_until_ended(self._dropped)
+
+    def cancel_requests(self) -> None:
+        """Cancel the requests that nothing will answer any more; the training has ended."""
+        self._loop = None
+        for done in (*self._pauses, *self._checkpoints, *(done for _, done in self._changes)):
+            done.cancel()
+
+    # Signals and the deadline
+
+    @contextlib.contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Stop at SIGTERM and Ctrl-C within the block, and leave the program when the grace of a stop is over.
+
+        Before `attach`, a signal raises SystemExit (Ctrl-C: KeyboardInterrupt) where the program is: there is nothing
+        to save. A second signal has its default action and ends the program at once.
+
+        Signals that the program handles itself, or ignores, stay as they are. A run in the background of a script
+        inherits an ignored SIGINT: Ctrl-C is meant for the script, and other runs in its background must not end by it.
+        Outside of the main thread, no handler can be set.
+        """
+        threading.Thread(target=self._leave_at_deadline, name="gspo-gym-deadline", daemon=True).start()
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            standard = (signal.SIG_DFL, signal.default_int_handler)
+            before = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) in standard}
+        for number in before:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._deadlines.put(None)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            if signal.getsignal(each) == self._handle:
+                signal.signal(each, signal.SIG_DFL)
+        self.stop(signal.Signals(number).name)
+        if self._loop is None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._loop is None:
+            raise SystemExit(self.exit_code)
+
+    def _leave_at_deadline(self) -> None:
+        seconds = self._deadlines.get()
+        if seconds is None:
+            return  # the block has ended
+        with contextlib.suppress(queue.Empty):
+            self._deadlines.get(timeout=seconds)
+            return  # likewise
+        try:
+            print(
+                f"stopped by {self._stopped_by}: not done after run.stop_grace_seconds = {seconds:g}; the last "
+                "checkpoint stands",
+                file=sys.stderr,
+                flush=True,
+            )
+            # In another thread: the disk that it writes to may be what hangs.
+            telling = threading.Thread(target=self.before_leaving, daemon=True)
+            telling.start()
+            telling.join(_LAST_WORDS_SECONDS)
+        finally:
+            os._exit(self.exit_code)
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed
+                self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        self._woken.set()
+        if self._stopped_by is not None:
+            self._stopping.set()
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped_by is not None:
+            raise StopRequested(self._stopped_by)
+
+    def _apply_changes(self) -> None:
+        while self._changes:
+            change, done = self._changes.popleft()
+            try:
+                self.apply(change)
+            except Exception as error:
+                _tell(done, error)
+            else:
+                _tell(done)
+
+    async def _save_for_requests(self, save: Callable[[], Awaitable[None]]) -> None:
+        if self._checkpoints:
+            asked, self._checkpoints = self._checkpoints, deque()
+            await save()
+            for done in asked:
+                _tell(done)
+
+
+def _refuse(change: Change) -> None:
+    raise UsageError(f"{change.key}: nothing applies changes to this training")
+
+
+def _tell(done: Done, error: Exception | None = None) -> None:
+    """Answer a request, unless its maker has given it up."""
+    if done.set_running_or_notify_cancel():
+        done.set_result(None) if error is None else done.set_exception(error)

@@ -1,0 +1,125 @@
+"""Signals to real processes that train.
+
+Pinned here:
+1. a run that cannot end in its grace leaves with the same exit code, and says that it was interrupted;
+2. a second signal ends it at once;
+3. signals that the program handles or ignores are left to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gspo_gym.run.recording import read_events
+from gspo_gym.run.steering import Steering
+
+# Takes the place of W&B's client. Its server is down: sending a line of metrics takes forever.
+WANDB = """
+import threading
+from pathlib import Path
+
+class Run:
+    id = "1"
+
+    def log(self, *arguments, **options):
+        Path("hangs").touch()
+        threading.Event().wait()
+
+    finish = define_metric = lambda *arguments, **options: None
+
+def init(**options):
+    return Run()
+"""
+CONFIG = """
+run.stop_grace_seconds = {}
+algorithm.variety = "gspo_token"
+model = {{base = "tiny:qwen3-64", label = "test"}}
+rollout = {{env_name = "GuessNumber", max_turns = 1, max_model_len = 256, episodes_per_batch = 8}}
+training = {{iterations_per_epoch = 2, group_size = 4, batch_size = 4, learning_rate = 1e-3}}
+evaluation.seeds = "0:4"
+tracking.report_to = ["wandb"]
+"""
+
+
+@pytest.fixture
+def start_hanging_run(tmp_path: Path) -> Iterator[Callable[[float], subprocess.Popen[str]]]:
+    """Return a function that starts a run and returns when it hangs."""
+    processes = []
+
+    def start(grace: float) -> subprocess.Popen[str]:
+        (tmp_path / "wandb.py").write_text(WANDB)
+        (tmp_path / "config.toml").write_text(CONFIG.format(grace))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gspo_gym.train", "config.toml"],
+            cwd=tmp_path,
+            env={**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "hangs").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert process.poll() is None, process.communicate()[1]
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_hangs_leaves_when_its_grace_is_over(
+    tmp_path: Path, start_hanging_run: Callable[[float], subprocess.Popen[str]], number: int, code: int
+) -> None:
+    process = start_hanging_run(0.5)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "not done after run.stop_grace_seconds = 0.5; the last checkpoint stands" in said
+    folder = tmp_path / "runs" / "test"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert [event["kind"] for event in read_events(folder)][-2:] == ["stopped", "finished"]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_run_at_once(start_hanging_run: Callable[[float], subprocess.Popen[str]]) -> None:
+    process = start_hanging_run(3600.0)
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not _has_default_action(process.pid, signal.SIGINT) and time.monotonic() < deadline:
+        time.sleep(0.01)  # two signals of the same number that come together are one
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 130)
+
+
+def _has_default_action(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return not int(caught.split()[1], 16) & 1 << number - 1
+
+
+def test_signals_that_the_program_handles_or_ignores_are_left_to_it() -> None:
+    def mine(*_: object) -> None: ...
+
+    wanted = {signal.SIGTERM: mine, signal.SIGINT: signal.SIG_IGN}  # as in the background of a script
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        with Steering().handling_signals():
+            assert {number: signal.getsignal(number) for number in wanted} == wanted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
