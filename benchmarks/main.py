@@ -1,6 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
-`faults`, `isolation`, `pipeline`, `gateway`, `weights` and `mutants` are other measurements, in files named after them.
+`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `mutants` and `runs` are other measurements, in files of their
+names.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -28,6 +29,7 @@ from benchmarks.gateway import run_gateway
 from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
 from benchmarks.pipeline import Workload, run_pipeline
+from benchmarks.runs import run_runs
 from benchmarks.vllm import has_vllm, running_vllm
 from benchmarks.weights import run_weights
 from gspo_gym.cli.command_line import Parser, parse_and_run
@@ -237,10 +239,10 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights", "mutants"]
+    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights", "mutants", "runs"]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
-    parser.add_argument("--count", type=int, default=20, help="mutants: how many a file (default: %(default)s)")
+    parser.add_argument("--count", type=int, help="mutants: how many a file (20); runs: how many (200)")
     parser.add_argument("--seed", type=int, default=0, help="mutants: which ones (default: %(default)s)")
     parser.add_argument(
         "--tests",
@@ -265,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     if arguments.what == "mutants":
-        return run_mutants(arguments.files, count=arguments.count, seed=arguments.seed, tests=arguments.tests)
+        return run_mutants(arguments.files, count=arguments.count or 20, seed=arguments.seed, tests=arguments.tests)
     if arguments.files:
         raise UsageError(f"{arguments.what} takes no files, got {' '.join(arguments.files)}")
     if arguments.what == "pipeline":
@@ -273,6 +275,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_pipeline(Workload(num_groups=arguments.groups), repeats=arguments.repeats)
     if arguments.what == "faults":
         return run_faults(arguments.episodes or 2000)
+    if arguments.what == "runs":
+        return run_runs(arguments.count or 200)
     if arguments.what == "gateway":
         return run_gateway()
     if arguments.what == "isolation":

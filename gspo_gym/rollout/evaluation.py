@@ -261,6 +261,13 @@ class Evaluation:
             parts.append(f"{self.num_retries} failed attempts played again")
         return "; ".join([", ".join(parts), *(f"{part.env_id}: {part.sentence()}" for part in self.parts)])
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation that `to_dict` wrote, without its unit."""
+        rows = (EvaluationRow(**{**row, "outcome": Outcome(row["outcome"])}) for row in values["rows"])
+        parts = tuple(cls.from_dict(part) for part in values.get("parts", {}).values())
+        return cls(values["env_id"], tuple(rows), parts, num_retries=values.get("num_retries", 0))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the summary, more about it, and one row a seed. Intervals are [low, high] or None."""
         return {

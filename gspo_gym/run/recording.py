@@ -102,6 +102,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "judge_drift": "the judge and gold have drifted apart; data: of which step, reason",
         "selection": "environment failures depend on the policy's actions, so that retries select; data: the reason",
         "uncommitted": "episodes with weights that were never committed were left out; data: how many",
+        "paused": "the run waits before its next step; data: by what",
+        "continued": "a paused run goes on; data: by what",
         "stopped": "a stop was asked for; data: by what (SIGTERM, SIGINT, or what the control socket was told)",
         "finished": "the run ended; data: its status, and why it failed",
         "sink_failed": "a sink of [tracking] raised and gets nothing more; data: which, and its error",

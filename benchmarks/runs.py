@@ -1,0 +1,167 @@
+"""Whether runs' statuses are right, and how fast many are listed: `python -m benchmarks runs`.
+
+The runs are folders with the records of short runs, each held by a process of its own that ends in one of several ways.
+No model is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from gspo_gym.base.files import replace_file
+from gspo_gym.cli.runs import runs_table
+from gspo_gym.run.process import PROCESS_FILE, ProcessInfo, read_process
+from gspo_gym.run.registry import list_runs
+
+# How a process leaves its run, and the status that the run then has.
+ENDS = {
+    "completes": "completed",
+    "fails": "failed",
+    "is stopped": "interrupted",
+    "is killed": "crashed",
+    "is killed after a resume of a completed run": "crashed",
+    "is killed, and its pid is another process's": "crashed",
+    "is paused": "paused",
+    "runs": "running",
+}
+_NUM_LISTED = 1000
+# Forks a process a run, each with the lock of its folder; ends those that are left when its input is closed.
+_HOLDERS = """
+import json, os, signal, sys, time
+from pathlib import Path
+from gspo_gym.run.process import holding
+living = []
+for line in sys.stdin:
+    task = json.loads(line)
+    pid = os.fork()
+    if pid:
+        (os.waitpid(pid, 0) if task["ends"] else living.append(pid))
+        if task["ends"]:
+            print(json.dumps(pid), flush=True)
+        continue
+    with holding(Path(task["folder"]), lambda text: None, has_begun=True):
+        with open(Path(task["folder"], "events.jsonl"), "a") as file:
+            file.write("".join(json.dumps(event) + "\\n" for event in task["events"]))
+        if task["is_killed"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not task["ends"]:
+            print(json.dumps(os.getpid()), flush=True)
+            time.sleep(600)
+    os._exit(0)
+for pid in living:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+"""
+
+
+@contextlib.contextmanager
+def held_runs(folder: Path, count: int) -> Iterator[dict[Path, str]]:
+    """Make runs in the folder, their processes in all ways of ENDS in turn; give the status of each."""
+    expected = {}
+    # The pid of this process stands for a reused one: it lives, and holds nothing.
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holders:
+        assert holders.stdin is not None
+        assert holders.stdout is not None
+        for number in range(count):
+            end = list(ENDS)[number % len(ENDS)]
+            run = folder / f"run_{number:04d}"
+            _begin(run, number)
+            task = {
+                "folder": str(run),
+                "events": _events_of(end),
+                "is_killed": "killed" in end,
+                "ends": ENDS[end] not in ("paused", "running"),
+            }
+            holders.stdin.write(json.dumps(task) + "\n")
+            holders.stdin.flush()
+            holders.stdout.readline()
+            if "another process's" in end:
+                info = read_process(run)
+                assert info is not None
+                values = dataclasses.asdict(dataclasses.replace(info, pid=os.getpid()))
+                replace_file(run / PROCESS_FILE, json.dumps(values))
+            expected[run] = ENDS[end]
+        yield expected
+
+
+def run_runs(count: int) -> int:
+    """Measure and print; return 1 if a status is wrong or the list takes half a second."""
+    with tempfile.TemporaryDirectory(prefix="gspo_gym_runs_") as name:
+        with held_runs(Path(name), count) as expected:
+            found = {run.folder: run.status for run in list_runs(Path(name))}
+        wrong = {str(path): (found.get(path), status) for path, status in expected.items() if found.get(path) != status}
+        told = ", ".join(f"{number} {status}" for status, number in sorted(Counter(expected.values()).items()))
+        print(f"{count} runs ({told}): {count - len(wrong)} right statuses, {len(wrong)} wrong {wrong or ''}")
+    with tempfile.TemporaryDirectory(prefix="gspo_gym_runs_") as name:
+        for number in range(_NUM_LISTED):
+            _begin(Path(name) / f"run_{number:04d}", number)
+            _finish(Path(name) / f"run_{number:04d}")
+        seconds = []
+        for _ in range(5):
+            started = time.perf_counter()
+            table = runs_table(list_runs(Path(name)), Path(name))
+            seconds.append(time.perf_counter() - started)
+        assert len(table.splitlines()) == _NUM_LISTED + 1
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "gspo_gym.cli", "runs", "list", name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        whole = time.perf_counter() - started
+    print(
+        f"{_NUM_LISTED:,} runs listed as a table: {sorted(seconds)[2]:.3f} s (median of 5, {min(seconds):.3f} to "
+        f"{max(seconds):.3f}); as a command with Python's start {whole:.2f} s"
+    )
+    return int(bool(wrong) or sorted(seconds)[2] >= 0.5)
+
+
+def _begin(run: Path, number: int) -> None:
+    run.mkdir()
+    (run / "config.toml").write_text(f"# run {number:032x}\n[run]\nseed = {number}\n")
+    lines = [_event("started", 0, {}, seq=1)]
+    for step in range(0, 60, 10):
+        rows = [{"seed": seed, "episode_return": 0.5, "success": True, "num_turns": 3} for seed in range(64)]
+        data = {"score": "success_rate", "success_rate": step / 60, "rows": rows}
+        lines.append(_event("evaluation", step, data, seq=len(lines) + 1))
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = [{"schema": 1, "step": step, "time": 0.0, "loss/total": 0.1} | _MANY for step in range(1, 60)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+
+
+_MANY = {f"group/metric_{number}": number / 7 for number in range(40)}  # as many as a run has
+
+
+def _finish(run: Path) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(_event("finished", 59, {"status": "completed"}, seq=8)) + "\n")
+    evaluation = {"score": "success_rate", "success_rate": 0.9}
+    summary = {"status": "completed", "steps": 59, "wall_seconds": 60.0, "sampled_tokens": 9, "trained_tokens": 8}
+    ended = ProcessInfo(pid=1, pid_started=2, host=platform.node(), started=1.0, ended=2.0, has_begun=True)
+    (run / PROCESS_FILE).write_text(json.dumps(dataclasses.asdict(ended)))
+    (run / "summary.json").write_text(json.dumps(summary | {"final_eval": evaluation}))
+
+
+def _events_of(end: str) -> list[dict[str, object]]:
+    status = ENDS[end]
+    if status in ("completed", "failed", "interrupted"):
+        return [_event("finished", 59, {"status": status}, seq=8)]
+    if "after a resume" in end:
+        return [_event("finished", 59, {"status": "completed"}, seq=8), _event("resumed", 59, {}, seq=9)]
+    if status == "paused":
+        return [_event("paused", 59, {}, seq=8)]
+    return [_event("paused", 50, {}, seq=8), _event("continued", 50, {}, seq=9)]
+
+
+def _event(kind: str, step: int, data: dict[str, object], *, seq: int) -> dict[str, object]:
+    return {"schema": 1, "seq": seq, "time": 0.0, "step": step, "kind": kind, "data": data}

@@ -1,0 +1,190 @@
+"""`gspo-gym runs list | show | compare | rm | path`: the runs in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.errors import UsageError
+
+if TYPE_CHECKING:
+    from gspo_gym.run.registry import RunComparison, RunInfo
+
+_NONE = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `runs`."""
+    commands = parser.add_subparsers(dest="runs_command", required=True, metavar="COMMAND")
+    listed = _add(commands, "list", list_command, "list the runs in a folder, the last updated first")
+    listed.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where to look (runs)")
+    shown = _add(commands, "show", show_command, "say what a run is, how far it came, and whether it lives")
+    _add_run(shown)
+    compared = _add(
+        commands, "compare", compare_command, "put runs side by side: settings, evaluations, seconds, tokens"
+    )
+    _add_run(compared, nargs="+")
+    removed = _add(commands, "rm", remove_command, "remove runs with their checkpoints; one that is running is refused")
+    _add_run(removed, nargs="+")
+    removed.add_argument("--yes", action="store_true", help="do not ask")
+    _add_run(_add(commands, "path", path_command, "print the folder of a run"))
+
+
+def list_command(arguments: argparse.Namespace) -> int:
+    """Print a line a run."""
+    from gspo_gym.run.registry import list_runs
+
+    runs = list_runs(arguments.folder)
+    if arguments.json:
+        print(json.dumps([run.to_dict() for run in runs]))
+    else:
+        print(runs_table(runs, arguments.folder))
+    return 0
+
+
+def show_command(arguments: argparse.Namespace) -> int:
+    """Print what is known of a run."""
+    from gspo_gym.run.registry import read_run
+
+    run = read_run(_found(arguments.run_name, arguments))
+    values = run.to_dict() | {
+        "checkpoints": sorted(path.name for path in (run.folder / "checkpoints").glob("step_*")),
+        "bytes": sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file()),
+    }
+    if arguments.json:
+        print(json.dumps(values))
+        return 0
+    values |= {"updated": _ago(run.updated), "checkpoints": ", ".join(values["checkpoints"])}
+    values["bytes"] = f"{values['bytes'] / 1e6:.1f} MB"
+    width = max(map(len, values))
+    print("\n".join(f"{key:<{width}}  {value}" for key, value in values.items() if value not in (None, "")))
+    return 0
+
+
+def compare_command(arguments: argparse.Namespace) -> int:
+    """Print runs side by side."""
+    from gspo_gym.run.registry import compare_runs
+
+    if len(arguments.run_name) < 2:
+        raise UsageError("runs compare: expected two runs or more")
+    comparison = compare_runs([_found(name, arguments) for name in arguments.run_name])
+    print(json.dumps(comparison.to_dict()) if arguments.json else _side_by_side(comparison, arguments.run_name))
+    return 0
+
+
+def remove_command(arguments: argparse.Namespace) -> int:
+    """Remove runs after a question; return 1 if the answer was no."""
+    from gspo_gym.run.process import holder_of, refusal
+    from gspo_gym.run.registry import read_run, remove_run
+
+    folders = [_found(name, arguments) for name in arguments.run_name]
+    for folder in folders:
+        if (holder := holder_of(folder)) is not None:
+            raise UsageError(refusal(folder, holder))
+    if not arguments.yes:
+        if arguments.json or not sys.stdin.isatty():
+            raise UsageError("runs rm: there is nothing to ask for confirmation here; add --yes")
+        for folder in folders:
+            run = read_run(folder)
+            print(f"{folder}: {run.status}, {run.step} steps, updated {_ago(run.updated)}")
+        if input("remove with all checkpoints? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 1
+    for folder in folders:
+        remove_run(folder)
+    if arguments.json:
+        print(json.dumps({"removed": [str(folder) for folder in folders]}))
+    return 0
+
+
+def path_command(arguments: argparse.Namespace) -> int:
+    """Print a run's folder."""
+    path = _found(arguments.run_name, arguments).resolve()
+    print(json.dumps({"path": str(path)}) if arguments.json else path)
+    return 0
+
+
+def runs_table(runs: Sequence[RunInfo], folder: Path) -> str:
+    """Return a table of runs as text."""
+    # Plain text: a table of rich takes longer for a thousand lines than reading a thousand runs.
+    rows = [("run", "status", "step", "score", "seconds", "tokens", "updated", "id")]
+    rows += [
+        (
+            str(run.folder.relative_to(folder)) if run.folder != folder else str(folder),
+            run.status,
+            str(run.step),
+            _NONE if run.value is None else f"{run.value:.3f} {run.score}",
+            _NONE if run.wall_seconds is None else f"{run.wall_seconds:.0f}",
+            _NONE if run.sampled_tokens is None else f"{run.sampled_tokens:,}",
+            _ago(run.updated),
+            (run.run or _NONE)[:8],
+        )
+        for run in runs
+    ]
+    return "\n".join(_aligned(rows))
+
+
+def _side_by_side(comparison: RunComparison, names: Sequence[str]) -> str:
+    runs = comparison.runs
+    rows: list[tuple[str, ...]] = [("", *names), ("status", *(run.status for run in runs))]
+    shown = ("step", "score", "value", "wall_seconds", "sampled_tokens", "trained_tokens")
+    rows += [(key, *(_text(getattr(run, key)) for run in runs)) for key in shown]
+    rows += [(key, *map(_text, values)) for key, values in comparison.settings.items()]
+    lines = _aligned(rows)
+    for name, each in zip(names[1:], comparison.evaluations, strict=True):
+        lines.append(f"{name} against {names[0]}: {each if isinstance(each, str) else _paired(each)}")
+    return "\n".join(lines)
+
+
+def _paired(values: dict[str, Any]) -> str:
+    interval = values["difference_interval"]
+    within = "" if interval is None else f" (95% {interval[0]:+.3f} to {interval[1]:+.3f})"
+    text = f"mean return {values['mean_difference']:+.3f}{within} over {values['num_pairs']} pairs of episodes"
+    if values["success_p_value"] is not None:
+        text += (
+            f"; {values['num_only_second']} succeeded only here and {values['num_only_first']} only there, "
+            f"p = {values['success_p_value']:.3g}"
+        )
+    return text
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _ago(moment: float) -> str:
+    """Return how long ago a moment was, as "5 min ago"."""
+    seconds = max(0.0, time.time() - moment)
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _found(name: str, arguments: argparse.Namespace) -> Path:
+    from gspo_gym.run.registry import find_run
+
+    return find_run(name, arguments.folder)
+
+
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser, **more: Any) -> None:
+    parser.add_argument("run_name", metavar="RUN", help="a run's folder, its name in --folder, or its id", **more)
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are (runs)")

@@ -1,0 +1,300 @@
+"""The runs below a folder: what each is, how far it came, and whether it lives.
+
+The folders are all there is: no database, and no index that could be out of date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.base.files import writing
+from gspo_gym.errors import ConfigError, RecordError, nearest_name
+from gspo_gym.rollout.evaluation import Evaluation
+from gspo_gym.rollout.evaluation_comparison import compare
+from gspo_gym.run.process import holder_of, locked, read_process, refusal
+from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_events, read_run_id
+
+RUNNING, PAUSED, ELSEWHERE, CRASHED = "running", "paused", "elsewhere", "crashed"
+_MAX_DEPTH = 3  # of a run below the folder that is listed: searches and batches keep theirs in folders of their own
+_TAIL_BYTES = 16 * 1024
+# Of where a run is, and no setting of it.
+_PLACE = ("run.folder", "model.label")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A run as its folder shows it.
+
+    Attributes:
+        status: "running", "paused" or "elsewhere" (a process of another machine, which cannot be seen from here, has
+            not said that it ended) while a process holds the folder; else how the last one ended: "completed",
+            "interrupted", "failed", or "crashed", which could not say it.
+        run: the id; None in a folder of an early version.
+        attempt: of the process that holds the folder, or held it last.
+        pid, host: of that process; None: unknown.
+        updated: when an event was recorded last, in seconds since 1970.
+        step: the last one that was recorded.
+        score, value: the name and the value of the last evaluation's score; None before the first.
+        wall_seconds, sampled_tokens, trained_tokens: None of a run that has not ended.
+        error: why it failed; None if it did not.
+    """
+
+    folder: Path
+    status: str
+    run: str | None
+    attempt: int
+    pid: int | None
+    host: str | None
+    updated: float
+    step: int
+    score: str | None
+    value: float | None
+    wall_seconds: float | None
+    sampled_tokens: int | None
+    trained_tokens: int | None
+    error: str | None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a process may be at work on it."""
+        return self.status in (RUNNING, PAUSED, ELSEWHERE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return dataclasses.asdict(self) | {"folder": str(self.folder)}
+
+
+def list_runs(folder: Path) -> list[RunInfo]:
+    """Return the runs in a folder and in the folders in it, the last updated first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    return sorted((read_run(path) for path in _run_folders(str(folder), _MAX_DEPTH)), key=lambda run: -run.updated)
+
+
+def find_run(name: str, folder: Path) -> Path:
+    """Return the folder of a run: `name` is its path, its path below `folder`, or the start of its id.
+
+    Raises:
+        ConfigError: there is none, or several have such an id.
+    """
+    for path in (Path(name), folder / name):
+        if _is_run(str(path)):
+            return path
+    paths = list(_run_folders(str(folder), _MAX_DEPTH)) if folder.is_dir() else []
+    found = [path for path in paths if len(name) >= 4 and (read_run_id(path) or "").startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{name}: is the start of several ids: {', '.join(map(str, found))}")
+    names = [str(path.relative_to(folder)) for path in paths]
+    raise ConfigError(f"{name}: there is no such run, neither here nor in {folder}; {nearest_name(name, names)}")
+
+
+def read_run(folder: Path) -> RunInfo:
+    """Return what a run's folder says of the run now."""
+    # First the lock, then the records: a run that ends in between has said how, and is not taken for crashed.
+    holder = holder_of(folder)
+    events = _read(folder / EVENTS_FILE)
+    last = _last_line(events)
+    ended = last["data"] if last.get("kind") == "finished" else {}
+    process = holder if holder is not None else read_process(folder)
+    summary = _summary_of(folder, last) if ended and holder is None else {}
+    evaluation = summary.get("final_eval") or _last_evaluation(events)
+    score = evaluation.get("score")
+    return RunInfo(
+        folder=folder,
+        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(holder.is_elsewhere, events),
+        run=_run_id(folder),
+        attempt=1 if process is None else process.attempt,
+        pid=None if process is None else process.pid,
+        host=None if process is None else process.host or None,
+        updated=_changed(folder),
+        step=int(summary.get("steps", _last_step(folder))),
+        score=score,
+        value=None if score is None else evaluation.get(score),
+        wall_seconds=summary.get("wall_seconds"),
+        sampled_tokens=summary.get("sampled_tokens"),
+        trained_tokens=summary.get("trained_tokens"),
+        error=ended.get("error") if holder is None else None,
+    )
+
+
+def remove_run(folder: Path) -> None:
+    """Remove a run with all its records and checkpoints.
+
+    Raises:
+        ConfigError: a process is at work on it.
+        StorageError: something of it cannot be removed.
+    """
+    holder = holder_of(folder)
+    if holder is not None:
+        raise ConfigError(refusal(folder, holder))
+    with locked(folder), writing(folder):
+        # Gone at once for everything that looks for runs, also if removing the files is interrupted.
+        doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """Runs side by side.
+
+    Attributes:
+        runs: in the order asked for.
+        settings: by key, the value of each run (None: it has no such key), where they differ.
+        evaluations: of each run after the first, its last evaluation against the first run's, seed by seed, as JSON
+            values; or the sentence that says why they cannot be compared.
+    """
+
+    runs: tuple[RunInfo, ...]
+    settings: Mapping[str, tuple[Any, ...]]  # Any: TOML values
+    evaluations: tuple[dict[str, Any] | str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "runs": [run.to_dict() for run in self.runs],
+            "settings": {key: list(values) for key, values in self.settings.items()},
+            "evaluations": [{"error": each} if isinstance(each, str) else each for each in self.evaluations],
+        }
+
+
+def compare_runs(folders: Sequence[Path]) -> RunComparison:
+    """Compare runs; the first is what the others are compared with.
+
+    Raises:
+        RecordError: a config or an event cannot be read.
+    """
+    tables = [_settings(folder) for folder in folders]
+    keys = sorted({key for table in tables for key in table if key not in _PLACE})
+    values = {key: tuple(table.get(key) for table in tables) for key in keys}
+    evaluations = [last_evaluation(folder) for folder in folders]
+    return RunComparison(
+        runs=tuple(read_run(folder) for folder in folders),
+        settings={key: each for key, each in values.items() if any(value != each[0] for value in each)},
+        evaluations=tuple(_compared(evaluations[0], other) for other in evaluations[1:]),
+    )
+
+
+def last_evaluation(folder: Path) -> Evaluation | None:
+    """Return a run's last evaluation with its rows; None before the first."""
+    events = [event["data"] for event in read_events(folder) if event["kind"] == "evaluation"]
+    return Evaluation.from_dict(events[-1]) if events else None
+
+
+def _compared(first: Evaluation | None, second: Evaluation | None) -> dict[str, Any] | str:
+    if first is None or second is None:
+        return "a run without an evaluation"
+    try:
+        return compare(first, second).to_dict()
+    except ConfigError as error:
+        return str(error)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "config.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+    return dict(_flat(table))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _is_run(folder: str) -> bool:
+    return os.path.exists(f"{folder}/config.toml") and os.path.exists(f"{folder}/{EVENTS_FILE}")
+
+
+def _run_folders(folder: str, depth: int) -> Iterator[Path]:
+    if _is_run(folder):
+        yield Path(folder)
+    elif depth:
+        with os.scandir(folder) as entries:
+            below = [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+        for path in below:
+            yield from _run_folders(path, depth - 1)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _last_line(data: bytes) -> dict[str, Any]:
+    """Return the last whole line that is JSON; {} if there is none."""
+    whole = data[: data.rfind(b"\n") + 1]
+    return _json(whole[whole.rfind(b"\n", 0, -1) + 1 :])
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _last_evaluation(events: bytes) -> dict[str, Any]:
+    found = events.rfind(b'"kind": "evaluation"')
+    if found < 0:
+        return {}
+    start, stop = events.rfind(b"\n", 0, found) + 1, events.find(b"\n", found)
+    return dict(_json(events[start:stop]).get("data", {}))
+
+
+def _live_status(is_elsewhere: bool, events: bytes) -> str:
+    if is_elsewhere:
+        return ELSEWHERE
+    last = {kind: events.rfind(f'"kind": "{kind}"'.encode()) for kind in ("paused", "continued", "resumed")}
+    return PAUSED if last["paused"] > max(last["continued"], last["resumed"]) else RUNNING
+
+
+def _summary_of(folder: Path, finished: Mapping[str, Any]) -> dict[str, Any]:
+    """Return summary.json if it is of this end of the run; one of an earlier end may be there."""
+    summary = _json(_read(folder / "summary.json"))
+    is_same = (summary.get("status"), summary.get("steps")) == (finished["data"].get("status"), finished["step"])
+    return summary if is_same else {}
+
+
+def _last_step(folder: Path) -> int:
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return int(_last_line(file.read()).get("step", 0))
+    except OSError:
+        return 0
+
+
+def _run_id(folder: Path) -> str | None:
+    with (folder / "config.toml").open("rb") as file:
+        line = file.readline(200).decode(errors="replace").strip()
+    return line.removeprefix(RUN_LINE) if line.startswith(RUN_LINE) else None
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return (folder / EVENTS_FILE).stat().st_mtime
+    except OSError:
+        return 0.0
