@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import CheckpointError, ConfigError, GymError
 from gspo_gym.learning.update import Learner
-from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
 from gspo_gym.policy.manifest import read_manifest
+from gspo_gym.policy.origin import Origin
 from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
@@ -172,8 +174,6 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
     _require_named_run(config.run_folder, checkpoint.folder)
-    for folder in checkpoints.passed_over():
-        progress.note(f"{folder} is not complete, and is passed over")
     _require_same_run(config)
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
@@ -196,6 +196,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
             sinks=sinks,
         )
         stack.callback(recorder.close)
+        _set_damaged_aside(checkpoints, checkpoint, recorder, progress)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
@@ -205,7 +206,9 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
         _tell_who_samples(config, player, recorder, progress, step=state.step)
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
         _tell_what_froze(config, recorder, progress, step=state.step)
-        return await _train(config, player, learner, recorder, progress, state, weight_sync, judging, steering)
+        return await _train(
+            config, player, learner, recorder, progress, state, weight_sync, judging, steering, checkpoint.origin.parent
+        )
 
 
 async def _train(
@@ -218,6 +221,7 @@ async def _train(
     weight_sync: WeightSync,
     judging: Judging | None,
     steering: Steering,
+    parent: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: its status then names the failure."""
     trainer = build.build_trainer(
@@ -225,7 +229,7 @@ async def _train(
         player,
         learner=learner,
         recorder=recorder,
-        checkpoints=_checkpoints(config),
+        checkpoints=_checkpoints(config, Origin.of_this_process(config.to_toml(), parent=parent)),
         progress=progress,
         state=state,
         weight_sync=weight_sync,
@@ -289,12 +293,25 @@ async def _enter_judging(config: RunConfig, player: build.Player, stack: context
     return judging
 
 
-def _checkpoints(config: RunConfig) -> CheckpointStore:
+def _checkpoints(config: RunConfig, origin: Origin | None = None) -> CheckpointStore:
     return CheckpointStore(
         config.run_folder / "checkpoints",
         run_id=read_run_id(config.run_folder),
+        origin=origin,
         retention=RetentionSettings.of(config.training),
     )
+
+
+def _set_damaged_aside(
+    checkpoints: CheckpointStore, checkpoint: Checkpoint, recorder: RunRecorder, progress: Progress
+) -> None:
+    """Rename the checkpoints that were passed over, whose steps are taken again; they are kept, and recorded."""
+    for folder, reason in checkpoint.damaged.items():
+        moved = checkpoints.set_aside(folder)
+        recorder.event(
+            "checkpoint_damaged", checkpoint.step, {"folder": folder.name, "moved_to": moved.name, "reason": reason}
+        )
+        progress.note(f"passed over a checkpoint, which is {moved} now: {reason}")
 
 
 def _require_named_run(folder: Path, checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,11 +26,34 @@ from torch import Tensor
 from gspo_gym.base.files import sync, writing
 from gspo_gym.errors import CheckpointError
 from gspo_gym.policy.load import Policy, copy_policy, copy_tensors
-from gspo_gym.policy.manifest import Manifest, is_complete, read_manifest, require_own_name, seal, step_of, verify
+from gspo_gym.policy.manifest import (
+    Manifest,
+    is_complete,
+    parse_own_json,
+    read_manifest,
+    require_own_name,
+    seal,
+    step_of,
+    verify,
+)
+from gspo_gym.policy.origin import Origin
 from gspo_gym.policy.retention import Numbers, RetentionSettings
 
 _TENSORS = "resume/learner.safetensors"
 _STATE = "resume/state.json"
+
+
+# What a file that was made to look like a checkpoint's can raise in those that read it.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+    SafetensorError,
+)
 
 
 class Resumable(Protocol):
@@ -54,6 +77,8 @@ class Checkpoint:
         folder: where it is.
         learner_tensors, learner_counters: for the learner's `restore`; tensors are on the CPU.
         trainer_state: JSON values, hence Any.
+        origin: where it comes from.
+        damaged: newer ones that were passed over, and why.
     """
 
     step: int
@@ -61,6 +86,8 @@ class Checkpoint:
     learner_tensors: Mapping[str, Tensor]
     learner_counters: Mapping[str, int | float]
     trainer_state: Mapping[str, Any]
+    origin: Origin = field(default_factory=Origin)
+    damaged: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def model_folder(self) -> Path:
@@ -93,6 +120,7 @@ class CheckpointStore:
     Args:
         folder: made when the first one is saved.
         run_id: of the run; checkpoints name it, and those of another run are refused. None: any are read.
+        origin: what else checkpoints say of where they come from.
         retention: others are removed after a newer one is complete.
         copy_policy: copies a policy, and returns what writes the copy into a folder.
     """
@@ -102,11 +130,13 @@ class CheckpointStore:
         folder: Path,
         *,
         run_id: str | None = None,
+        origin: Origin | None = None,
         retention: RetentionSettings | None = None,
         copy_policy: Callable[[Policy], Callable[[Path], None]] = copy_policy,
     ) -> None:
         self._folder = folder
         self._run_id = run_id
+        self._origin = replace(origin or Origin(), run=run_id)
         self._retention = retention or RetentionSettings()
         self._copy_policy = copy_policy
 
@@ -149,7 +179,7 @@ class CheckpointStore:
                 (folder / "resume").mkdir()
                 save_file(dict(draft.tensors), folder / _TENSORS)
                 (folder / _STATE).write_text(draft.state, encoding="utf-8")
-                seal(folder, step=draft.step, run=self._run_id, evaluation=draft.evaluation)
+                seal(folder, step=draft.step, origin=self._origin, evaluation=draft.evaluation)
                 self._publish(folder, target)
             self._remove_others()
         except (OSError, TypeError, ValueError) as error:
@@ -173,12 +203,13 @@ class CheckpointStore:
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all complete checkpoints, ascending. Complete: all files are there in full size."""
-        found = []
-        for folder in self._folder.glob("step_*"):
-            step = step_of(folder)
-            if step is not None and is_complete(folder):
-                found.append(step)
-        return tuple(sorted(found))
+        return tuple(step for step in self._all_steps() if is_complete(self._of(step)))
+
+    def _all_steps(self) -> list[int]:
+        """Return the steps of all folders that are named as checkpoints are, ascending."""
+        folders = (folder for folder in self._folder.glob("step_*") if folder.is_dir())
+        steps = ((step_of(folder), folder) for folder in folders)
+        return sorted(step for step, folder in steps if step is not None and folder == self._of(step))
 
     def newest(self) -> Path:
         """Return the folder of the newest complete checkpoint; loading it verifies the files.
@@ -195,27 +226,41 @@ class CheckpointStore:
         self._require_of_this_run(folder, manifest)
         return folder
 
-    def passed_over(self) -> tuple[Path, ...]:
-        """Return the folders of steps later than the newest complete checkpoint: they are not complete."""
-        last = max(self.steps(), default=-1)
-        steps = ((step_of(folder), folder) for folder in self._folder.glob("step_*"))
-        return tuple(sorted(folder for step, folder in steps if step is not None and step > last))
-
     def load_latest(self) -> Checkpoint:
-        """Load the newest complete checkpoint.
+        """Load the newest sound checkpoint; it names those that were passed over, and why.
 
         Raises:
-            CheckpointError: there is none, or it is damaged; names the file.
+            CheckpointError: there is none; names what is wrong with each.
         """
         if self._folder.exists():
             self._recover_replaced()
-        steps = self.steps()
-        if not steps:
-            raise CheckpointError(
-                f"{self._folder}: there is no complete checkpoint; begin again, without --resume: with --set-aside, if "
-                "a run is there"
-            )
-        return self.load(steps[-1])
+        damaged: dict[Path, str] = {}
+        for step in reversed(self._all_steps()):
+            try:
+                return replace(self.load(step), damaged=damaged)
+            except CheckpointError as error:
+                damaged[self._of(step)] = str(error)
+        if damaged:
+            raise CheckpointError(f"{self._folder}: no checkpoint is sound: {'; '.join(damaged.values())}")
+        raise CheckpointError(
+            f"{self._folder}: there is no complete checkpoint; begin again, without --resume: with --set-aside, if a "
+            "run is there"
+        )
+
+    def set_aside(self, folder: Path) -> Path:
+        """Rename a damaged checkpoint to the first free damaged_step_N, damaged_step_N.1, ..., and return that.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        number = 0
+        while (target := self._folder / f"damaged_{folder.name}{f'.{number}' if number else ''}").exists():
+            number += 1
+        try:
+            folder.rename(target)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be moved to {target.name}: {error}") from error
+        return target
 
     def load(self, step: int) -> Checkpoint:
         """Load the checkpoint of a step, with every byte verified.
@@ -227,12 +272,19 @@ class CheckpointStore:
         folder = self._of(step)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such checkpoint; complete ones: {list(self.steps())}")
-        self._require_of_this_run(folder, verify(folder, required=(_STATE, _TENSORS)))
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder}: is a link; a checkpoint is none")
         try:
-            state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+            manifest = verify(folder, required=(_STATE, _TENSORS))
+            self._require_of_this_run(folder, manifest)
+            state = parse_own_json((folder / _STATE).read_text(encoding="utf-8"))
+            counters, trainer = state["counters"], state["trainer"]
+            _check_state(counters, trainer)
             tensors = load_file(folder / _TENSORS)
-            return Checkpoint(step, folder, tensors, state["counters"], state["trainer"])
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            return Checkpoint(step, folder, tensors, counters, trainer, manifest.origin)
+        except CheckpointError:
+            raise
+        except _UNREADABLE as error:
             raise CheckpointError(f"{folder}: cannot be read: {type(error).__name__}: {error}") from error
 
     def _require_of_this_run(self, folder: Path, manifest: Manifest) -> None:
@@ -281,3 +333,16 @@ class CheckpointStore:
         doomed = self._folder / f".tmp_removed_{folder.name}"
         folder.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def _check_state(counters: Any, trainer: Any) -> None:
+    """Refuse what the learner and the trainer cannot have saved (Any: JSON).
+
+    Raises:
+        ValueError, AttributeError: it is no table, or a counter no number.
+    """
+    for name, value in counters.items():
+        if type(value) not in (int, float) or abs(value) >= 2**63:
+            raise ValueError(f"counter {name}: expected a number, got {value!r:.80}")
+    if not isinstance(trainer, dict):
+        raise ValueError(f"trainer: expected a table, got {trainer!r:.80}")

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: its step and run, and the sizes and digests of its files.
+"""The manifest of a checkpoint: where it comes from, and the sizes and digests of its files.
 
-Written last: a folder with a manifest is complete.
+Written last: a folder with a manifest is complete. Every byte of a checkpoint is covered, the manifest's own too.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Never
 
 from gspo_gym.base.files import replace_file, sync_tree
 from gspo_gym.errors import CheckpointError
+from gspo_gym.policy.origin import Origin
 
 MANIFEST = "manifest.json"
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2  # 1 names no more of its origin than the run, and has no digest of itself
+_MAX_BYTES = 64_000_000  # of a manifest: a hundred thousand files
 _STEP_FOLDER = re.compile(r"step_(\d+)")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +30,37 @@ class Manifest:
 
     Attributes:
         step: after which it was saved.
-        run: the id of its run; None: it was saved without one.
+        origin: where it comes from.
         files: {"bytes": int, "sha256": str} by path in the folder (Any: JSON).
         evaluation: the numbers of the step's evaluation; None: it has none.
     """
 
     step: int
-    run: str | None
+    origin: Origin
     files: Mapping[str, Any]
     evaluation: Mapping[str, Any] | None = None
 
+    @property
+    def run(self) -> str | None:
+        """The id of its run; None: it was saved without one."""
+        return self.origin.run
 
-def seal(folder: Path, *, step: int, run: str | None, evaluation: Mapping[str, Any] | None = None) -> None:
+
+def seal(folder: Path, *, step: int, origin: Origin, evaluation: Mapping[str, Any] | None = None) -> None:
     """Force everything in the folder to the disk, and only then write the manifest that calls it complete."""
     sync_tree(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
     }
-    manifest = {"schema": _SCHEMA_VERSION, "step": step, "run": run, "evaluation": evaluation, "files": entries}
-    replace_file(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    values = {
+        "schema": _SCHEMA_VERSION,
+        "step": step,
+        **asdict(origin),
+        "evaluation": None if evaluation is None else dict(evaluation),
+        "files": entries,
+    }
+    replace_file(folder / MANIFEST, json.dumps({**values, "digest": _digest(values)}, indent=2) + "\n")
 
 
 def verify(folder: Path, *, required: Collection[str] = ()) -> Manifest:
@@ -55,8 +69,8 @@ def verify(folder: Path, *, required: Collection[str] = ()) -> Manifest:
     `required` are files that it must list.
 
     Raises:
-        CheckpointError: the manifest is missing or unreadable, or a file is missing, not listed, cut or changed; names
-            the file. Or the folder's name is another step's.
+        CheckpointError: the manifest is missing or unreadable, or a file is missing, not listed, cut or changed, or a
+            pickle; names the file. Or the folder's name is another step's.
     """
     manifest = read_manifest(folder)
     require_own_name(folder, manifest)
@@ -66,9 +80,11 @@ def verify(folder: Path, *, required: Collection[str] = ()) -> Manifest:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             raise CheckpointError(f"{path}: is a link; a checkpoint has none")
-        if path.is_file() and name not in manifest.files and name != MANIFEST:
+        if not path.is_dir() and name not in manifest.files and name != MANIFEST:
             raise CheckpointError(f"{path}: does not belong to the checkpoint: {MANIFEST} does not list it; remove it")
     for name, entry in manifest.files.items():
+        if name.lower().endswith(_PICKLES):
+            raise CheckpointError(f"{folder / name}: may be a pickle, which runs code when it is read")
         _verify_file(folder / name, entry)
     return manifest
 
@@ -107,21 +123,75 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is missing or damaged, or lists a file outside the folder.
     """
     path = folder / MANIFEST
+    if not path.is_file():  # nor is it a pipe, on which reading would wait for ever
+        raise CheckpointError(f"{path}: is missing; the checkpoint is not complete")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        files: dict[str, Any] = values["files"]
-        if values["schema"] != _SCHEMA_VERSION or not all({"bytes", "sha256"} <= set(e) for e in files.values()):
-            raise CheckpointError(f"{path}: expected schema {_SCHEMA_VERSION}, got {values['schema']!r}")
-        manifest = Manifest(int(values["step"]), values.get("run"), files, values.get("evaluation"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing; the checkpoint is not complete") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES} bytes, got {path.stat().st_size}")
+        text = path.read_text(encoding="utf-8")
+        values = parse_own_json(text.removesuffix("\n"))
+        if values["schema"] not in (1, _SCHEMA_VERSION):
+            raise CheckpointError(f"{path}: expected schema 1 or {_SCHEMA_VERSION}, got {values['schema']!r}")
+        if not text.endswith("\n"):
+            raise ValueError("its last line is cut")
+        if values["schema"] > 1 and values.pop("digest") != _digest(values):
+            raise ValueError("its contents were changed")
+        return _manifest_of(values)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
-    for name in files:
-        parts = PurePosixPath(name).parts
-        if not parts or ".." in parts or PurePosixPath(name).is_absolute():
-            raise CheckpointError(f"{path}: lists {name!r}, which is not a file of the checkpoint's folder")
-    return manifest
+
+
+def parse_own_json(text: str) -> Any:
+    """Return the values of JSON that was written with an indent of 2 and not changed since.
+
+    Raises:
+        ValueError: it is not JSON, or reads like one and was written differently: a key twice, a NaN, a number beyond
+            float64.
+        RecursionError: it is nested too deeply.
+    """
+    values = json.loads(text, parse_constant=_refuse_constant)
+    if json.dumps(values, indent=2) != text:
+        raise ValueError("it is not as it was written")
+    return values
+
+
+def _refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no number")
+
+
+def _manifest_of(values: Mapping[str, Any]) -> Manifest:
+    """Return what the values of a manifest say.
+
+    Raises:
+        CheckpointError: a file is listed that is none of the folder's.
+        ValueError, TypeError, KeyError, AttributeError: they are no manifest's.
+    """
+    files = values["files"]
+    for name, entry in files.items():
+        path = PurePosixPath(name)
+        if not path.parts or ".." in path.parts or path.is_absolute() or str(path) != name or not name.isprintable():
+            raise CheckpointError(f"lists {name!r}, which is not a file of the checkpoint's folder")
+        if type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
+            raise ValueError(f"of {name}: expected its bytes and its SHA-256, got {entry!r}")
+    if type(values["step"]) is not int or values["step"] < 0:
+        raise ValueError(f"step: expected an integer >= 0, got {values['step']!r}")
+    evaluation = values.get("evaluation")
+    if evaluation is not None and not all(
+        isinstance(number, int | float | str | None) for number in evaluation.values()
+    ):
+        raise ValueError(f"evaluation: expected numbers, got {evaluation!r}")
+    origin = Origin(
+        run=values.get("run"),
+        parent=values.get("parent"),
+        config=values.get("config"),
+        packages=values.get("packages", {}),
+        git=values.get("git"),
+    )
+    return Manifest(values["step"], origin, files, evaluation)
 
 
 def _verify_file(path: Path, entry: Mapping[str, Any]) -> None:
@@ -133,6 +203,10 @@ def _verify_file(path: Path, entry: Mapping[str, Any]) -> None:
     digest = _sha256(path)
     if digest != entry["sha256"]:
         raise CheckpointError(f"{path}: is damaged: expected SHA-256 {entry['sha256']}, got {digest}")
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -85,6 +85,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "warmup": "the warm-up ended; data: its losses",
         "evaluation": "data: the evaluation, seed by seed",
         "checkpoint": "a checkpoint is complete; data: its folder",
+        "checkpoint_damaged": "a resumed run passed over a newer checkpoint that is not sound; data: its folder, "
+        "what it is called now, and the reason",
         "checkpoint_failed": "a checkpoint could not be saved, and the next step's is tried; data: the reason",
         "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
         "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
@@ -330,7 +332,7 @@ def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 LEDGER_FILE = "ledger.jsonl"
 # Of the run as a whole, and true whatever is done again.
-_LIFE = ("started", "resumed", "finished")
+_LIFE = ("started", "resumed", "checkpoint_damaged", "finished")
 
 Line = Mapping[str, Any]  # a line of a record: JSON
 

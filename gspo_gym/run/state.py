@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.policy.retention import EVALUATION_NUMBERS
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
@@ -62,6 +63,21 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
+        """Return the state that `to_dict` gave, after JSON.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        try:
+            return cls._parse(values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the trainer's state is damaged: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _parse(cls, values: Mapping[str, Any]) -> TrainState:
+        for name in ("step", "num_tasks", "num_episodes", "sampled_tokens", "trained_tokens"):
+            if type(values[name]) is not int or not 0 <= values[name] < 2**63:
+                raise ValueError(f"{name}: expected an integer >= 0, got {values[name]!r:.80}")
         curve = tuple((int(step), float(score)) for step, score in values["curve"])
         # What is read with a default is not in the checkpoints of earlier versions.
         pending = tuple(int(number) for number in values.get("pending_tasks", ()))

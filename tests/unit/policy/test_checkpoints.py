@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -21,7 +24,8 @@ from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, add_lora, load_policy
-from gspo_gym.policy.manifest import verify
+from gspo_gym.policy.manifest import read_manifest, verify
+from gspo_gym.policy.origin import Origin, git_revision
 from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.run.recording import RunRecorder, read_run_id
 
@@ -190,7 +194,7 @@ def test_the_manifest_lists_every_file_but_itself(store: CheckpointStore) -> Non
     assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {
         name: len(path.read_bytes()) for name, path in written.items() if name != "manifest.json"
     }
-    assert (manifest["schema"], manifest["step"]) == (1, 5)
+    assert (manifest["schema"], manifest["step"]) == (2, 5)
 
 
 # --- what is damaged or missing ---------------------------------------------------------------------------------------
@@ -224,20 +228,38 @@ def test_a_damaged_file_is_named(store: CheckpointStore, name: str, damage: Any,
         store.load(5)
 
 
-OUTSIDE = '{"schema": 1, "step": 5, "files": {"%s": {"bytes": 1, "sha256": ""}}}'
+def written(values: Any) -> str:
+    return json.dumps(values, indent=2) + "\n"
+
+
+def outside(name: str) -> str:
+    return written({"schema": 1, "step": 5, "files": {name: {"bytes": 1, "sha256": ""}}})
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is damaged: JSONDecodeError"),
-        ("[]", "is damaged: TypeError"),
-        ('{"schema": 1, "files": []}', "is damaged: AttributeError"),
-        ('{"schema": 2, "files": {}}', "expected schema 1, got 2"),
-        ('{"schema": 1, "files": {"a": {}}}', "expected schema 1"),
-        ('{"schema": 1, "files": {}}', "is damaged: KeyError: 'step'"),
-        (OUTSIDE % "../step_000004/a", "lists '../step_000004/a', which is not a file of the checkpoint's folder"),
-        (OUTSIDE % "/etc/passwd", "lists '/etc/passwd', which is not"),
+        (written([]), "is damaged: TypeError"),
+        ("[" * 100_000, "is damaged: RecursionError"),
+        ('{"schema": 1, "files": {}}\n', "is damaged: ValueError: it is not as it was written"),
+        ('{\n  "step": 5,\n  "step": 5\n}\n', "is damaged: ValueError: it is not as it was written"),
+        ('{\n  "step": Infinity\n}\n', "is damaged: ValueError: Infinity is no number"),
+        (written({"schema": 1, "files": []}), "is damaged: AttributeError"),
+        (written({"schema": 3, "files": {}}), "expected schema 1 or 2, got 3"),
+        (written({"schema": 2, "step": 5, "files": {}}), "is damaged: KeyError: 'digest'"),
+        (
+            written({"schema": 2, "step": 5, "files": {}, "digest": "0" * 64}),
+            "is damaged: .* its contents were changed",
+        ),
+        (written({"schema": 1, "step": 5, "files": {}})[:-1], "is damaged: .* its last line is cut"),
+        (written({"schema": 1, "files": {"a": {}}}), "is damaged: KeyError: 'bytes'"),
+        (written({"schema": 1, "files": {}}), "is damaged: KeyError: 'step'"),
+        (written({"schema": 1, "step": True, "files": {}}), "is damaged: .* step: expected an integer >= 0, got True"),
+        (outside("../step_000004/a"), "lists '../step_000004/a', which is not a file of the checkpoint's folder"),
+        (outside("/etc/passwd"), "lists '/etc/passwd', which is not"),
+        (outside("base/./a"), "lists 'base/./a', which is not"),
+        (outside("a\0b"), r"lists 'a\\x00b', which is not"),
     ],
 )
 def test_a_damaged_manifest_is_named(store: CheckpointStore, content: str, message: str) -> None:
@@ -247,11 +269,46 @@ def test_a_damaged_manifest_is_named(store: CheckpointStore, content: str, messa
         verify(folder)
 
 
+def test_a_manifest_of_an_earlier_version_is_read(store: CheckpointStore) -> None:
+    path = save(store, 5) / "manifest.json"
+    files = json.loads(path.read_text())["files"]
+    path.write_text(written({"schema": 1, "step": 5, "run": "r1", "files": files}))
+    assert (store.load(5).step, read_manifest(path.parent).run, read_manifest(path.parent).evaluation) == (
+        5,
+        "r1",
+        None,
+    )
+
+
+def test_a_checkpoint_says_where_it_comes_from(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", "init", "-q", str(checkout)], check=True)
+    (checkout / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert git_revision(checkout) == revision
+    (checkout / "file").write_text("2")
+    assert git_revision(checkout) == f"{revision}-dirty"
+    (checkout / "inside").mkdir()
+    assert git_revision(checkout / "inside") is None
+    parent = {"run": "elsewhere", "step": 7}
+    origin = Origin.of_this_process("[run]\n", parent=parent)
+    store = CheckpointStore(tmp_path / "run", run_id="here", origin=origin, copy_policy=copy_fake_policy)
+    found = read_manifest(save(store, 5)).origin
+    assert found == store.load(5).origin == dataclasses.replace(origin, run="here")
+    assert (found.run, found.parent) == ("here", parent)
+    assert found.config == hashlib.sha256(b"[run]\n").hexdigest()
+    assert {"python", "torch", "transformers", "gspo-gym"} <= set(found.packages)
+    assert found.packages["torch"] == torch.__version__.split("+")[0] or found.packages["torch"] == torch.__version__
+
+
 def test_a_file_that_is_not_listed_is_refused_by_name(store: CheckpointStore) -> None:
     folder = save(store, 5)
     (folder / "base" / "adapter_config.json").write_text("{}")  # what is there decides how a model is loaded
     with pytest.raises(CheckpointError, match=r"base/adapter_config\.json: does not belong to the checkpoint"):
-        store.load_latest()
+        store.load(5)
 
 
 def test_a_link_is_refused_by_name(store: CheckpointStore, tmp_path: Path) -> None:
@@ -267,7 +324,8 @@ def test_a_manifest_that_does_not_list_what_a_restart_needs_is_refused(store: Ch
     path = save(store, 5) / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["files"][name]
-    path.write_text(json.dumps(manifest))
+    del manifest["digest"]
+    path.write_text(written({**manifest, "schema": 1}))
     with pytest.raises(CheckpointError, match=rf"manifest\.json: does not list {name}"):
         store.load(5)
 
@@ -288,7 +346,9 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_name_of_its_run(tmp_path:
     shutil.copytree(save(first, 5), tmp_path / "second" / "step_000005")
     assert first.load_latest().step == 5
     with pytest.raises(CheckpointError, match=r"step_000005: is a checkpoint of another run \(first; this one is sec"):
-        second.load_latest()
+        second.load(5)
+    found = second.load_latest()
+    assert (found.step, list(found.damaged)) == (4, [tmp_path / "second" / "step_000005"])
     # one that names no run is not known to be of this one
     save(CheckpointStore(tmp_path / "second", copy_policy=copy_fake_policy), 6)
     with pytest.raises(CheckpointError, match="another run"):
@@ -302,10 +362,10 @@ def test_a_checkpoint_of_another_run_is_refused_where_nothing_is_left_of_a_run_b
         save(store, step)
         (folder / "events.jsonl").unlink()
     shutil.copytree(first / "checkpoints" / "step_000005", second / "checkpoints" / "step_000005")
-    with pytest.raises(CheckpointError, match="step_000005: is a checkpoint of another run"):
-        CheckpointStore(second / "checkpoints", run_id=read_run_id(second)).load_latest()
-    shutil.rmtree(second / "checkpoints" / "step_000005")
-    assert CheckpointStore(second / "checkpoints", run_id=read_run_id(second)).load_latest().step == 4
+    found = CheckpointStore(second / "checkpoints", run_id=read_run_id(second)).load_latest()
+    assert found.step == 4
+    (reason,) = found.damaged.values()
+    assert "step_000005: is a checkpoint of another run" in reason
 
 
 def test_what_is_evaluated_is_the_runs_own_checkpoint_of_the_step_that_its_name_says(tmp_path: Path) -> None:
@@ -357,12 +417,80 @@ def test_what_is_incomplete_is_not_the_latest(store: CheckpointStore, folder: Pa
         store.load(6)
 
 
-def test_a_damaged_latest_is_an_error_and_not_silently_an_older_one(store: CheckpointStore) -> None:
-    save(store, 5)
-    flip_one_bit(save(store, 6) / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"step_000006/model\.safetensors: is damaged"):
+# --- 7 ways to be damaged, at 30 places each --------------------------------------------------------------------------
+
+
+CHANGES: dict[str, Callable[[bytes, int], bytes]] = {
+    "a bit is flipped": lambda b, n: b[:n] + bytes([b[n] ^ 1 << n % 8]) + b[n + 1 :],
+    "it is truncated": lambda b, n: b[:n],
+    "it is extended": lambda b, n: b + (b"\n" if n % 2 else b"\0" * (n + 1)),
+    "a block is inverted": lambda b, n: b[:n] + bytes(255 - byte for byte in b[n : n + 512]) + b[n + 512 :],
+}
+
+
+@pytest.fixture(scope="module")
+def three_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a run (steps 4 and 5), of another run, and of one of another model."""
+    root = tmp_path_factory.mktemp("runs")
+    for run, base in (("run", "weights"), ("other", "weights"), ("model", "strange")):
+        store = CheckpointStore(root / run, run_id=run, copy_policy=copy_fake_policy)
+        for step in (4, 5):
+            store.save(
+                step, policy=Policy(None, None, base), learner=FakeLearner(), trainer_state={"step": step, "of": run}
+            )
+    return root
+
+
+@pytest.mark.parametrize("way", ["it is missing", *CHANGES, "it is another run's", "it is another model's"])
+def test_damage_of_any_kind_at_any_place_is_found_and_the_checkpoint_before_is_used(
+    three_runs: Path, tmp_path: Path, way: str
+) -> None:
+    """Every file in turn, the manifest too, at 30 offsets drawn over its bytes: 7 x 30 = 210 checkpoints."""
+    chance, names_of_files = random.Random(way), [*FILES, "manifest.json"]
+    for case in range(30):
+        folder = tmp_path / str(case)
+        shutil.copytree(three_runs / "run", folder)
+        damaged = folder / "step_000005"
+        name = names_of_files[case % len(names_of_files)]
+        path = damaged / name
+        if way == "it is missing":
+            path.unlink()
+        elif way in CHANGES:
+            content = path.read_bytes()
+            path.write_bytes(CHANGES[way](content, chance.randrange(len(content))))
+        else:
+            # the files of another checkpoint, a few or all, but for those that are the same in both
+            strange = three_runs / ("other" if way == "it is another run's" else "model") / "step_000005"
+            for each in chance.sample(FILES, k=chance.randrange(5)):
+                shutil.copyfile(strange / each, damaged / each)
+            shutil.copyfile(strange / "manifest.json", damaged / "manifest.json")
+        store = CheckpointStore(folder, run_id="run", copy_policy=copy_fake_policy)
+        found = store.load_latest()
+        assert (found.step, found.trainer_state) == (4, {"step": 4, "of": "run"}), (way, case, name)
+        assert list(found.damaged) == [damaged]
+        assert str(damaged) in found.damaged[damaged]
+        assert store.set_aside(damaged) == folder / "damaged_step_000005"
+        save(store, 5, {"step": 5})
+        assert store.load_latest().step == 5
+        assert names(folder) == ["damaged_step_000005", "step_000004", "step_000005"]
+
+
+def test_the_error_of_a_run_without_a_sound_checkpoint_names_what_is_wrong_with_each(store: CheckpointStore) -> None:
+    flip_one_bit(save(store, 5) / "model.safetensors")
+    (save(store, 6) / "resume" / "state.json").unlink()
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint is sound: .*step_000006/resume/state\.json: is miss.*5/model\.safetensors",
+    ):
         store.load_latest()
-    assert store.load(5).step == 5
+
+
+def test_damaged_checkpoints_of_one_step_are_all_kept(store: CheckpointStore, folder: Path) -> None:
+    assert [store.set_aside(save(store, 5)).name for _ in range(3)] == [
+        "damaged_step_000005",
+        "damaged_step_000005.1",
+        "damaged_step_000005.2",
+    ]
 
 
 def test_where_there_is_no_checkpoint_the_error_says_where_it_looked(store: CheckpointStore, folder: Path) -> None:
