@@ -18,23 +18,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from gspo_gym.base.files import writing
-from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError
+from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError, shortened
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.policy.lora import add_lora as add_lora
-from gspo_gym.policy.manifest import MANIFEST, verify
+from gspo_gym.policy.manifest import MANIFEST, Manifest, verify
 from gspo_gym.policy.parallel import parallel_options, require_even_parts
 from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_tokenizer
 
 Quantization = Literal["as_saved", "nf4", "int8"]
 
 _QUANTIZATION_FILE = "quantization.json"  # beside an adapter: what the weights below it were quantized to
+# Of a folder: nothing is downloaded, and code in it is not run (transformers would ask at the terminal).
+_OWN_FILES = {"local_files_only": True, "trust_remote_code": False}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -296,7 +297,24 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
 def _require_sound(folder: Path) -> None:
     """Refuse a run's checkpoint with files that do not fit the manifest; other folders are not checked."""
     if (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
-        verify(folder)
+        _require_own_parts(folder, verify(folder))
+
+
+def _require_own_parts(folder: Path, manifest: Manifest) -> None:
+    """Refuse an index of a model in parts that names a file outside the folder, which is not verified.
+
+    Raises:
+        CheckpointError: names it.
+    """
+    for name in manifest.files:
+        if not name.endswith(".index.json"):
+            continue
+        try:
+            parts = set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{folder / name}: cannot be read: {error}") from error
+        if strangers := parts - set(manifest.files):
+            raise CheckpointError(f"{folder / name}: names {min(strangers)!r}, which is no file of the checkpoint")
 
 
 def _load_folder(folder: Path, form: _Form) -> Policy:
@@ -304,17 +322,18 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
         if (folder / "adapter_config.json").is_file():
             return _load_adapter(folder, form)
         with no_progress_bars():
-            options = _options(form, lambda: AutoConfig.from_pretrained(folder, local_files_only=True))
+            options = _options(form, lambda: AutoConfig.from_pretrained(folder, **_OWN_FILES))
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True, **options
+                folder, output_loading_info=True, **_OWN_FILES, **options
             )
         if report["missing_keys"]:  # transformers would go on with random numbers in their place
             raise CheckpointError(f"model folder {folder}: weights are missing: {sorted(report['missing_keys'])[:5]}")
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_OWN_FILES)
     except GymError:
         raise
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"model folder {folder}: cannot be loaded: {error}") from error
+    except Exception as error:  # whatever transformers, tokenizers and torch make of such files
+        reason = shortened(f"{type(error).__name__}: {error}", 1000)
+        raise CheckpointError(f"model folder {folder}: cannot be loaded: {reason}") from error
     return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
 
 

@@ -7,6 +7,7 @@ Pinned here:
 4. a run that fails leaves a summary that says so.
 """
 
+import hashlib
 import io
 import json
 import os
@@ -29,9 +30,10 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, StorageError, UnknownNameError
+from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
-from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
+from gspo_gym.run.recording import RunRecorder, read_events, read_metrics, read_run_id
 from gspo_gym.types import Outcome
 
 
@@ -99,6 +101,33 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "parts" / "test")] == [1, 2, 3, 4]
     for name in ("episodes", "sampled_tokens", "trained_tokens", "final_eval", "initial_eval"):
         assert resumed[name] == whole[name]
+
+
+def test_a_run_goes_on_from_the_newest_sound_checkpoint_and_keeps_a_damaged_one(tmp_path):
+    whole = run_training(make_config(tmp_path, iterations=4))
+    folder = tmp_path / "test"
+    damaged = folder / "checkpoints" / "step_000004"
+    expected = {name: tensor.clone() for name, tensor in weights(tmp_path, 4).items()}  # the file is mapped
+    flipped = bytearray((damaged / "model.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (damaged / "model.safetensors").write_bytes(flipped)
+    resumed = run_training(make_config(tmp_path, iterations=4), resume=True)
+    assert resumed["final_eval"] == whole["final_eval"]
+    actual = weights(tmp_path, 4)
+    assert all(expected[name].equal(actual[name]) for name in expected)  # steps 3 and 4 were taken again
+    assert (folder / "checkpoints" / "damaged_step_000004" / "model.safetensors").read_bytes() == flipped
+    (event,) = [event for event in read_events(folder) if event["kind"] == "checkpoint_damaged"]
+    assert (event["step"], event["data"]["folder"], event["data"]["moved_to"]) == (
+        2,
+        "step_000004",
+        "damaged_step_000004",
+    )
+    assert "step_000004/model.safetensors: is damaged: expected SHA-256" in event["data"]["reason"]
+    newest = read_manifest(folder / "checkpoints" / "step_000004")
+    assert newest.run == read_run_id(folder)
+    config = (folder / "config.toml").read_text().partition("\n")[2]
+    assert newest.origin.config == hashlib.sha256(config.encode()).hexdigest()
+    assert newest.evaluation["mean_return"] == whole["final_eval"]["mean_return"]
 
 
 def test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one(tmp_path):
@@ -242,7 +271,8 @@ def test_a_resumed_run_says_which_checkpoint_it_passed_over(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     run_training(make_config(tmp_path, iterations=4), resume=True, console=console)
     told = console.file.getvalue()
-    assert f"{newest} is not complete, and is passed over" in told
+    moved = newest.with_name("damaged_step_000004")
+    assert f"passed over a checkpoint, which is {moved} now: {newest}/model.safetensors: is missing" in told
     assert "checkpoints/step_000002 after step 2" in told
 
 
