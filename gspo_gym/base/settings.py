@@ -1,7 +1,6 @@
 """The base class of settings records, and the notation for lists of seeds.
 
-A settings record stands beside the code that it governs; `RunConfig` composes them into the user's file. torch may not
-be imported here.
+A settings record stands beside the code that it governs; `RunConfig` composes them into the user's file.
 """
 
 from __future__ import annotations
@@ -9,11 +8,17 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from gspo_gym.base.files import as_toml_holds_it
+from gspo_gym.base.keys import checked_url
 from gspo_gym.errors import ConfigError
+
+Url = Annotated[str, AfterValidator(checked_url)]
+# As config.toml beside a run will hold it: what TOML cannot hold is an error at once, not at the end of the start.
+TomlTable = Annotated[dict[str, Any], AfterValidator(as_toml_holds_it)]
 
 _MAX_NUM_SEEDS = 1_000_000  # more is a typing error, which would fill the memory
 
@@ -30,15 +35,15 @@ class Settings(BaseModel):
     def of(cls, *sections: BaseModel) -> Self:
         """Return such a record with the values that these sections have under the names of its fields.
 
-        A section of a configuration file may hold settings of several rooms, and a record may need those of several
-        sections. The first section that has a field gives it.
+        The first section that has a field gives it.
         """
+        # A section of a file may hold settings of several rooms, and a record may need those of several sections.
         held = {name: getattr(section, name) for section in reversed(sections) for name in type(section).model_fields}
         return cls(**{name: held[name] for name in cls.model_fields if name in held})
 
 
 def same(settings: type[BaseModel], name: str) -> Any:
-    """Return the definition of a field of other settings (Any: it stands where a default stands)."""
+    """Return the definition of a field of other settings."""
     return copy.copy(settings.model_fields[name])
 
 

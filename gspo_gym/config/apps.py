@@ -1,8 +1,7 @@
-"""Say who plays the episodes: [gateway], [rollout.policy_config] and [[rollout.mixture]], and the sources that follow.
+"""Sections about where episodes come from: [gateway], [rollout.policy_config], [[rollout.mixture]], and their sources.
 
 A source is an environment in this process, or a task app that runs elsewhere and calls the model through the gateway.
-
-The section of a configuration file about how new weights reach the engine.
+[training.weight_sync] is here, too: how new weights reach the engine.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from gspo_gym.base.files import as_toml_holds_it
 from gspo_gym.base.keys import checked_url
-from gspo_gym.base.settings import Settings
+from gspo_gym.base.settings import Settings, TomlTable, Url
 from gspo_gym.errors import ConfigError
 
 TASK_URL_VARIABLE = "TASK_APP_URL"  # over services.task_url of a file, under --task-url
@@ -24,7 +23,7 @@ TASK_URL_VARIABLE = "TASK_APP_URL"  # over services.task_url of a file, under --
 class GatewaySection(Settings):
     """[gateway]: where task apps call the model; it runs beside the engine, and only with task apps.
 
-    What an app is handed is a URL with an id that nobody can guess, which is all that lets it in.
+    An app is handed a URL with an id that cannot be guessed, which is its only key.
     """
 
     host: str = Field(
@@ -33,16 +32,11 @@ class GatewaySection(Settings):
         description="address to listen on; the default is reached from this machine only",
     )
     port: int = Field(default=0, ge=0, lt=65536, description="port to listen on; 0: any that is free")
-    public_url: str | None = Field(
+    public_url: Url | None = Field(
         default=None,
         description="base URL under which apps reach the gateway (a tunnel, a proxy, a name); absent: host and port",
     )
     max_calls: int = Field(default=1000, gt=0, description="model calls of one rollout, beyond which they are refused")
-
-    @field_validator("public_url")
-    @classmethod
-    def _is_url(cls, url: str | None) -> str | None:
-        return None if url is None else checked_url(url)
 
 
 class PolicyConfigSection(Settings):
@@ -60,15 +54,11 @@ class PolicyConfigSection(Settings):
     top_p: float | None = Field(default=None, gt=0, le=1, description="as rollout.top_p, which it sets")
     top_k: int | None = Field(default=None, ge=0, description="as rollout.top_k, which it sets")
     max_tokens: int | None = Field(default=None, gt=0, description="as rollout.max_output_tokens, which it sets")
-    chat_template_kwargs: dict[str, Any] = Field(  # Any: each chat template has its own
+    chat_template_kwargs: TomlTable = Field(
         default={}, description="handed to the chat template, for example { enable_thinking = false }"
     )
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _can_be_recorded(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return as_toml_holds_it(kwargs)
-
+    # Keys that are not ours are recorded in config.toml, too, so they are checked before the fields are.
     @model_validator(mode="before")
     @classmethod
     def _others_can_be_recorded(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
@@ -90,10 +80,10 @@ class MixtureEntry(Settings):
         min_length=1, description="a registered environment, or MODULE:NAME; with task_url, the app's name of it"
     )
     share: float = Field(gt=0, lt=1, description="fraction of the groups; all entries' together are below 1")
-    env_config: dict[str, Any] = Field(  # Any: each environment has its own
+    env_config: TomlTable = Field(
         default={}, description="keyword arguments of the environment's constructor, or what the app takes"
     )
-    task_url: str | None = Field(
+    task_url: Url | None = Field(
         default=None, description="base URL of the task app that plays it; absent: it is played in this process"
     )
     api_key_env: str | None = Field(
@@ -102,27 +92,17 @@ class MixtureEntry(Settings):
         description="environment variable with that app's key; absent: ENVIRONMENT_API_KEY, as for services.task_url",
     )
 
-    @field_validator("env_config")
-    @classmethod
-    def _can_be_recorded(cls, env_config: dict[str, Any]) -> dict[str, Any]:
-        return as_toml_holds_it(env_config)
-
-    @field_validator("task_url")
-    @classmethod
-    def _is_url(cls, url: str | None) -> str | None:
-        return None if url is None else checked_url(url)
-
 
 @dataclass(frozen=True, slots=True)
 class TaskSource:
-    """Where a part of the episodes comes from.
+    """The origin of a part of the episodes.
 
     Attributes:
         env_name, env_config: the environment, as the configuration says.
         task_url: of the app that plays it; None: it is played here.
         share: fraction of the groups.
         api_key_env: environment variable with the app's key; None: the usual ones.
-        key: where the configuration says so, for errors.
+        key: of the table that gives it, for errors.
     """
 
     env_name: str
@@ -134,30 +114,20 @@ class TaskSource:
 
     @property
     def url_key(self) -> str:
-        """The key of its `task_url`."""
+        """Return the key of its `task_url`."""
         return "services.task_url" if self.key == "rollout" else f"{self.key}.task_url"
 
 
 def task_sources(
     env_name: str, env_config: Mapping[str, Any], task_url: str | None, mixture: tuple[MixtureEntry, ...]
 ) -> tuple[TaskSource, ...]:
-    """All sources of a configuration, that of rollout.env_name first; their shares are 1 in sum."""
-    others = tuple(
-        TaskSource(
-            entry.env_name,
-            entry.env_config,
-            entry.task_url,
-            entry.share,
-            entry.api_key_env,
-            key=f"rollout.mixture.{number}",
-        )
-        for number, entry in enumerate(mixture)
-    )
+    """Return all sources of a configuration, that of rollout.env_name first; their shares are 1 in sum."""
+    others = tuple(TaskSource(**dict(entry), key=f"rollout.mixture.{number}") for number, entry in enumerate(mixture))
     return (TaskSource(env_name, env_config, task_url, 1 - sum(source.share for source in others)), *others)
 
 
 def with_task_url(overrides: Sequence[str], given: str | None, environment: Mapping[str, str]) -> list[str]:
-    """The texts over a file's keys, with services.task_url from --task-url (`given`) or the environment variable.
+    """Return the overrides with services.task_url from --task-url (`given`) or from the environment variable.
 
     The command line goes over the environment, and the environment over the file.
 
@@ -168,7 +138,7 @@ def with_task_url(overrides: Sequence[str], given: str | None, environment: Mapp
     ['services.task_url=http://127.0.0.1:8114', 'run.seed=1']
     """
     url = environment.get(TASK_URL_VARIABLE)
-    if url:
+    if url:  # checked here, because an error about services.task_url would not name the variable
         try:
             checked_url(url)
         except ValueError as error:

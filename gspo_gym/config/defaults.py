@@ -27,7 +27,9 @@ def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) ->
     Values may be of any type: wrong ones stay as they are, and are reported later.
     """
     filled: dict[str, Any] = {name: {} for name in sections}
+    # Copies, because the defaults are written into them: what the file said is still needed, to mark the defaults.
     filled |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    # The variety comes first: it sets the level, which sets the baseline, which sets the scale.
     _follow_variety(filled)
     _follow_level(filled)
     _follow_trainer_mode(filled)
@@ -39,7 +41,6 @@ def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) ->
 
 
 def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
-    """Give a key a value if it has none and its section is a table."""
     section, name = key.split(".")
     table = values.get(section)
     if isinstance(table, dict) and table.get(name) is None:
@@ -48,6 +49,7 @@ def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _follow_variety(values: dict[str, Any]) -> None:
     variety = look_up(values, "algorithm.variety") or "gspo"
+    # A wrong variety is reported later; until then it sets nothing.
     for key, allowed in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
         _set_default(values, key, allowed[0])
     if variety == "grpo":
@@ -56,7 +58,7 @@ def _follow_variety(values: dict[str, Any]) -> None:
 
 
 def _follow_level(values: dict[str, Any]) -> None:
-    # As in `AdvantageSettings`, but the rules must see it, too.
+    # As in `AdvantageSettings`, but the rules must see it, too: they ask a file's values before there is a record.
     if look_up(values, "advantages.level") == "turn":
         _set_default(values, "advantages.baseline", "leave_one_out")
     if (baseline := look_up(values, "advantages.baseline")) in ("batch", "running", "none"):
@@ -65,7 +67,7 @@ def _follow_level(values: dict[str, Any]) -> None:
 
 def _follow_trainer_mode(values: dict[str, Any]) -> None:
     if look_up(values, "model.trainer_mode") in ("lora", "qlora"):
-        _set_default(values, "training.lora", {})
+        _set_default(values, "training.lora", {})  # an adapter has settings, even if the file names none of them
 
 
 def _follow_policy_config(values: dict[str, Any]) -> None:
@@ -73,6 +75,7 @@ def _follow_policy_config(values: dict[str, Any]) -> None:
     for theirs, ours in POLICY_CONFIG.items() if isinstance(policy_config, Mapping) else ():
         if policy_config.get(theirs) is not None:
             _set_default(values, f"rollout.{ours}", policy_config[theirs])
+    # The hosted trainer's files set top_p: scoring under it keeps them unbiased without another key.
     if isinstance(policy_config, Mapping) and "truncated_sampling" not in _listed(values, "algorithm.acknowledge"):
         top_p, top_k = policy_config.get("top_p"), policy_config.get("top_k")
         if top_p not in (None, 1) or top_k not in (None, 0):
@@ -80,13 +83,12 @@ def _follow_policy_config(values: dict[str, Any]) -> None:
 
 
 def _listed(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
-    """Return the entries of a list, () if the value is none."""
     value = look_up(values, key)
     return tuple(value) if isinstance(value, list | tuple) else ()
 
 
 def _follow_vllm(values: dict[str, Any]) -> None:
-    """Let a [vllm] section choose the engine and the context, of which a turn may fill all that is left, as in vLLM."""
+    # As in vLLM, a turn may fill all that is left of the context.
     vllm, topology = values.get("vllm"), values.get("topology")
     if vllm is not None or topology is not None:
         _set_default(values, "rollout.engine", "vllm")
@@ -98,11 +100,12 @@ def _follow_vllm(values: dict[str, Any]) -> None:
 
 
 def _follow_topology(values: dict[str, Any]) -> None:
-    """Let a [topology] choose the GPUs of each copy of the model, and so the number of copies."""
+    # The GPUs that generate are shared out to copies of the model of `tensor_parallel` GPUs each.
     topology = values.get("topology")
     if not isinstance(topology, Mapping):
         return
     num_gpus, size = topology.get("gpus_for_vllm"), topology.get("tensor_parallel") or 1
+    # Otherwise a rule reports the division.
     if isinstance(num_gpus, int) and isinstance(size, int) and size > 0 and num_gpus > 0 and num_gpus % size == 0:
         _set_default(values, "vllm.tensor_parallel_size", size)
         _set_default(values, "vllm.data_parallel_size", num_gpus // size)

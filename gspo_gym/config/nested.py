@@ -32,13 +32,14 @@ STEP_REWARDS = {
 # What the hosted file calls keys of [rollout], in [rollout.policy_config].
 POLICY_CONFIG = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_output_tokens"}
 
-# Tables that only the nested form has: each of their keys, and where it is in the flat form.
+# Tables of the nested form only: each of their keys, and its place in the flat form.
 _TABLES: Mapping[str, Mapping[str, str]] = {
     "policy": {
         "model_name": "model.base",
         **{name: f"model.{name}" for name in ModelSection.model_fields if name != "base"},
         **{name: f"rollout.{name}" for name in _SAMPLING},
-        **{name: f"rollout.policy_config.{name}" for name in ("top_p", "top_k")},  # which are scored under, then
+        # Not rollout.top_p: there the sampling is scored under the truncation that it asks for.
+        **{name: f"rollout.policy_config.{name}" for name in ("top_p", "top_k")},
         "max_tokens": "rollout.max_output_tokens",
         "system_prompt": "rollout.policy_config.system_prompt",
     },
@@ -60,7 +61,7 @@ _KEYS: Mapping[str, str] = {
     "training.weight_sync.weight_sync_interval": "training.weight_sync_interval",
     "tags": "run.tags",
 }
-# Switches of the hosted trainer, and the parts of the blend that each of them leaves.
+# Switches of the hosted trainer, and the parts of the blend that each of them keeps.
 _ONLY_REWARDS: Mapping[str, tuple[str, ...]] = {
     "task_app_origin_rewards_only": ("env",),
     "rubric_rewards_only": ("event", "outcome"),
@@ -89,10 +90,11 @@ class Flat:
 def flatten(values: Mapping[str, Any]) -> Flat:
     """Return the flat form of a file (Any: as read); the input is not changed."""
     flat = Flat(_copy(values))
-    if flat.values.get("type") == "rl":  # what kind of job the hosted trainer is to make of the file
+    if flat.values.get("type") == "rl":  # the kind of job; the hosted trainer's runner reads it, and nothing here
         del flat.values["type"]
     for table, moves in _TABLES.items():
         _move_table(flat, table, moves)
+    # Both look at keys of the flat form, so after the tables; the single keys do not matter to them.
     _take_smaller_semaphore(flat)
     _take_only_rewards(flat)
     for key, target in _KEYS.items():
@@ -112,24 +114,25 @@ def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
     if not isinstance(entries, dict):
         flat.problems.append(Problem(table, f"expected a table, got {show(entries)}"))
         return
+    # An empty table still says that its section is there, such as [lora] for training.lora.
     _keep_section(flat, table)
     for key, value in entries.items():
         if key in moves:
             _put(flat, moves[key], value, written=f"{table}.{key}")
-        else:
+        else:  # reported here, because the flat form, which the models check, no longer has the key
             text = explain(f"{table}.{key}", value) or f"unknown key; {nearest_name(str(key), moves)}"
             flat.problems.append(Problem(f"{table}.{key}", text))
 
 
 def _take_smaller_semaphore(flat: Flat) -> None:
-    """Take the smaller of training.async_semaphore_max and rollout.max_concurrent_rollouts."""
+    # Both bound the episodes in flight there, so both are kept by the smaller one.
     training = flat.values.get("training")
     if not isinstance(training, dict) or "async_semaphore_max" not in training:
         return
     limit = training.pop("async_semaphore_max")
     rollout = flat.values.setdefault("rollout", {})
     if not isinstance(rollout, dict):
-        return
+        return  # reported as a wrong section
     given = rollout.get("max_concurrent_rollouts", limit)
     if isinstance(given, int) and isinstance(limit, int):
         limit = min(given, limit)
@@ -138,7 +141,7 @@ def _take_smaller_semaphore(flat: Flat) -> None:
 
 
 def _take_only_rewards(flat: Flat) -> None:
-    """Check the hosted trainer's two switches between rewards against the weights of the blend."""
+    # The blend says the same here: a switch may agree with it, and changes nothing.
     rollout = flat.values.get("rollout")
     for name, alone in _ONLY_REWARDS.items():
         if not isinstance(rollout, dict) or name not in rollout:
@@ -157,8 +160,6 @@ def _take_only_rewards(flat: Flat) -> None:
 
 
 def _keep_section(flat: Flat, table: str) -> None:
-    """Create the section of a table, and name its keys as they would be written there."""
-    # An empty table still says that the section is there.
     section = _SECTIONS.get(table)
     if section is None:
         return
@@ -167,6 +168,7 @@ def _keep_section(flat: Flat, table: str) -> None:
     if isinstance(holder, dict) and name not in holder:
         holder[name] = {}
         flat.written[section] = table
+        # Defaults of the section are errors of the name that the file has.
         flat.written |= {target: f"{table}.{key}" for key, target in _TABLES[table].items()}
 
 
@@ -186,7 +188,7 @@ def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of the tables that shares all other values (Any: as read)."""
+    # Tables only, because nothing here changes any other value.
     return {key: _copy(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -201,7 +203,7 @@ _OVERRIDE = re.compile(r"\s*(?P<key>[\w-]+(\.[\w-]+)+)\s*=(?P<value>.*)", re.DOT
 
 
 def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | None]:
-    """Set one `section.key=value` in `values` (Any: as read; the flat form); return its key and the problem, if any.
+    """Set one `section.key=value` in `values` (the flat form); return its key and the problem, if any.
 
     A key of the nested form goes where the flat form has it.
     """
@@ -212,7 +214,7 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
     nested: Any = value
     for part in reversed(key.split(".")):
         nested = {part: nested}
-    flat = flatten(nested)
+    flat = flatten(nested)  # alone, to find where a key of the nested form goes
     if flat.problems:
         return key, flat.problems[0]
     targets = [target for target in flat.written if look_up(flat.values, target, _ABSENT) is not _ABSENT] or [key]
@@ -226,7 +228,6 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set a key (Any: as read), creating tables on the way."""
     *above, name = key.split(".")
     table = values
     for part in above:
@@ -238,9 +239,10 @@ def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
 
 
 def _parse_value(text: str) -> Any:
-    """Return a TOML value (Any: of all its types), or the text itself where it is not TOML."""
+    # Names and paths need no quotes on a command line.
     try:
         parsed = tomllib.loads(f"value = {text}")
     except ValueError:
         return text
+    # More keys: the text had a line break and brought TOML of its own, so it is text.
     return parsed["value"] if list(parsed) == ["value"] else text

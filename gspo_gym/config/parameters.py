@@ -28,7 +28,7 @@ what changes in meaning. A key under its foreign name in a file of ours is an er
 [configs/README.md](../README.md) says what our own keys mean.
 """
 _QLORA = {"trainer_mode": "qlora"}
-# Values of the hosted trainer's keys that cannot run; the sentence about each is the configuration's own.
+# Values of the hosted trainer's keys that cannot run. Tried when the page is made, so no row says what is not refused.
 TRIED: Mapping[str, Mapping[str, Any]] = {
     "compute.gpu_count": {"compute": {"gpu_count": 2}},
     "compute.nodes": {"compute": {"gpu_count": 1, "nodes": 2}},
@@ -73,7 +73,7 @@ def statement(row: Row) -> str:
 
 
 def hosted_statement(key: str) -> str:
-    """Return what the table says of a key of the hosted trainer: it is ours, and which value of it cannot run."""
+    """Return the table's sentence about a key of the hosted trainer: it is ours, and which value of it cannot run."""
     if key not in TRIED:
         return "taken as is"
     sections: dict[str, Any] = tomllib.loads(new_config("GuessNumber", model="tiny:qwen3-64", label="tried"))
@@ -87,7 +87,7 @@ def hosted_statement(key: str) -> str:
 
 
 def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:
-    """Yield a section of the page; keys of one meaning and one table share a row."""
+    # Keys of one meaning and one table share a row.
     keys: dict[tuple[str, str], list[str]] = {}
     for key, said in rows.items():
         keys.setdefault((said, key.rpartition(".")[0]), []).append(key)

@@ -17,31 +17,31 @@ from gspo_gym.config.foreign.table import HINTS
 from gspo_gym.config.words import Problem, bounds_in_words, describe, entry_model, section_model, sections_of, show
 from gspo_gym.errors import nearest_name
 
-_PASSED_ON = ("env_config", "policy_config")
+_PASSED_ON = ("env_config", "policy_config")  # to environments and apps, which may take any text
 
 
 def find_problems(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Problem]:
-    """Return pydantic's errors about `values` as problems, one a key, in the order of the file's sections.
-
-    Errors of validators of the whole model are left out: their location is empty.
-    """
+    """Return pydantic's errors about `values` as problems, one a key, in the order of the file's sections."""
     problems: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
-        if not detail["loc"]:
+        if not detail["loc"]:  # of a validator of the whole model: `find_contradictions` finds these one by one
             continue
         key, parent, info = _locate(model, detail["loc"])
         if detail["type"] == "extra_forbidden":
             text = explain(key, _look_up(values, key)) or _unknown(key, parent, model)
         elif detail["type"] == "value_error":
             key, text = _blame(key, str(detail["ctx"]["error"]), info)
+        # Deeper, a missing part is a wrong value of the key, such as a list that is too short.
         elif detail["type"] == "missing" and key.count(".") + 1 == len(detail["loc"]):
-            text = f"required, but not given: expected {describe(info)}" + _meaning(info)
+            meaning = f" ({info.description})" if info is not None and info.description else ""
+            text = f"required, but not given: expected {describe(info)}{meaning}"
         else:
             expected = describe(info)
+            # The bounds of the whole are in the description; here an entry of a list is out of its own.
             if isinstance(detail["loc"][-1], int) and (bounds := bounds_in_words(detail.get("ctx", {}))):
                 expected += f", each {bounds}"
             text = f"expected {expected}, got {show(_look_up(values, key))}"
-        problems.setdefault(key, Problem(key, text))
+        problems.setdefault(key, Problem(key, text))  # of a union, pydantic reports every branch; the first is enough
     return list(problems.values())
 
 
@@ -52,16 +52,14 @@ def find_secrets(values: Mapping[str, Any], prefix: str = "") -> Iterator[Proble
         if isinstance(value, Mapping):
             yield from find_secrets(value, f"{key}.")
         elif isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
+            # Entries are named by their number, as pydantic names them.
             yield from find_secrets(dict(enumerate(value)), f"{key}.")  # type: ignore[arg-type]
         elif value not in (None, "") and (text := secret_problem(key, value)) is not None:
             yield Problem(key, text)
 
 
 def find_nul(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for each key whose text holds the NUL character, which no path, name or URL may have.
-
-    Tables that are passed on to environments and apps are left out: their texts may hold anything.
-    """
+    """Yield a problem for each key whose text holds the NUL character, which no path, name or URL may have."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -101,6 +99,7 @@ def explain(key: str, value: Any) -> str | None:
     return f"{name} is what {origin} calls it: write {instead}" + (f" ({row.note})" if row.note else "")
 
 
+# Names and values that a key would have; the prefixes are those of OpenAI, Groq, Hugging Face, xAI, GitHub and W&B.
 _SECRET = re.compile(r"(^|_)(api_?keys?|secret(_key)?|password|passwd|(access|auth|bearer|hf|hub|wandb)_?token)$", re.I)
 _SECRET_VALUE = re.compile(r"(sk|gsk|hf|xai|ghp|wandb)[-_][A-Za-z0-9_-]{16,}|AIza[A-Za-z0-9_-]{20,}")
 _VARIABLES = {
@@ -128,6 +127,7 @@ def secret_problem(key: str, value: Any) -> str | None:
     is_value = isinstance(value, str) and _SECRET_VALUE.fullmatch(value) is not None
     if not _SECRET.search(name) and not is_value:
         return None
+    # The key's own name says most, then the nearest table.
     hints = [variable for hint, variable in _VARIABLES.items() if hint in name]
     hints += [variable for part in reversed(above) for hint, variable in _VARIABLES.items() if hint in part]
     variable = hints[0] if hints else re.sub(r"\W", "_", name).upper()
@@ -147,35 +147,31 @@ def _locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str,
             continue
         info = model.model_fields.get(part)
         nested = None if info is None else section_model(info.annotation) or entry_model(info.annotation)
-        if nested is None or len(parts) == len(location):
+        if nested is None or len(parts) == len(location):  # below a field are pydantic's own parts: indices, types
             break
         model = nested
     return ".".join(parts), model, info
 
 
 def _blame(key: str, text: str, info: FieldInfo | None) -> tuple[str, str]:
-    """Return a validator's key and sentence; a validator of a section begins its sentence with the field's name."""
     section = section_model(info.annotation) if info is not None else None
     match = re.match(r"(\w+)(: )?", text)
+    # A validator of a section begins its sentence with the field's name, because pydantic reports the section.
     if section is None or match is None or match[1] not in section.model_fields:
         return key, text.removeprefix("seeds: ")
     return f"{key}.{match[1]}", text[match.end() :] if match[2] else text
 
 
 def _unknown(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
-    """Return the sentence that a key or section is unknown, with the one that was probably meant."""
     *above, name = key.split(".")
     everywhere = [(field, f"{section}.{field}") for section, model in sections_of(root) for field in model.model_fields]
+    # A key of another section beats a similar one of this section: it was spelled right.
     meant = name if name in dict(everywhere) else ""
     if not meant and above and not difflib.get_close_matches(name, parent.model_fields):
         meant = next(iter(difflib.get_close_matches(name, dict(everywhere))), "")
     if meant:
         return f"unknown key; did you mean {' or '.join(repr(full) for field, full in everywhere if field == meant)}?"
     return f"unknown {'key' if above else 'section'}; {nearest_name(name, parent.model_fields)}"
-
-
-def _meaning(info: FieldInfo | None) -> str:
-    return f" ({info.description})" if info is not None and info.description else ""
 
 
 def _look_up(values: Any, key: str) -> Any:

@@ -129,19 +129,17 @@ def reference() -> str:
     optional = {name for name, info in RunConfig.model_fields.items() if not info.is_required()}
     parts = [_INTRODUCTION]
     for name, section in sections_of(RunConfig):
-        text = " ".join((section.__doc__ or "").split()).split(": ", 1)[-1]
-        is_optional = name in optional or "." in name
-        parts.append("\n".join([f"## [{name}]", "", _sentence(text, is_optional), "", *_table(name, section), ""]))
-        for key, entry in entries_of(RunConfig):
-            if key.rpartition(".")[0] == name:
-                text = " ".join((entry.__doc__ or "").split()).split(": ", 1)[-1]
-                parts.append("\n".join([f"## [[{key}]]", "", _sentence(text, True), "", *_table(key, entry), ""]))
+        parts.append(_part(f"[{name}]", name, section, is_optional=name in optional or "." in name))
+        # Lists of tables follow their section.
+        entries = [(key, entry) for key, entry in entries_of(RunConfig) if key.rpartition(".")[0] == name]
+        parts += [_part(f"[[{key}]]", key, entry, is_optional=True) for key, entry in entries]
     return "\n".join([*parts, *_nested_form()])
 
 
-def _sentence(text: str, is_optional: bool) -> str:
-    sentence = text[0].upper() + text[1:]
-    return f"{sentence} The section may be left out." if is_optional else sentence
+def _part(title: str, name: str, section: type[BaseModel], *, is_optional: bool) -> str:
+    text = " ".join((section.__doc__ or "").split()).split(": ", 1)[-1]
+    sentence = f"{text[0].upper()}{text[1:]}" + (" The section may be left out." if is_optional else "")
+    return "\n".join([f"## {title}", "", sentence, "", *_table(name, section), ""])
 
 
 def _table(name: str, section: type[BaseModel]) -> Iterator[str]:
@@ -149,14 +147,8 @@ def _table(name: str, section: type[BaseModel]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for key, info in section.model_fields.items():
         if section_model(info.annotation) is None:
-            cells = (
-                f"`{key}`",
-                _type(info),
-                _default(info),
-                _unit(key, info),
-                info.description,
-                _source(name, key, info),
-            )
+            meaning, source = info.description, _source(name, key, info)
+            cells = (f"`{key}`", _type(info), _default(info), _unit(key, info), meaning, source)
             yield "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
 
 
@@ -173,6 +165,7 @@ def _default(info: FieldInfo) -> str:
 def _unit(key: str, info: FieldInfo) -> str:
     if match := _BEGINS_WITH_UNIT.match(info.description or ""):
         return match[0].removeprefix("a ")
+    # The longest ending wins: "_tokens_per_microbatch" is not "_microbatch".
     ends = [ending for ending in _UNITS if f"_{key}".endswith(ending)]
     return _UNITS[max(ends, key=len)] if ends and info.annotation is not bool else ""
 
@@ -180,18 +173,16 @@ def _unit(key: str, info: FieldInfo) -> str:
 def _source(section: str, key: str, info: FieldInfo) -> str:
     if key in HOSTED.get(section, ()):
         return "the hosted trainer"
+    # A description that cites nothing is of a key of ours.
     cited = dict.fromkeys(_CITATION.findall(info.description or ""))
     names = ["arXiv 2507.18071" if name == "paper" else name for name in cited]
     return ", ".join(dict.fromkeys(names)) or "ours"
 
 
 def _nested_form() -> Iterator[str]:
-    yield "## The nested form"
-    yield ""
+    yield from ("## The nested form", "")
     yield "The hosted trainer's files have this form, too. A file may mix the two; errors name keys as written."
-    yield ""
-    yield "| nested | flat |"
-    yield "|---|---|"
+    yield from ("", "| nested | flat |", "|---|---|")
     for nested, flat in nested_names().items():
         yield f"| `{nested}` | `{flat}` |"
     yield ""
@@ -222,9 +213,9 @@ def resolved(config: RunConfig, given: Any) -> str:
 
 
 def _line(key: str, value: Any, info: FieldInfo, is_given: bool) -> str:
-    """Return the line of a key, with the origin of its value unless the file gave it."""
     if value is None:
         return f"# {key} is absent"
+    # A value that is neither the file's nor the default was set by `with_derived_defaults`.
     origin = "" if is_given else "  # default" if value == info.default else "  # follows from other keys"
     return f"{key} = {inline(value)}{origin}"
 
@@ -256,6 +247,7 @@ def new_config(env_name: str, *, model: str, label: str) -> str:
             "iterations_per_epoch": 100,
             "group_size": 8,
             "batch_size": 16,
+            # A tiny model has random weights, which learn nothing at the rate of a pretrained one.
             "learning_rate": 1e-3 if is_tiny else 1e-6,
         },
         "evaluation": {"instances": 100},

@@ -1,9 +1,9 @@
 """RunConfig: the file that a user writes, read strictly.
 
-A file is TOML or YAML with the sections of `sections.py` and `services.py`, flat or in the hosted
-trainer's nested form; `section.key=value` on the command line goes over it. Every unknown or foreign key, wrong type,
-value out of range and contradiction is found before anything heavy loads, and all of them are reported at once. Nothing
-here imports torch; `config/build/trainer.py` turns a RunConfig into live objects.
+Files are TOML or YAML with the sections of `sections.py` and `services.py`, flat or in the hosted trainer's nested
+form; `section.key=value` on the command line goes over them. Unknown and foreign keys, wrong types, values out of range
+and contradictions are found before anything heavy loads, and all are reported at once. Nothing here imports torch;
+`config/build/trainer.py` turns a RunConfig into live objects.
 """
 
 from __future__ import annotations
@@ -25,20 +25,8 @@ from gspo_gym.config.nested import STEP_REWARDS, Flat, apply_override, flatten
 from gspo_gym.config.problems import find_nul, find_problems, find_secrets
 from gspo_gym.config.rules.objective import OTHER_KEYS
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
-from gspo_gym.config.sections import (
-    SIZE_KEYS,
-    AlgorithmSection,
-    ModelSection,
-    RolloutSection,
-    TrainingSection,
-)
-from gspo_gym.config.services import (
-    ComputeSection,
-    ServicesSection,
-    TopologySection,
-    TrackingSection,
-    VllmSection,
-)
+from gspo_gym.config.sections import SIZE_KEYS, AlgorithmSection, ModelSection, RolloutSection, TrainingSection
+from gspo_gym.config.services import ComputeSection, ServicesSection, TopologySection, TrackingSection, VllmSection
 from gspo_gym.config.words import Problem, field_of, section_model, with_known_spelling
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.settings import JudgeSettings
@@ -147,6 +135,7 @@ class RunConfig(Settings):
     def episode_limits(self) -> EpisodeLimits:
         """Return the limits of an evaluation's episodes and of demonstrations."""
         num_pairs = len(self.rollout.ops) // 2
+        # One pair is repeated up to max_turns; a longer list of ops is played once.
         limits = EpisodeLimits.of(self.rollout, self.limits)
         return limits if num_pairs == 1 else limits.model_copy(update={"max_turns": num_pairs})
 
@@ -161,6 +150,7 @@ class RunConfig(Settings):
     def step_reward_settings(self) -> StepRewardSettings:
         """Return how turns earn rewards; keys that are absent, or of another mode, have their defaults."""
         training = self.training
+        # Keys of another mode stand in the hosted trainer's files, and may have values that this one refuses.
         mode = "off" if training.step_rewards_enabled is False else training.step_rewards_mode
         read = ["mode"]
         if mode == "decision_stepwise":
@@ -179,6 +169,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
+        # Also for a RunConfig that was constructed directly; `_check` asks again to report the problems one by one.
         values = _valid_values(RunConfig, self.model_dump(), frozenset())
         if problems := find_contradictions(values):
             raise ValueError("; ".join(f"{problem.key}: {problem.text}" for problem in problems))
@@ -196,6 +187,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     flat, overridden, problems = _read(Path(path), overrides)
 
     def source_of(key: str) -> str:
+        # A key of a table that was given, or a table with a key that was given.
         on_command_line = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overridden)
         return "command line" if on_command_line else str(path)
 
@@ -203,7 +195,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the sections of file and command line, in the flat form and unchecked (hence Any).
+    """Return the sections of file and command line, in the flat form and unchecked.
 
     Raises:
         ConfigError: there is no such file, or it is not of its format.
@@ -211,8 +203,8 @@ def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     return _read(Path(path), overrides)[0].values
 
 
+# Returns the file with the overrides applied, the keys that these set, and the problems with them.
 def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[Problem]]:
-    """Return a file with the overrides applied, the keys that these set, and the problems with them."""
     flat = flatten(read_file(path))
     overridden: list[str] = []
     problems: list[Problem] = []
@@ -224,7 +216,6 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[P
 
 
 def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]) -> RunConfig:
-    """Return the valid configuration, or raise an error with the `known` problems and all others."""
     flat.values = with_known_spelling(flat.values, RunConfig)
     filled = {
         name: _as_tuples(section) for name, section in with_derived_defaults(flat.values, _required_sections()).items()
@@ -234,19 +225,15 @@ def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]
     try:
         config = RunConfig.model_validate(filled)
     except ValidationError as error:
-        secret = {problem.key for problem in problems}
+        secret = {problem.key for problem in problems}  # these are not repeated: pydantic's sentences show values
         problems += [p for p in find_problems(error, RunConfig, flat.values) if p.key not in secret]
         wrong = frozenset(field_of(problem.key) for problem in problems)
         problems += find_contradictions(_valid_values(RunConfig, filled, wrong))
     if config is None or problems:
-        raise ConfigError(_report([f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]))
+        lines = [f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]
+        listed = f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
+        raise ConfigError(lines[0] if len(lines) == 1 else listed)
     return config
-
-
-def _report(lines: Sequence[str]) -> str:
-    if len(lines) == 1:
-        return lines[0]
-    return f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
 
 
 def _required_sections() -> list[str]:
@@ -255,14 +242,13 @@ def _required_sections() -> list[str]:
 
 
 def _valid_values(model: type[BaseModel], values: Any, wrong: frozenset[str], prefix: str = "") -> dict[str, Any]:
-    """Return the values that are valid by themselves, given or by default, by dotted key (Any: as read).
-
-    A section that may be left out has its own name as a key, too: whether it is there. If not, its keys are None.
-    """
+    # By dotted key, given or by default. An optional section has its own name as a key, too: whether it is there. If it
+    # is not, its keys are None.
     valid: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
         is_given = isinstance(values, Mapping) and name in values
+        # A required key that is missing is reported as such, and no rule may read it.
         if key in wrong or (not is_given and info.is_required() and values is not None):
             continue
         value = values[name] if is_given else None if values is None else info.default
@@ -280,7 +266,6 @@ def _valid_values(model: type[BaseModel], values: Any, wrong: frozenset[str], pr
 
 
 def _as_tuples(value: Any) -> Any:
-    """Return tables with tuples in place of lists (Any: as read)."""
     # A strict tuple field takes no list, and TOML has nothing else.
     if isinstance(value, dict):
         return {key: _as_tuples(entry) for key, entry in value.items()}

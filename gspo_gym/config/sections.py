@@ -2,7 +2,6 @@
 
 A section is the settings record of its room (`[loss]` is `LossSettings`), or inherits from the records of several; a
 room takes its own by `Settings.of`. `same` and `optional` show a field of another record under a key of a section.
-Contradictions are found by `config/rules`, and defaults that follow from other keys by `config/defaults.py`.
 """
 
 from __future__ import annotations
@@ -13,23 +12,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from gspo_gym.base.files import as_toml_holds_it
-from gspo_gym.base.settings import Settings, same
+from gspo_gym.base.settings import Settings, TomlTable, same
 from gspo_gym.config.apps import MixtureEntry, PolicyConfigSection, WeightSyncSection
 from gspo_gym.env.workers.limits import IsolationSettings
-from gspo_gym.learning.settings import (
-    LoraSettings,
-    StepRewardSettings,
-    UpdateSettings,
-)
+from gspo_gym.learning.settings import LoraSettings, StepRewardSettings, UpdateSettings
 from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.run.settings import BatchSettings, LoopSettings
 from gspo_gym.types import SAMPLING_NAMES, Sampling
 
+# Labels name folders: no separator, and no leading dot or dash, which shells and commands read otherwise.
 _SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SOURCE = re.compile(r"(?:(?:ft|rl|peft|fft|qft):)?(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?::(?P<step>step_\d+))?")
-
+_SOURCE = re.compile(rf"(?:(?:ft|rl|peft|fft|qft):)?(?P<label>{_SAFE_LABEL.pattern})(?::(?P<step>step_\d+))?")
 
 # Where a configuration says what `RunSize` counts, in the order of its fields.
 SIZE_KEYS = (
@@ -45,7 +39,8 @@ SIZE_KEYS = (
 
 
 def optional(settings: type[BaseModel], name: str) -> Any:
-    """Return the definition of a field that may be left out: its default then counts (Any: as above)."""
+    """Return the definition of a field that may be left out: its default then counts."""
+    # Absent is not the default: the rules must tell a key that the file gives from one that it does not.
     info = copy.copy(settings.model_fields[name])
     info.default = None
     info.description = f"{info.description}; absent: {show_default(settings, name)}"
@@ -160,9 +155,7 @@ class RolloutSection(Settings):
     env_name: str = Field(
         min_length=1, description="a registered environment, or MODULE:NAME; of services.task_url, the app's name of it"
     )
-    env_config: dict[str, Any] = Field(  # Any: each environment has its own
-        default={}, description="keyword arguments of the environment's constructor"
-    )
+    env_config: TomlTable = Field(default={}, description="keyword arguments of the environment's constructor")
     mixture: tuple[MixtureEntry, ...] = Field(
         default=(), description="further environments, each with a share of the groups: tables [[rollout.mixture]]"
     )
@@ -212,11 +205,6 @@ class RolloutSection(Settings):
         """Return the parameters by which tokens are drawn."""
         drawn = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
         return Sampling(**drawn, min_tokens=self.min_output_tokens)
-
-    @field_validator("env_config")
-    @classmethod
-    def _can_be_recorded(cls, env_config: dict[str, Any]) -> dict[str, Any]:
-        return as_toml_holds_it(env_config)
 
     @field_validator("ops")
     @classmethod

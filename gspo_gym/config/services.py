@@ -27,19 +27,19 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from gspo_gym.base.keys import checked_url
-from gspo_gym.base.settings import Settings
+from gspo_gym.base.settings import Settings, Url
 from gspo_gym.errors import ConfigError
 
 
 class ServicesSection(Settings):
     """[services]: what runs already, and where it answers. Keys for it come from the environment variables."""
 
-    task_url: str | None = Field(
+    task_url: Url | None = Field(
         default=None,
         description="base URL of the task app that plays rollout.env_name's episodes (key: ENVIRONMENT_API_KEY); "
         "--task-url and TASK_APP_URL go over it",
     )
-    judge_url: str | None = Field(
+    judge_url: Url | None = Field(
         default=None, description="base URL of the HTTP judge, which judge.type synth asks (key: JUDGE_API_KEY)"
     )
     engine_urls: tuple[str, ...] = Field(
@@ -48,14 +48,9 @@ class ServicesSection(Settings):
     engine_model: str | None = Field(
         default=None, min_length=1, description='their model\'s name, with rollout.engine "http"; absent: model.base'
     )
-    reference_url: str | None = Field(
+    reference_url: Url | None = Field(
         default=None, description='base URL of a scoring server; with reference.placement "dedicated"'
     )
-
-    @field_validator("task_url", "judge_url", "reference_url")
-    @classmethod
-    def _is_url(cls, url: str | None) -> str | None:
-        return None if url is None else checked_url(url)
 
     @field_validator("engine_urls")
     @classmethod
@@ -97,9 +92,7 @@ class VllmSection(Settings):
         default=1, gt=0, description="devices that share each layer while generating; with [topology], its own"
     )
     data_parallel_size: int = Field(
-        default=1,
-        gt=0,
-        description="copies of the model, each on devices of its own; with [topology], as many as fit",
+        default=1, gt=0, description="copies of the model, each on devices of its own; with [topology], as many as fit"
     )
     max_model_len: int | None = Field(
         default=None,
@@ -107,8 +100,7 @@ class VllmSection(Settings):
         description="tokens; rollout.max_model_len if that is absent; absent: that, and 8192 without either",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="in which vLLM computes, a server of it, too; absent: model.dtype",
+        default=None, description="in which vLLM computes, a server of it, too; absent: model.dtype"
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
@@ -146,29 +138,32 @@ class TrackingSection(Settings):
 
 
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
-    """Return what a valid configuration asks for and this version does not have: one sentence a setting.
-
-    `sections` are the configuration's by name (Any: records of many types, or None).
-    """
+    """Return what a valid configuration asks for and this version does not have: one sentence a setting."""
     services, compute = sections["services"], sections["compute"]
     found = []
     if compute is not None and compute.gpu_count > 1:
         found += _missing_split(compute.gpu_count, sections)
     if compute is not None and compute.nodes > 1:
         found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
-    found += _missing_engines(sections["rollout"].engine, sections["model"].trainer_mode)
+    is_quantized = sections["model"].trainer_mode == "qlora"
+    if is_quantized and sections["rollout"].engine == "vllm":
+        found.append(
+            'model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use "lora"'
+        )
     has_reference = services is not None and services.reference_url is not None
-    if sections["reference"].placement == "dedicated" and not has_reference:
-        found += _missing_reference(sections["model"].trainer_mode)
+    if is_quantized and sections["reference"].placement == "dedicated" and not has_reference:
+        found.append(
+            'reference.placement = "dedicated": quantized weights cannot be handed to a scoring server; set "shared"'
+        )
     return found
 
 
 def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
-    """Return the objection to several GPUs, unless [topology] allots them or vLLM in this process takes them all."""
     topology, services, vllm = sections["topology"], sections["services"], sections["vllm"]
     if topology is not None:
         num = topology.gpus_for_training
         return [f"topology.gpus_for_training = {num}: training takes one GPU"] if num > 1 else []
+    # A server of others has GPUs of its own, which compute.gpu_count does not count.
     is_vllm_here = vllm is not None and not (services is not None and services.engine_urls)
     if is_vllm_here and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
         return []
@@ -178,28 +173,13 @@ def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _missing_engines(engine: str, trainer_mode: str) -> list[str]:
-    if engine == "vllm" and trainer_mode == "qlora":
-        return ['model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use "lora"']
-    return []
-
-
-def _missing_reference(trainer_mode: str) -> list[str]:
-    if trainer_mode == "qlora":
-        return [
-            'reference.placement = "dedicated": quantized weights cannot be handed to a scoring server; set "shared"'
-        ]
-    return []
-
-
 def refuse_to_run(sections: Mapping[str, Any]) -> None:
     """Raise if this version cannot run the configuration; see `missing_machinery`.
 
     Raises:
         ConfigError: lists everything that is missing.
     """
-    found = missing_machinery(sections)
-    if found:
+    if found := missing_machinery(sections):
         listed = "\n  ".join(found)
         raise ConfigError(
             "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
@@ -259,14 +239,7 @@ def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placeme
     """
     if topology is None:
         tensor, data = (1, 1) if vllm is None else (vllm.tensor_parallel_size, vllm.data_parallel_size)
-        return Placement(
-            learner=0,
-            vllm=tuple(range(tensor * data)),
-            reference=(0,),
-            is_split=False,
-            tensor_parallel_size=tensor,
-            data_parallel_size=data,
-        )
+        return Placement(0, tuple(range(tensor * data)), (0,), False, tensor, data)
     for_vllm, first = topology.gpus_for_vllm, topology.gpus_for_vllm + topology.gpus_for_training
     return Placement(
         learner=for_vllm,
@@ -274,7 +247,7 @@ def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placeme
         reference=tuple(range(first, first + topology.gpus_for_ref)),
         is_split=True,
         tensor_parallel_size=topology.tensor_parallel,
-        data_parallel_size=for_vllm // topology.tensor_parallel,
+        data_parallel_size=for_vllm // topology.tensor_parallel,  # a rule has checked that nothing is left
     )
 
 
@@ -314,6 +287,7 @@ def names_of(gpus: Iterable[int], environment: Mapping[str, str]) -> tuple[str, 
         if name in ("", "-1"):  # CUDA reads no further
             break
         visible.append(name)
+    # By the number that this process sees, because CUDA would count a name twice or read on after an empty one.
     wanted = tuple(gpus)
     require_gpus(1 + max(wanted, default=-1), len(visible), environment, "topology")
     return tuple(visible[gpu] for gpu in wanted)

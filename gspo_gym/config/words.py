@@ -1,7 +1,4 @@
-"""How a configuration is talked about: a problem, a value, and what a key takes, in words. Decides nothing.
-
-Values as TOML: on one line, which `tomli_w` spreads over several, and as they read back.
-"""
+"""A configuration in words: a problem, a value as one line of TOML, and what a key takes. Decides nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from gspo_gym.errors import shortened
 
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _PLURALS = {int: "integers", float: "numbers", str: "strings"}
@@ -31,7 +30,7 @@ class Problem:
 
 
 def field_of(key: str) -> str:
-    """The key that a file gives a value to, where `key` may be of an entry of a list of tables.
+    """Return the key that a file gives a value to, where `key` may be of an entry of a list of tables.
 
     >>> field_of("rollout.mixture.0.share"), field_of("rollout.top_p")
     ('rollout.mixture', 'rollout.top_p')
@@ -40,17 +39,16 @@ def field_of(key: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value (Any: from a file) as a user would write it, shortened.
+    """Return a value as a user would write it, shortened.
 
     >>> show("five"), show(True), show([1, 2])
     ('"five"', 'true', '[1, 2]')
     """
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    return shortened(json.dumps(value, default=str, ensure_ascii=False), _MAX_SHOWN)
 
 
 def look_up(values: Any, key: str, default: Any = None) -> Any:
-    """The value at a dotted key, or the default where tables do not lead there (Any: as read).
+    """Return the value at a dotted key, or the default where tables do not lead there.
 
     >>> look_up({"model": {"base": "m"}}, "model.base"), look_up({"model": 3}, "model.base")
     ('m', None)
@@ -63,10 +61,8 @@ def look_up(values: Any, key: str, default: Any = None) -> Any:
 
 
 def with_known_spelling(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return `values` (Any: as read) with names that a key chooses among spelled as there, whatever their case.
-
-    A name is one of a `Literal`; all other texts stay as they are.
-    """
+    """Return `values` with the names of a `Literal` spelled as there, whatever their case."""
+    # The hosted trainer's files write some names in capitals. Other texts, such as paths, stay as they are.
     spelled = dict(values)
     for key, value in values.items():
         info = model.model_fields.get(key)
@@ -79,25 +75,23 @@ def with_known_spelling(values: Mapping[str, Any], model: type[BaseModel]) -> di
             entries = [with_known_spelling(one, entry) if isinstance(one, Mapping) else one for one in value]
             spelled[key] = type(value)(entries)
         elif names := _names_of(info.annotation):
-            is_list = isinstance(value, list | tuple)
+            is_list = isinstance(value, list | tuple)  # of names, such as algorithm.acknowledge
             spelled[key] = type(value)(_spelled(one, names) for one in value) if is_list else _spelled(value, names)
     return spelled
 
 
 def _names_of(annotation: Any) -> dict[str, str]:
-    """Return the texts that an annotation (Any: there is no type of all annotations) chooses among, by lower case."""
     if get_origin(annotation) is Literal:
         return {name.lower(): name for name in get_args(annotation) if isinstance(name, str)}
     return {low: name for part in get_args(annotation) for low, name in _names_of(part).items()}
 
 
 def _spelled(value: Any, names: Mapping[str, str]) -> Any:
-    """Return a value (Any: as read) as `names` spells it; what is not among them stays as it is."""
     return names.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
 def sections_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """The sections of a settings model by dotted name, nested ones after their parents."""
+    """Yield the sections of a settings model by dotted name, nested ones after their parents."""
     for name, info in model.model_fields.items():
         if (section := section_model(info.annotation)) is not None:
             yield prefix + name, section
@@ -105,19 +99,19 @@ def sections_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
-    """The settings class in an annotation (Any: there is no type of all annotations) like `X` or `X | None`."""
+    """Return the settings class in an annotation like `X` or `X | None`."""
     candidates = get_args(annotation) if _is_union(annotation) else (annotation,)
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def entry_model(annotation: Any) -> type[BaseModel] | None:
-    """The settings class of the entries in an annotation (Any: as above) like `tuple[X, ...]`, a list of tables."""
+    """Return the settings class of the entries in an annotation like `tuple[X, ...]`, a list of tables."""
     parts = get_args(annotation) if get_origin(annotation) is tuple else ()
     return section_model(parts[0]) if parts else None
 
 
 def describe(info: FieldInfo | None) -> str:
-    """What a field takes, such as "an integer > 0" or "'full' or 'lora'"."""
+    """Return what a field takes, such as "an integer > 0" or "'full' or 'lora'"."""
     if info is None:
         return "something else"
     bounds = bounds_of(info)
@@ -128,12 +122,12 @@ def describe(info: FieldInfo | None) -> str:
 
 
 def bounds_of(info: FieldInfo) -> str:
-    """The range of a field, such as "> 0 and <= 1"; empty: any value."""
+    """Return the range of a field, such as "> 0 and <= 1"; empty: any value."""
     return bounds_in_words({name: getattr(m, name) for m in info.metadata for name in _SIGNS if hasattr(m, name)})
 
 
 def bounds_in_words(bounds: Mapping[str, Any]) -> str:
-    """Return pydantic's names of bounds in words (Any: it has other names beside them).
+    """Return pydantic's names of bounds in words; other names are left out.
 
     >>> bounds_in_words({"ge": 0, "lt": 1.0})
     '>= 0 and < 1'
@@ -142,7 +136,6 @@ def bounds_in_words(bounds: Mapping[str, Any]) -> str:
 
 
 def _noun(annotation: Any) -> str:
-    """A type in words (Any: there is no type of all annotations)."""
     if _is_union(annotation):
         return " or ".join(_noun(part) for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Literal:
@@ -167,19 +160,16 @@ def _is_union(annotation: Any) -> bool:
 
 
 def inline(value: Any) -> str:
-    """A value (Any: whatever TOML holds) as TOML on one line.
+    """Return a value as TOML on one line, which `tomli_w` spreads over several.
 
     >>> inline({"a": (1, 2.5), "b c": {"d": True}})
     '{ a = [1, 2.5], "b c" = { d = true } }'
     """
     if isinstance(value, Mapping):
-        entries = [f"{_key(key)} = {inline(entry)}" for key, entry in value.items()]
+        # A dumped key has quotes where it needs them.
+        keys = [tomli_w.dumps({key: 0}).removesuffix(" = 0\n") for key in value]
+        entries = [f"{key} = {inline(entry)}" for key, entry in zip(keys, value.values(), strict=True)]
         return "{ " + ", ".join(entries) + " }" if entries else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(inline(entry) for entry in value) + "]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
-
-
-def _key(key: str) -> str:
-    """A key with quotes where it needs them."""
-    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")

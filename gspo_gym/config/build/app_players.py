@@ -39,6 +39,7 @@ _SESSIONS_PER_ROLLOUT = 4  # open at once: training, an evaluation beside it, an
 _MODEL = "policy"  # what apps call the model; the gateway serves one
 # Keys of rollout.policy_config that are said for each rollout, or are the gateway's to obey.
 _OUR_KEYS = frozenset(
+    # `policy_config` goes to the app as it stands, without these.
     {"temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs", *APP_KEYS_SAID_FOR_EACH_ROLLOUT}
 )
 
@@ -59,9 +60,9 @@ class AppPlayers:
         self._gateway: Gateway | None = None
         self._server: LoopServer | None = None
         self._clients: dict[tuple[str, str | None], TaskAppClient] = {}  # by URL and the variable of the key
-        self._trained: list[AppEpisodes] = []
+        self._trained: list[AppEpisodes] = []  # whose counters are a step's metrics; evaluations are left out
         self._rubrics: dict[tuple[str, int], Mapping[str, Any] | None] = {}
-        self._metrics = AppMetrics()
+        self._metrics = AppMetrics()  # of the last step, because the counters only grow
         self._alarm = SelectionAlarm(seed=config.run.seed)
 
     async def start(self) -> tuple[str, ...]:
@@ -95,15 +96,16 @@ class AppPlayers:
         return tuple(lines)
 
     async def _probe(self, source: TaskSource) -> list[str]:
-
         judge = self._config.judge
         has_judge = judge is not None and judge.enabled
         problems: tuple[str, ...] = ()
         for number in range(_NUM_PROBES):
+            # Two, because an app may fail once for a reason that passes; the second decides.
             report = await self._probed(source, number)
             what = f"task app {source.task_url}: probe rollout"
             if not is_result(report):
                 return [f"{what} failed, which training would try again: {report.error}"]
+            # A judge scores the episodes then, so an app may leave the return out.
             problems = tuple(text for text in report.problems if not (has_judge and text == NO_RETURN))
             if not problems:
                 return [f"{what}: {text}" for text in report.notices]
@@ -113,7 +115,6 @@ class AppPlayers:
         )
 
     async def _probed(self, source: TaskSource, number: int) -> ProbeReport:
-
         config = self._config
         answers: list[AppRollout] = []
         episodes = self._episodes_of(
@@ -131,6 +132,7 @@ class AppPlayers:
 
     async def close(self) -> None:
         """Close the gateway and the clients; closing twice is fine."""
+        # Forgotten first, because closing twice is fine, also while the first one waits.
         gateway, server, clients = self._gateway, self._server, list(self._clients.values())
         self._gateway, self._server = None, None
         self._clients.clear()
@@ -145,6 +147,7 @@ class AppPlayers:
         self, source: TaskSource, *, sampling: Sampling, limits: EpisodeLimits, mode: Literal["rl", "eval"]
     ) -> PlayEpisode:
         """Return the player of one app's episodes; call `start` before it plays."""
+        # Made at the first episode: the gateway opens in `start`, after the players are built.
         episodes: AppEpisodes | None = None
 
         async def play(request: EpisodeRequest) -> Trajectory:
@@ -171,6 +174,7 @@ class AppPlayers:
         key = (task.env_id, task.seed)
         if key not in self._rubrics:
             (info,) = await client.task_info([task.seed])
+            # Not asked for at the start: an app may have thousands of tasks.
             of_all = {
                 part: rubric for part, rubric in (await client.info()).rubrics.items() if isinstance(rubric, dict)
             }
@@ -189,7 +193,6 @@ class AppPlayers:
         return metrics, self._alarm.check(returns)
 
     async def _open_gateway(self) -> None:
-
         section, asked = self._section, self._config.rollout.policy_config
         self._gateway = Gateway(
             self._engine,
@@ -220,6 +223,7 @@ class AppPlayers:
 
         rollout = self._config.rollout
         asked = rollout.policy_config
+        # Each rollout gets its name and seed later.
         session = GatewaySessionSettings(
             name="",
             sampling_seed=0,
@@ -245,8 +249,6 @@ class AppPlayers:
         return AppEpisodes(client, self._gateway, settings, retry_seed=self._config.run.seed, on_answer=on_answer)
 
     async def _check(self, source: TaskSource) -> str:
-        """Return a line about an app that can be used."""
-
         url = source.task_url or ""
         self._require_a_way_back(source)
         client = self._clients.get((url, source.api_key_env)) or self._new_client(source)
@@ -258,12 +260,12 @@ class AppPlayers:
             await client.task_info([seed])
         except AppError as error:
             has_answered = isinstance(error, AppUnauthorisedError | AppRefusedError | AppAnswerError)
+            # An app that answers with an error is running.
             hint = "" if has_answered else ". Is the app running there?"
             raise ConfigError(f"{source.url_key}: {error}{hint}") from error
         return f"task app {url}: plays {source.env_name!r} as {info.task_id or 'a task without a name'}"
 
     def _new_client(self, source: TaskSource) -> TaskAppClient:
-
         limits = self._config.limits
         key = own_key(source)
         keys = AppKeys.from_environment(os.environ) if key is None else AppKeys([key])
@@ -279,7 +281,7 @@ class AppPlayers:
         )
 
     def _require_a_way_back(self, source: TaskSource) -> None:
-        """Refuse an app on another machine if only this one reaches the gateway."""
+        # An app on this machine reaches the loopback address, too.
         host = urlsplit(source.task_url or "").hostname or ""
         section = self._section
         if section.public_url is None and is_loopback(section.host) and not is_loopback(host):

@@ -23,6 +23,7 @@ def environment_ids(config: RunConfig) -> tuple[str, ...]:
     ids: list[str] = []
     for source in config.sources:
         name = _environment_id(source)
+        # The record says the id, and credit and reports group by it: two sources of a run must not share one.
         num_same = sum(known.partition(" ")[0] == name for known in ids)
         ids.append(f"{name} ({num_same + 1})" if num_same else name)
     return tuple(ids)
@@ -48,6 +49,7 @@ def check_gateway() -> None:
     Raises:
         MissingExtraError: a package is not installed.
     """
+    # Imported now and not at the top: a run without apps needs none of these packages.
     try:
         import gspo_gym.remote.gateway.app
         import gspo_gym.remote.gateway.loop_server  # noqa: F401
@@ -65,7 +67,7 @@ def _environment_id(source: TaskSource) -> str:
         return resolve(source.env_name)
     except UnknownNameError:
         if source.task_url is None:
-            raise
+            raise  # to be played here, so it must be known here
         return source.env_name
 
 
@@ -85,5 +87,6 @@ def app_step_rewards(config: RunConfig) -> dict[str, Any]:
         "step_beta": settings.beta,
     }
     if settings.strategy == "per_achievement":
+        # The limits belong to this strategy; an app might obey them in another one.
         told |= {"weights": dict(settings.weights), "k_limits": dict(settings.k_limits)}
     return {"step_rewards": {name: value for name, value in told.items() if value is not None}}

@@ -1,6 +1,6 @@
 """The engine that a config names: transformers on the learner's weights, vLLM in this process, or servers that run.
 
-How the engine gets new weights is `weight_sync`'s affair; here it gets the first ones.
+How it gets new weights is `config/build/weights.py`'s matter; here it gets the first ones.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ from gspo_gym.run.trainer import WhileLearning
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
 # Fractions of a GPU's memory for vLLM: with the learner on it, and without.
 _SHARED_GPU, _OWN_GPUS = 0.4, 0.9
-_API_KEY = "OPENAI_API_KEY"  # as the openai package calls it, whoever the provider is
+_API_KEY = "OPENAI_API_KEY"  # the openai package's name for it, with any provider
 
 
 async def build_engine(config: RunConfig, policy: Policy) -> Engine:
     """Return the engine of rollout.engine, with the policy's weights as version 0 unless its own cannot be changed.
-
-    With rollout.rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
 
     Raises:
         ConfigError: the model, the servers or this machine cannot do what the config asks for.
@@ -52,6 +50,7 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
     check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
     check_engine(config)
     urls = () if config.services is None else config.services.engine_urls
+    # With rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
     if config.rollout.engine == "http" and not config.rollout.rescore:
         return await build_endpoint(config, policy)
     if config.rollout.engine == "vllm" and urls:
@@ -88,6 +87,7 @@ def check_engine(config: RunConfig) -> None:
         MissingExtraError: vLLM or httpx is missing.
     """
     engine, urls = config.rollout.engine, () if config.services is None else config.services.engine_urls
+    # Servers at engine_urls need no vLLM here.
     if engine == "vllm" and not urls and importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             'rollout.engine = "vllm": vLLM is not installed; pip install \'gspo-gym[vllm]\', or set "local"'
@@ -113,6 +113,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
     vllm, on_processor = config.vllm or VllmSection(), policy.model.device.type == "cpu"
     placement = place(config.topology, config.vllm)
     rank = policy.model.peft_config[ADAPTER].r if sends_adapters(config, policy) else 0
+    # vLLM starts only with ranks of its own list, and reads smaller adapters, too.
     return VllmSettings(
         model=str(folder),
         max_model_len=vllm.max_model_len or config.rollout.max_model_len,
@@ -141,12 +142,14 @@ def build_while_learning(config: RunConfig, engine: Engine) -> WhileLearning:
     """
     if config.vllm is None or not config.vllm.sleep_while_learning:
         return contextlib.nullcontext
+    # Raised here and not after the first batch.
     sleeping = require_sleeping(engine)
 
     @contextlib.asynccontextmanager
     async def lend() -> AsyncIterator[None]:
         await sleeping.sleep()
-        yield  # if the learner fails, the run ends: nobody needs an engine that takes back memory which may be in use
+        # If the learner fails, the run ends: no engine is to take back memory which may be in use.
+        yield
         torch.cuda.empty_cache()  # what the learner used and keeps for later is the engine's again
         await sleeping.wake_up()
 
@@ -160,7 +163,6 @@ def sends_adapters(config: RunConfig, policy: Policy) -> bool:
 
 
 def _transfer(config: RunConfig, policy: Policy) -> Transfer:
-    """Return how whole models reach vLLM, if this machine can do that."""
     asked = "files" if config.training.weight_sync is None else config.training.weight_sync.transfer
     if asked in ("ipc", "nccl") and policy.model.device.type != "cuda":
         raise ConfigError(
@@ -181,6 +183,7 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
     try:
         if sends_adapters(config, policy):
             await asyncio.to_thread(save_base, policy, folder / "base")
+            # The base alone: the adapter follows as the first update.
             settings = vllm_settings(config, policy, folder / "base")
         else:
             staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
@@ -195,7 +198,7 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
 
 
 async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]) -> Engine:
-    """Connect to running vLLM servers, which may have been started with other weights than the policy's."""
+    # The servers may have been started with other weights than the policy's, so they are given these at once.
     wanted = config.vllm or VllmSection()
 
     def connect(url: str) -> MakeEngine:
@@ -223,10 +226,9 @@ async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]
 
 
 def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
-    """Return an endpoint and the name of its model: services.engine_model, or model.base."""
     named = None if config.services is None else config.services.engine_model
     settings = HttpSettings(
-        url if url.endswith("/v1") else f"{url}/v1",
+        url if url.endswith("/v1") else f"{url}/v1",  # as the openai package wants it
         named or config.model.base or policy.base,
         api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
         max_model_len=config.rollout.max_model_len,
@@ -242,7 +244,6 @@ def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
 
 
 async def _connect(starts: list[MakeEngine]) -> Engine:
-    """Return one engine, or several behind the interface of one; each can be connected to again."""
     engines: list[Engine] = []
     try:
         for start in starts:
@@ -255,7 +256,6 @@ async def _connect(starts: list[MakeEngine]) -> Engine:
 
 
 async def _give_weights(config: RunConfig, policy: Policy, engine: Engine) -> None:
-    """Make the policy's present weights version 0 of an engine that began with others."""
     kinds = engine.capabilities.update_kinds
     if not {"full", "adapter"} & set(kinds):
         raise ConfigError(
@@ -279,5 +279,4 @@ def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) ->
 
 
 def _vocab_size(policy: Policy) -> int:
-    """Return the rows of the embedding: every token id is below it, padded ones included."""
-    return int(policy.model.get_input_embeddings().weight.shape[0])
+    return int(policy.model.get_input_embeddings().weight.shape[0])  # with padded rows

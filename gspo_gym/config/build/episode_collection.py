@@ -1,8 +1,8 @@
 """collect_episodes: a data set of episodes, played by any policy: written by hand, a model here, or an endpoint.
 
-The same pool as in training plays them, so deadlines, retries and isolation are the same. Called by
-`gspo-gym env collect` and from Python; what is collected is imitated, analysed or judged, never reinforced: only an
-engine's own logprobs could be, and they are stored with the weights' version that sampled them.
+The same pool as in training plays them, so deadlines, retries and isolation are the same. What is collected is
+imitated, analysed or judged, never reinforced: only an engine's own logprobs could be, and they are stored with the
+weights' version that sampled them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gspo_gym.types import DroppedEpisode, Message, Sampling, Task, Trajectory, 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"
 _NOTED = "The collection is ended. What is over is kept: go on with --resume, which runs {env} in worker processes."
 _NOT_NOTED = 'The collection is ended. CollectSettings(isolation="process") runs {env} in worker processes.'
-_TEXT_TOKENIZER = "tiny:qwen3-64"  # for players without a tokenizer of their own: bytes, so that it can say anything
+_TEXT_TOKENIZER = "tiny:qwen3-64"  # for players without one: bytes, so it can say anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ def collect_episodes(
     if not seeds:
         raise ConfigError("collect: expected at least one seed, got none")
     env_id = resolve(env_id)
+    # A frozen interpreter cannot be left from within: the environment goes into a process the next time.
     marker = None if out is None else marker_beside(out)
     has_frozen = marker is not None and env_id in read_frozen(marker).env_ids
     isolation = "process" if has_frozen else settings.isolation
@@ -134,7 +135,7 @@ def collect_episodes(
     limit = seconds_until_frozen(settings.step_timeout_seconds)
     with watching(marker, limit, advice=_NOT_NOTED if out is None else _NOTED):
         collected = run_to_end(_play(env_id, factory, policy, seeds, settings, known=known, on_episode=on_episode))
-    if marker is not None:
+    if marker is not None:  # nothing froze, so the next call need not isolate
         marker.unlink(missing_ok=True)
     return collected
 
@@ -149,11 +150,11 @@ async def _play(
     known: Mapping[str, Trajectory],
     on_episode: Callable[[Trajectory], None] | None,
 ) -> CollectedEpisodes:
-    """Play the episodes whose trajectory ids are not known yet."""
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
     make_policy = policy
+    # One is made to be looked at: its tools for the record, and its scripted policies.
     async with looking_at(factory) as sample:
-        tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))  # for the record
+        tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))
         if isinstance(policy, str) and policy.startswith(SCRIPTED):
             make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
     async with _player(make_policy, settings) as player:
@@ -161,6 +162,7 @@ async def _play(
         requests = _requests(env_id, seeds, settings)
         missing = [each for each in requests if _id_of(each) not in known]
         played = await pool.play_groups(missing)
+        # With earlier episodes, a continued command that plays none more is no failure.
         if not known:
             _require_episodes(name, played)
     kept = {**known} | {each.trajectory_id: each for group in played for each in group.trajectories}
@@ -191,13 +193,13 @@ def _pool(
     )
     return RolloutPool(
         play=episode_player(
-            make_env=lambda _task: factory(),
-            act=player.act,
-            renderers=RendererCache(player.tokenizer),
-            limits=limits,
+            make_env=lambda _task: factory(), act=player.act, renderers=RendererCache(player.tokenizer), limits=limits
         ),
         pool_limits=PoolLimits(
-            max_concurrent_rollouts=settings.max_concurrent, max_attempts=settings.max_attempts, min_group_fraction=0.01
+            # A group of one is whole or missing; the fraction only has to be below 1.
+            max_concurrent_rollouts=settings.max_concurrent,
+            max_attempts=settings.max_attempts,
+            min_group_fraction=0.01,
         ),
         run_seed=settings.run_seed,
         keep_unscored=True,  # a judge may score them later
@@ -206,15 +208,13 @@ def _pool(
 
 
 def _requests(env_id: str, seeds: Sequence[int], settings: CollectSettings) -> list[GroupRequest]:
-    """Return the requests, each a group of one."""
     # Nothing is compared within a group: a failure takes no other episode with it.
     numbers = range(settings.episodes_per_seed)
     return [GroupRequest(f"seed{seed}/{number}", Task(env_id, seed), 1) for seed in seeds for number in numbers]
 
 
 def _id_of(request: GroupRequest) -> str:
-    """Return the id of the group's only episode."""
-    return f"{request.group_id}/0"
+    return f"{request.group_id}/0"  # of the group's only episode
 
 
 def _require_episodes(name: str, groups: Sequence[TrajectoryGroup]) -> None:

@@ -1,7 +1,6 @@
-"""[judge] becomes who scores: judges, rubrics, the blend and the watch over it.
+"""[judge] as live objects: judges, rubrics, the blend and the watch over it.
 
-Nothing is asked here; a rubric that is not there, a key that is not set and a function that cannot be imported are
-errors before a run begins.
+Nothing is asked here. Rubrics and functions that are missing and keys that are not set are errors before a run begins.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:  # the recorder loads torch, which a judge does not need
     from gspo_gym.run.recording import RunRecorder
     from gspo_gym.run.report.progress import Progress
 
-# The rubric in a task's own task_info (Any: as the app sent it); None: it has none.
+# The rubric in a task's own task_info; None: it has none.
 TaskRubric = Callable[[Task], Awaitable[Mapping[str, Any] | None]]
 
 _DEFAULT_TIMEOUT_SECONDS = 30.0
@@ -107,7 +106,7 @@ def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVar
     if config.judge is None:
         raise ConfigError("there is no [judge] in the configuration, so nobody to ask; add it with its options")
     parts = _Parts(config, config.judge)
-    per_judge = (config.judge.options or JudgeOptions()).samples
+    per_judge = (config.judge.options or JudgeOptions()).samples  # repeats are numbered after these
     return JudgeVariants(
         judge=parts.judge(cached=True),
         repeats=tuple(
@@ -125,11 +124,8 @@ def rewards_of_turns(config: RunConfig) -> StepRewardSettings:
 
 
 def _env_rewards(config: RunConfig) -> EnvRewards:
-    """Return what the blend takes for the environment's rewards.
-
-    Step rewards replace the environment's here, before the judge's part is added: the learner, which otherwise computes
-    them, would throw that part away.
-    """
+    # Step rewards replace the environment's here, before the judge's part is added: the learner, which otherwise
+    # computes them, would throw that part away.
     settings = config.step_reward_settings
     if settings.mode != "decision_stepwise":
         return env_rewards
@@ -146,7 +142,6 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     options = section.options or JudgeOptions()
     judge_url = None if config.services is None else config.services.judge_url
     is_asked_elsewhere = judge_kind(section.type, judge_url, options.python, section.panel) == "synth"
-
     # Then what is laid over the rubric is sent with the id, and laid over it there.
     is_known_elsewhere = is_asked_elsewhere and options.rubric_id is not None
 
@@ -166,20 +161,20 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
             own = None if task_rubric is None else await task_rubric(task)
             return known if own is None else load(own)
         except (ServiceError, ConfigError) as error:
+            # A task without its rubric cannot be scored: its episode is treated as after any failed judgement.
             raise JudgeError(f"the rubric of task {task.task_id} itself: {error}") from error
 
     return rubrics_of
 
 
 def _as_read(value: Any) -> Any:
-    """Return a table with lists in place of tuples (Any: a rubric has its own shape)."""
+    # TOML's lists were made tuples for the strict fields; a rubric's own reader wants lists.
     if isinstance(value, Mapping):
         return {key: _as_read(entry) for key, entry in value.items()}
     return [_as_read(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _of_options(rubrics: Rubrics, options: JudgeOptions, *, may_be_absent: bool) -> Rubrics:
-    """Only what is judged, by the tracks and weights that are asked for; an HTTP judge may have a rubric of its own."""
     for part, is_judged in (("event", options.event), ("outcome", options.outcome)):
         if is_judged and part not in rubrics.parts and not may_be_absent:
             raise ConfigError(
@@ -192,6 +187,7 @@ def _of_options(rubrics: Rubrics, options: JudgeOptions, *, may_be_absent: bool)
     if options.rubric_aggregate is not None:
         judged = judged.with_aggregate(load_aggregate(options.rubric_aggregate))
     judged.require_totals()
+    # A judge behind a URL may have a rubric of its own, and nothing to check is known here.
     if may_be_absent and not judged.parts:
         return judged
     return judged.only_tracks(options.tracks).with_track_weights(options.weights)
@@ -239,6 +235,7 @@ class _Parts:
     def judge(self, *, cached: bool, first_sample: int = 0, shuffles_criteria: bool = True) -> Judge:
         """Return the judge that is trained against; a panel if it has several members or samples."""
         options, section = self.options, self.section
+        # The members differ, or the samples of one member.
         kind = judge_kind(section.type, self.judge_url, options.python, section.panel)
         if kind == "synth":
             return self._http_judge(cached=cached)
@@ -271,6 +268,7 @@ class _Parts:
             api_key_env=who.api_key_env,
             mode=self.options.mode,
             structured_output=who.structured_output,
+            # Without a temperature of the user's, an endpoint that refuses it is asked without.
             temperature=(who.temperature or 0.0) if who.send_temperature else None,
             must_take_temperature=who.temperature is not None,
             max_output_tokens=who.max_output_tokens,
@@ -285,7 +283,6 @@ class _Parts:
         return ModelJudge(settings, cache=self.cache if cached else None, budget=self.budget)
 
     def _http_judge(self, *, cached: bool) -> Judge:
-
         options = self.options
         assert self.judge_url is not None  # the rules have seen to it
         key = options.api_key_env or (_JUDGE_KEY if os.environ.get(_JUDGE_KEY) else None)
@@ -293,6 +290,7 @@ class _Parts:
             url=self.judge_url,
             api_key_env=key,
             provider=options.provider,
+            # Sent with every call, because the judge behind the URL reads no file of ours.
             model=options.model,
             rubric_id=options.rubric_id,
             rubric_overrides=_as_read(options.rubric_overrides),
@@ -307,17 +305,14 @@ class _Parts:
         return HttpJudge(settings, cache=self.cache if cached else None, budget=self.budget)
 
     def _panel(self, members: Sequence[Judge]) -> Judge:
-        if len(members) == 1:
-            return members[0]
-
-        return PanelJudge(members, aggregate=self.options.aggregate)
+        return members[0] if len(members) == 1 else PanelJudge(members, aggregate=self.options.aggregate)
 
 
 def _watch(judging: Judging, parts: _Parts, gold: GoldSettings, rubrics_of: RubricsOf) -> None:
-    """Compare the judge with gold now and then."""
     weights = parts.section.blend
     if gold.episodes is not None and gold.labels is not None:
         labelled = labelled_episodes(read_episodes(Path(gold.episodes)), read_labels(Path(gold.labels)))
+        # Not cached: a stored answer would hide a drift.
         judge = parts.judge(cached=False)
         compare: Compare = AgainstLabels(judge, rubrics_of, weights, labelled)
     else:

@@ -1,9 +1,8 @@
-"""What a run needs besides a valid configuration, asked before anything is loaded.
+"""The needs of a run besides a valid configuration, checked before anything is loaded.
 
-That is the model's files, devices, packages, keys, environments and the judge. `require_ready` is the first thing that
-training does, and `gspo-gym config check` prints what `find_obstacles` finds, so that both say the same; what stands in
-the way of an evaluation is `find_evaluation_obstacles`. `rehearse`
-builds everything and plays one scripted episode of each environment. Nothing else here contacts a service.
+They are the model's files, devices, packages, keys, environments and the judge. Training begins with `require_ready`,
+and `gspo-gym config check` prints what `find_obstacles` finds, so both say the same. `rehearse` builds everything and
+plays one scripted episode of each environment. Nothing else here contacts a service.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymErr
 
 
 async def _failures(config: RunConfig, checks: Sequence[Callable[[], object]]) -> list[GymError]:
-    """Return what the checks raise, and what making each environment here and the judge does."""
+    # Besides, each environment here and the judge are made: they may raise as well.
     obstacles: list[GymError] = []
     for check in checks:
         with _collecting(obstacles):
@@ -133,6 +132,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
     """
     await require_ready(config)
     with tempfile.TemporaryDirectory(prefix="gspo_gym-rehearsal-") as folder:
+        # A rehearsal leaves nothing behind, and may be made while the run's folder is in use.
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
         async with contextlib.AsyncExitStack() as stack:
             policy = build.build_policy(config)
@@ -154,7 +154,6 @@ async def rehearse(config: RunConfig) -> Rehearsal:
 
 
 def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object]]:
-    """Return the checks of what does not play; each raises if a run would."""
     model = config.model
     return (
         lambda: refuse_to_train(config.sections),
@@ -171,7 +170,6 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
 
 
 def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], object]]:
-    """Return the checks of a model that plays here, weights and engine; each raises if an evaluation would."""
     return (
         lambda: refuse_to_run(config.sections),
         lambda: check_base(build.newest_checkpoint(name)),
@@ -183,8 +181,8 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
 
 
 async def _play_scripted(config: RunConfig, player: build.Player, source: TaskSource, env_id: str) -> Trajectory:
-    """Play one episode by the first policy that the environment brings along, or by one that only greets."""
     async with looking_at_source(config, source) as env:
+        # An environment without policies of its own is at least reset, answered once and closed.
         policies = getattr(env, "policies", None) or {"greeting": _greets}
         make_policy: PolicyFactory = next(iter(policies.values()))
     play = local_play(config, player.renderers, ScriptedActor(make_policy), source=source)
@@ -199,7 +197,6 @@ async def _play_scripted(config: RunConfig, player: build.Player, source: TaskSo
 
 
 def _greets(env: object, generator: np.random.Generator) -> Callable[[Sequence[Message]], str]:
-    """Return a policy that says the same in every turn."""
     del env, generator
     return lambda _messages: "Hello."
 
@@ -207,11 +204,11 @@ def _greets(env: object, generator: np.random.Generator) -> Callable[[Sequence[M
 @contextlib.contextmanager
 def _collecting(obstacles: list[GymError]) -> Iterator[None]:
     try:
+        # All of them are wanted at once; other exceptions are bugs.
         yield
     except GymError as error:
         obstacles.append(error)
 
 
 def _without_repeats(obstacles: Sequence[GymError]) -> list[GymError]:
-    """Return the obstacles, of those that read alike the first."""
     return list({str(error): error for error in reversed(obstacles)}.values())[::-1]

@@ -45,6 +45,7 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
     folder = config.run_folder / "reference"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     with _own_server(config, policy, device, folder) as client:
+        # Under an adapter the base never changes; other weights are handed over by file when the reference moves.
         held = None if is_adapter(policy.model) else folder
         yield ServedReference(client, policy.model, scoring_settings(config), folder=held)
 
@@ -55,6 +56,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     return ScoringSettings(sampling, chunk_tokens=config.training.scoring_chunk_tokens)
 
 
+# The policy's weights go to the server as files, which it reads once.
 @contextlib.contextmanager
 def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) -> Iterator[ReferenceClient]:
     model = folder / "model"
@@ -75,6 +77,7 @@ def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) ->
             log=config.run_folder / "reference_server.log",
             visible_gpus=_gpus(config),
         )
+        # Its port is open on this machine: the token keeps other processes from changing the weights.
         client = ReferenceClient(
             f"http://127.0.0.1:{config.reference.port}", token=process.token, explain=process.explain
         )
@@ -82,12 +85,14 @@ def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) ->
         shutil.rmtree(model)  # it is in the server's memory
         yield client
     finally:
+        # Also if it did not come up, or the run fails.
         if process is not None:
             process.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(config: RunConfig, client: ReferenceClient, policy: Policy, process: ReferenceProcess | None = None) -> None:
+    # A process that ended is reported at once, not after health_max_wait_s.
     health = client.wait_until_healthy(
         max_wait_seconds=config.reference.health_max_wait_s,
         interval_seconds=config.reference.health_interval_ms / 1000,
@@ -98,7 +103,6 @@ def _wait(config: RunConfig, client: ReferenceClient, policy: Policy, process: R
 
 
 def _require_same_vocabulary(health: Mapping[str, Any], policy: Policy) -> None:
-    """Refuse a server of another vocabulary (Any: JSON values)."""
     size = policy.model.get_input_embeddings().num_embeddings
     if health["vocab_size"] != size:
         raise ConfigError(
@@ -120,11 +124,10 @@ def _save(policy: Policy, folder: Path) -> None:
 
 
 def _arguments(**options: object) -> list[str]:
-    """Return the options as the server's command line takes them."""
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _gpus(config: RunConfig) -> tuple[str, ...] | None:
-    """Return the names of the reference's GPUs for its process; None: all that this process sees."""
+    # Without a split the reference is on the learner's GPU, as this process sees it.
     placement = place(config.topology, config.vllm)
     return names_of(placement.reference, os.environ) if placement.is_split else None

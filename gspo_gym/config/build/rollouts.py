@@ -77,6 +77,7 @@ class Player:
 
     async def close(self) -> None:
         """Close the gateway, then the engines; closing twice is fine."""
+        # The apps first: their agents still call the engines.
         if self.apps is not None:
             await self.apps.close()
         if self.endpoint is not None:
@@ -93,6 +94,7 @@ async def build_player(config: RunConfig, policy: Policy) -> Player:
     """
     refuse_to_run(config.sections)
     engine = await build_engine(config, policy)
+    # The gateway's packages are of an extra, so runs without apps do not import them.
     has_apps = any(source.task_url is not None for source in config.sources)
     apps = _app_players(config, engine, policy) if has_apps else None
     return Player(policy, engine, build_renderers(config, policy.tokenizer), apps)
@@ -100,7 +102,7 @@ async def build_player(config: RunConfig, policy: Policy) -> Player:
 
 def _app_players(config: RunConfig, engine: Engine, policy: Policy) -> AppPlayers:
     check_gateway()
-    from gspo_gym.config.build.app_players import AppPlayers  # fastapi and uvicorn are of an extra
+    from gspo_gym.config.build.app_players import AppPlayers
 
     return AppPlayers(config, engine, policy.tokenizer)
 
@@ -117,7 +119,7 @@ async def build_training_player(config: RunConfig, policy: Policy) -> Player:
     try:
         return replace(player, endpoint=await build_endpoint(config, policy))
     except BaseException:
-        await player.close()
+        await player.close()  # its gateway or its processes would stay behind
         raise
 
 
@@ -140,6 +142,7 @@ def build_environment(config: RunConfig, source: TaskSource | None = None) -> Is
     Raises:
         UnknownNameError: no environment of that name.
     """
+    # The marker of a frozen interpreter counts for this run only: the folder is the run's.
     rollout, source = config.rollout, source or config.sources[0]
     has_frozen = resolve(source.env_name) in read_frozen(config.run_folder / MARKER).env_ids
     return isolated_factory(
@@ -158,6 +161,7 @@ async def environment_notes(config: RunConfig) -> tuple[str, ...]:
         EnvError: one cannot be made, because nothing confines such code here for example.
     """
     notes = []
+    # What confines code is known only to a live environment.
     for source in config.sources:
         if source.task_url is None and (factory := build_environment(config, source)).runs_code:
             async with looking_at(factory) as env:
@@ -190,7 +194,7 @@ def build_play(config: RunConfig, player: Player, *, mode: Literal["rl", "eval"]
     def play_of(source: TaskSource) -> PlayEpisode:
         if source.task_url is None:
             return local_play(config, player.renderers, act, source=source, limits=limits)
-        assert player.apps is not None  # `build_player` made them, because there is such a source
+        assert player.apps is not None  # such a source made them
         return player.apps.player_of(source, sampling=sampling, limits=limits, mode=mode)
 
     names = environment_ids(config)
@@ -268,6 +272,7 @@ async def build_scripted_evaluate(
         ConfigError: a task app plays a part of the episodes.
     """
     players = {}
+    # Refused for all before one episode is played.
     for name, source in zip(environment_ids(config), config.sources, strict=True):
         if source.task_url is not None:
             raise ConfigError(
@@ -286,6 +291,7 @@ async def looking_at_source(config: RunConfig, source: TaskSource) -> AsyncItera
     Raises:
         GymError: it cannot be made; a ConfigError where its constructor raised.
     """
+    # `looking_at` closes it, also where the caller raises.
     async with contextlib.AsyncExitStack() as stack:
         try:
             env = await stack.enter_async_context(looking_at(build_environment(config, source)))
@@ -322,7 +328,7 @@ def _evaluation_of(
             if what is not Disposition.KEPT:
                 return
             episodes.append(trajectory)
-            env_return = None if judging is None else judging.env_return(trajectory)  # which gives it once
+            env_return = None if judging is None else judging.env_return(trajectory)  # it is given once
             env_returns[trajectory.trajectory_id] = env_return
             kept.add(PlayedRow.of(trajectory, env_return))
 
@@ -345,6 +351,7 @@ def _evaluation_of(
             )
             for name in names
         ]
+        # Episodes end in any order; files of two evaluations should be comparable line by line.
         if keep is not None:
             order = {name: number for number, name in enumerate(names)}
             keep(label, sorted(episodes, key=lambda played: (order[played.task.env_id], played.task.seed)))
@@ -362,6 +369,7 @@ async def check_warmup(config: RunConfig) -> tuple[str, PolicyFactory] | None:
     """
     if config.warmup is None:
         return None
+    # The app's name of the environment may be one that is registered here, too.
     try:
         env_id = resolve(config.rollout.env_name)
     except UnknownNameError as error:

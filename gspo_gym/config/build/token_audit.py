@@ -1,9 +1,8 @@
-"""What a model is given in live play, against a full rendering of the conversation; and what it is trained on.
+"""Audit of the tokens in live play: the prompts that a player is given, and the tokens that are trained on.
 
-Players take live turns the way a rollout does: the model itself where it is a small one, and hand-written players in
-the tokens that the model would have to sample. Every prompt that the player was handed is compared with the template's
-rendering of all messages from nothing. Answers may be spelt in their own way; any other difference is drift, and a
-failure.
+Players take live turns as in a rollout: the model itself where it is a small one, and hand-written players in the
+tokens that the model would have to sample. Every prompt is compared with the template's rendering of all messages from
+nothing. Answers may be spelt in their own way; any other difference is drift, and a failure.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Rendering = Literal["same", "respelt", "drift"]
 
 _TURN_FIELDS = ("seed", "turn", "seam", "reason", "rendering", "difference")
 _ALOUD = ", reasoning aloud"
-_SHOWN = 5  # failures that are told
+_SHOWN = 5  # failures that are printed
 _REASONING = "Let me see."
 _MAX_SAMPLED = 16  # of a model that answers at random: enough to be cut off, and to end by itself at times
 _MAX_MODEL_LEN = 1_000_000  # of hand-written players, who read nothing
@@ -155,6 +154,7 @@ def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[st
     """
     env_id, config = resolve(env), dict(env_config or {})
     probe = make(env_id, **config)
+    # Several environments keep their policies behind wrappers, hence `unwrapped`.
     policies: Mapping[str, PolicyFactory] = getattr(getattr(probe, "unwrapped", probe), "policies", {})
     probe.close()
     return run_to_end(_audit(_Table(env_id, config, model, num_turns), policies))
@@ -170,7 +170,7 @@ class _Table:
     num_turns: int
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    segments: dict[str, Segment] = field(default_factory=dict)  # the last of each player's first episode
+    segments: dict[str, Segment] = field(default_factory=dict)  # the last of each player's first episode, as a sample
 
     @property
     def limits(self) -> EpisodeLimits:
@@ -181,6 +181,7 @@ class _Table:
 
 async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenAudit:
     audits: list[PlayerAudit] = []
+    # Larger models would take minutes: hand-written players need only the template.
     if table.model.startswith(TINY_PREFIX):
         policy = load_policy(table.model)
         renderers = RendererCache(policy.tokenizer)
@@ -196,6 +197,7 @@ async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenA
     players = {**policies, "arbitrary actions": tool_calling_policy}
     for name, factory in players.items():
         audits.append(await _play(table, name, ScriptedActor(factory), renderers, table.limits))
+    # Reasoning is what templates drop or move, so one player thinks aloud.
     name = "reference" if "reference" in players else "arbitrary actions"
     thinking = ScriptedActor(_thinking(players[name]))
     audits.append(await _play(table, name + _ALOUD, thinking, renderers, table.limits))
@@ -213,7 +215,6 @@ async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenA
 
 
 def _thinking(factory: PolicyFactory) -> PolicyFactory:
-    """Return the player with a line of reasoning before every answer."""
 
     def policy(env: Any, rng: Any) -> Any:
         player = factory(env, rng)
@@ -246,18 +247,13 @@ class _Witness:
 async def _play(
     table: _Table, player: str, actor: Actor, renderers: RendererCache, limits: EpisodeLimits
 ) -> PlayerAudit:
-    """Play episodes of seeds 0, 1, ... until there are turns enough, or one fails."""
     turns: list[TurnAudit] = []
     num_trained = num_tokens = seed = 0
     while len(turns) < table.num_turns:
         witness = _Witness(actor)
         request = EpisodeRequest(f"{player}/{seed}", Task(table.env_id, seed), sampling_seed=seed)
         trajectory = await run_episode(
-            request,
-            make_env=partial(_make, table.config),
-            act=witness,
-            renderers=renderers,
-            limits=limits,
+            request, make_env=partial(_make, table.config), act=witness, renderers=renderers, limits=limits
         )
         turns += _audit_turns(table, player, trajectory, witness.asked)
         num_trained += sum(int(segment.action_mask.sum()) for segment in trajectory.segments)
@@ -266,6 +262,7 @@ async def _play(
             table.segments.setdefault(player, trajectory.segments[-1])
         if trajectory.error is not None or not trajectory.turns:
             text = f"{player}, seed {seed}: {trajectory.error or 'the episode had no turn'}"
+            # A template without a place for reasoning is no fault of the environment.
             is_inexpressible = player.endswith(_ALOUD) and TemplateError.__name__ in text
             (table.notes if is_inexpressible else table.failures).append(text)
             break
@@ -278,8 +275,8 @@ def _make(config: Mapping[str, Any], task: Task) -> Any:
 
 
 def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequence[ActRequest]) -> list[TurnAudit]:
-    """Return the finished turns of an episode; problems with them go to the failures."""
     audits = []
+    # An episode that failed has prompts without a finished turn.
     for turn, request in zip(trajectory.turns, asked, strict=False):
         segment = trajectory.segments[turn.segment]
         length = turn.action_span[0]
@@ -287,11 +284,9 @@ def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequ
         where = f"{player}, seed {trajectory.task.seed}, turn {turn.index}"
         if given != segment.token_ids[:length].tolist():
             table.failures.append(f"{where}: the player was given other tokens than the record says")
-        seam: Seam = "extends"
+        seam: Seam = "start" if turn.index == 0 else "extends"
         reason = ""
-        if turn.index == 0:
-            seam = "start"
-        elif turn.segment != trajectory.turns[turn.index - 1].segment:
+        if turn.index > 0 and turn.segment != trajectory.turns[turn.index - 1].segment:
             seam = "new segment"
             reason = _why(request, trajectory.segments[turn.segment - 1].token_ids.tolist())
         rendering, difference = _compare(request.renderer, given, segment.action_mask[:length].tolist(), request)
@@ -307,12 +302,13 @@ def _compare(
     drift = check_drift(renderer, given, request.messages)
     if drift.matches:
         return "same", ""
+    # The template may spell the model's own answer in other tokens: only the rest must be the same.
     context = check_context(renderer, given, is_sampled, request.messages)
     return ("respelt", str(drift)) if context.matches else ("drift", str(context))
 
 
 def _why(request: ActRequest, before: list[int]) -> str:
-    """Return why the template rewrote the earlier tokens, judged by what it wrote in their place."""
+    # Judged by what the template wrote in place of the earlier tokens.
     renderer, after = request.renderer, request.prompt_token_ids.tolist()
     text = renderer.decode(after)
     thoughts = [message.reasoning_content for message in request.messages if message.reasoning_content]
@@ -320,7 +316,7 @@ def _why(request: ActRequest, before: list[int]) -> str:
         return "the template drops the reasoning of earlier turns"
     pairs = zip(before, after, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
-    around = slice(max(0, position - 4), position + 8)
+    around = slice(max(0, position - 4), position + 8)  # a few tokens before, for people to find the place
     was, became = (renderer.decode(ids[around]) for ids in (before, after))
     return f"the template rewrites {was!r} to {became!r}"
 
@@ -330,7 +326,7 @@ def mask_picture(segment: Segment, tokenizer: Any) -> tuple[tuple[str, bool], ..
     pieces = []
     start = 0
     mask = segment.action_mask
-    for stop in range(1, len(segment) + 1):  # runs, not single tokens: a character may spread over several
+    for stop in range(1, len(segment) + 1):  # runs, because a character may spread over several tokens
         if stop == len(segment) or mask[stop] != mask[start]:
             text = tokenizer.decode(segment.token_ids[start:stop].tolist(), skip_special_tokens=False)
             pieces.append((text, bool(mask[start])))

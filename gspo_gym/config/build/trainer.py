@@ -70,6 +70,7 @@ def model_name(config: RunConfig) -> str:
         return config.model.base
     label, step = parse_source(config.model.source or "")
     folder = Path(config.run.folder) / label / "checkpoints"
+    # A checkpoint without a manifest was not finished.
     found = sorted(path.name for path in folder.glob("step_*") if (path / "manifest.json").is_file())
     if not found or (step is not None and step not in found):
         there = f"the checkpoints there are {', '.join(found)}" if found else "there is none"
@@ -98,7 +99,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
     refuse_to_train(config.sections)
     model, device = config.model, device_of(config)
     if torch.device(device).index is not None:
-        torch.cuda.set_device(device)  # what names no GPU, such as a kernel that is not torch's own, means this one
+        torch.cuda.set_device(device)  # kernels that name no GPU use the current one
     check_options(device=device, torch_compile=model.torch_compile, liger_kernels=model.liger_kernels)
     seed = child_seed(config.run.seed, "model")
     policy = load_policy(
@@ -108,6 +109,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
         seed=seed,
         quantization=model.quantization if model.trainer_mode == "qlora" else "as_saved",
     )
+    # A checkpoint says by itself that it is quantized: its adapter was trained over those very weights.
     if is_quantized(policy.model) and model.trainer_mode != "qlora":
         raise ConfigError(
             f'model.trainer_mode: {policy.base} was trained on quantized weights; set it to "qlora" to go on with it, '
@@ -115,6 +117,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
         )
     if config.training.lora is not None:
         policy = adapt_policy(policy, config.training.lora, seed)
+    # The adapter of a checkpoint, which would be frozen beside the trained weights.
     elif is_adapter(policy.model):
         raise ConfigError(
             f'model.base: {policy.base} is a LoRA adapter, which model.trainer_mode = "full" cannot train; '
@@ -136,6 +139,7 @@ def device_of(config: RunConfig) -> str:
         ConfigError: a GPU is asked for on a machine without, or more than there are, or one of another type.
     """
     compute, wanted = config.compute, config.model.device
+    # [compute] says it for all: 0 GPUs is the processor, although there may be GPUs.
     if wanted == "auto" and compute is not None:
         wanted = "cpu" if compute.gpu_count == 0 else "cuda"
     if wanted == "auto":
@@ -148,6 +152,7 @@ def device_of(config: RunConfig) -> str:
 
 def _learners_gpu(config: RunConfig) -> str:
     compute, placement = config.compute, place(config.topology, config.vllm)
+    # The key that asked for the GPUs: without [compute] only vLLM's ranks do.
     key = "vllm.tensor_parallel_size" if compute is None else "compute.gpu_count"
     require_gpus(placement.num_gpus, torch.cuda.device_count(), os.environ, key)
     if compute is not None and compute.gpu_type is not None:
@@ -245,6 +250,7 @@ def build_trainer(
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
     """
     engine = player.sampler
+    # Before anything is played: the age could not be checked.
     if config.training.max_staleness > 0 and not engine.capabilities.reports_versions:
         raise ConfigError(
             f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
@@ -297,9 +303,9 @@ def _build_saver(
 def _more_metrics(
     player: Player, attempts: AttemptWatch, judging: Judging | None, *, recorder: RunRecorder, progress: Progress
 ) -> MoreMetrics:
-    """Return a function of a step's further metrics, which also raises the alarms about kept episodes."""
 
     def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+        # Episodes that failed or were given up may differ from those that are kept: this is watched every step.
         of_apps: Mapping[str, float] = {}
         of_attempts = attempts.metrics()
         if (reason := attempts.alarm()) is not None:

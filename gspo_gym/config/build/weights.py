@@ -27,8 +27,7 @@ from gspo_gym.types import Float32Array, Sampling
 def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:
     """Return the weight sync of [training.weight_sync]; an engine that can be rebuilt is, under the last weights.
 
-    Where samples may lie behind, requests in flight are kept over an update if the engine can keep them. A canary is
-    asked of every engine that holds weights of its own.
+    A canary is asked of every engine that holds weights of its own.
 
     Raises:
         ConfigError: the engine takes new weights in no way that the settings allow.
@@ -41,6 +40,7 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         direct=asked.direct,
         is_handed_over=asked.transfer != "files",
     )
+    # Otherwise every update would wait for the longest request.
     in_flight = max_staleness > 0 and "keep" in engine.capabilities.pause_modes
     canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
     if isinstance(engine, RoutedEngine) and canary is not None:
@@ -56,6 +56,7 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         interval=config.training.weight_sync_interval,
         on_event=lambda name, values: recorder.event(name, values["version"], values),
     )
+    # After a crash it comes up with the committed weights, not with those of the start.
     if rebuildable is not None:
         rebuildable.bring_up = weight_sync.restore
     if isinstance(engine, RoutedEngine):
@@ -64,7 +65,7 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
 
 
 async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:
-    """Replace the engine of an excluded replica by a fresh one with the committed weights."""
+    # An excluded replica of another kind stays excluded.
     if isinstance(replica, RebuildableEngine):
         await replica.rebuild(weight_sync.restore)
 
@@ -91,7 +92,7 @@ def learner_score(model: nn.Module, temperature: float) -> Score:
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
         attention = torch.arange(longest, device=device) < torch.tensor([[len(row)] for row in rows], device=device)
         actions = attention.clone()
-        actions[:, 0] = False
+        actions[:, 0] = False  # the first token has no logprob
         logprobs = scorer.score(ids, attention, actions).logprobs.float().cpu().numpy()
         return [values[1 : len(row)] for values, row in zip(logprobs, rows, strict=True)]
 
@@ -99,11 +100,9 @@ def learner_score(model: nn.Module, temperature: float) -> Score:
 
 
 def build_alarm(config: RunConfig) -> MismatchAlarm | None:
-    """Return the alarm of correction.max_engine_gap; None if it is absent and the logprobs differ on purpose.
-
-    They do where the engine truncates or reshapes a distribution that the learner scores whole, where an adapter's
-    dropout acts while the learner scores, and where other weights sample.
-    """
+    """Return the alarm of correction.max_engine_gap; None if it is absent and the logprobs differ on purpose."""
+    # They do where other weights sample, where the engine truncates or reshapes a distribution that the learner scores
+    # whole, and where an adapter's dropout acts while the learner scores.
     if config.rollout.rescore:
         return None
     rollout, lora, max_gap = config.rollout, config.training.lora, config.correction.max_engine_gap
@@ -121,14 +120,15 @@ def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | H
         return None
     if kind == "transfer":
         return Handover(policy, dtype=_dtypes(config)[1])
+    # Each version that a request in flight may have, and the next one.
     keep = config.training.max_staleness + 2
-    num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # one more goes a commit later
+    num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # the oldest goes one commit later
     in_memory = (config.training.weight_sync or WeightSyncSection()).direct
     root = staging_root(config.run_folder, in_memory=in_memory, num_bytes=num_bytes)
     return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])
 
 
 def _dtypes(config: RunConfig) -> tuple[str, str]:
-    """Return the dtypes of the learner and of the engine."""
     own = config.model.dtype
+    # vLLM may compute in another dtype than the learner's.
     return own, getattr(config.vllm, "dtype", None) or own

@@ -111,6 +111,7 @@ class Draft:
 
     def take(self, system: System) -> None:
         """Read every key that the system is known to have, and set ours."""
+        # Once each, although it stands in several rows: it reads all its keys together.
         for together in dict.fromkeys(row.together for row in system.rows.values() if row.together is not None):
             together(self)
         for theirs, row in system.rows.items():
@@ -126,6 +127,7 @@ class Draft:
         """Return their value, or the default of their system if the file has none or None."""
         self._read.add(theirs)
         value = self.given.get(theirs)
+        # YAML's null is a key that is not set.
         return self.defaults.get(theirs) if value is None else value
 
     def number(self, theirs: str) -> float | None:
@@ -198,7 +200,7 @@ class Draft:
         """Return the meaning of their value, None if it is absent."""
         value = self.get(theirs)
         if value is None:
-            return None
+            return None  # an absent key changes nothing here
         if isinstance(value, Mapping | list) or value not in meanings:  # a list cannot be looked up
             known = ", ".join(repr(name) for name in meanings)
             raise ConfigError(f"{self.system}: {theirs}: expected one of {known}, got {value!r}")
@@ -229,6 +231,7 @@ class Draft:
     def is_null(self, theirs: str) -> bool:
         """Return whether the file gives their key the value None."""
         self._read.add(theirs)
+        # An explicit null may mean another thing than an absent key, which has the default.
         return theirs in self.given and self.given[theirs] is None
 
     def set_modules(self, modules: Any) -> None:
@@ -242,6 +245,7 @@ class Draft:
     def leave_out(self, theirs: str, why: str, *, default: Any = None) -> None:
         """Report a key without a counterpart, unless it is absent, off or has its default."""
         self._read.add(theirs)
+        # A key that is off, or has its default, changes nothing there either.
         if self.given.get(theirs) not in (None, False, default, self.defaults.get(theirs)):
             self._left_out.append(f"{theirs} = {self.given[theirs]!r}: {why}")
 
@@ -252,11 +256,13 @@ class Draft:
     def finish(self) -> Translation:
         """Return the sections; keys that were not read are left out, with the name that was probably meant."""
         for theirs in self.given:
+            # Misspelt there, too, or of a newer version: the reader decides.
             if theirs not in self._read:
                 near = nearest_name(theirs, sorted(self._read))
                 self._left_out.append(
                     f"{theirs} = {self.given[theirs]!r}: not a key that is known of {self.system}; {near}"
                 )
+        # These would be missed: the file does not show them, and our defaults differ.
         decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.given.get(key) is None]
         if decided:
             self._notes.append(f"defaults of {self.system}, since the file is silent: {', '.join(decided)}")

@@ -19,6 +19,7 @@ _KIND_KEYS = ("judge.type", "services.judge_url", "judge.options.python", "judge
 
 def judge_kind(kind: str | None, judge_url: str | None, python: str | None, panel: Sequence[Any] | None) -> str:
     """Return the type of the judge: "synth", "python", "model", or "panel" for several, each of its own type."""
+    # Several judges have no type of their own. Without judge.type the other keys decide, as in the hosted trainer.
     if panel:
         return "panel"
     if kind is not None:
@@ -68,6 +69,7 @@ def _judge_is_complete(
 def _scores_weigh(enabled: bool | None, has_blend: bool) -> str | None:
     if not enabled or has_blend:
         return None
+    # Calls would be paid for that nothing learns from.
     return (
         "true, but without judge.reward_blend the judge's scores weigh 0; give it, such as { env = 0.2, event = 0.4, "
         "outcome = 0.4 } (or event = 0.0, if the judge is only to be watched)"
@@ -81,6 +83,7 @@ def _has_a_rubric(
     overrides: Mapping[str, Any] | None,
     *kind: Any,
 ) -> str | None:
+    # The judge at services.judge_url may have rubrics of its own.
     if not enabled or rubric_file or rubric_id or overrides or judge_kind(*kind) == "synth":
         return None
     return (
@@ -138,6 +141,7 @@ def _model_key_is_used(name: str) -> Rule:
         if value is None or value == default:
             return None
         asked = judge_kind(*kind)
+        # A judge behind a URL is told which model to ask, and with which key, but not how.
         if asked == "model" or (asked == "synth" and name in ("provider", "model", "api_key_env")):
             return None
         who = {
@@ -168,8 +172,8 @@ def _option_needs(name: str, kinds: tuple[str, ...], advice: str) -> Rule:
     return Rule((f"judge.options.{name}", *_KIND_KEYS), check)
 
 
+# Returns what is missing or too much in the settings of one judge: of a panel, or the gold judge.
 def _is_one_judge(settings: Mapping[str, Any], name: str) -> str | None:
-    """Return what is missing or too much in the settings of one judge: of a panel, or the gold judge."""
     given = [key for key in ("provider", "model", "base_url", "api_key_env") if settings.get(key) is not None]
     if settings.get("python") is not None:
         return f"{name}: python is no model, so {given[0]} has no effect: remove one" if given else None
@@ -232,6 +236,7 @@ def _cost_has_prices(
 ) -> str | None:
     names = ("usd_per_million_input_tokens", "usd_per_million_output_tokens")
     own = dict(zip(names, (price_in, price_out), strict=True))
+    # A function costs nothing.
     judges = [judge for judge in panel or (own,) if judge.get("python") is None]
     if max_cost is None or all(judge.get(name) is not None for judge in judges for name in names):
         return None
@@ -239,6 +244,7 @@ def _cost_has_prices(
 
 
 def _samples_differ(samples: int | None, temperature: float | None, is_sent: bool | None, panel: Any) -> str | None:
+    # An endpoint that is sent no temperature samples at its own.
     if samples is None or samples == 1 or (temperature or 0.0) > 0 or not is_sent or panel:
         return None
     return f"{samples} samples at judge.options.temperature = 0 are one and the same: raise that, or set 1"
@@ -337,6 +343,7 @@ JUDGE_RULES = (
         _cost_has_prices,
     ),
     Rule(
+        # The members of a panel differ by themselves.
         ("judge.options.samples", "judge.options.temperature", "judge.options.send_temperature", "judge.panel"),
         _samples_differ,
     ),
@@ -353,7 +360,7 @@ JUDGE_RULES = (
 APP_KEYS_SAID_FOR_EACH_ROLLOUT = ("model", "inference_url", "trace_correlation_id")
 
 _SOURCES = ("services.task_url", "rollout.mixture")
-Entries = Sequence[Mapping[str, Any]]  # as read
+Entries = Sequence[Mapping[str, Any]]  # of rollout.mixture, as read
 
 
 def _shares_leave_some(mixture: Entries) -> str | None:
@@ -401,6 +408,7 @@ def _schemas_come_from_an_app(
 
 
 def _apps_can_call(host: str | None, public_url: str | None) -> str | None:
+    # The gateway's URL is made of its host; other addresses than "any" can be called as they are.
     if host is None or public_url is not None or not _is_any_address(host):
         return None
     return f"{show(host)} is every address of this machine, and none to call: give gateway.public_url, too"
@@ -409,7 +417,7 @@ def _apps_can_call(host: str | None, public_url: str | None) -> str | None:
 def _is_any_address(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
+    except ValueError:  # a name
         return False
 
 
@@ -417,6 +425,7 @@ def _of_environments_here(name: str) -> Rule:
     default = default_of(IsolationSettings, name)
 
     def check(value: Any, task_url: str | None, mixture: Entries, has_warmup: bool) -> str | None:
+        # Demonstrations of [warmup] are made here, even if apps play all episodes.
         is_played_here = task_url is None or has_warmup or any(not entry.get("task_url") for entry in mixture)
         if is_played_here or value == default:
             return None

@@ -88,11 +88,12 @@ def _weighs_by_length(aggregation: str, unit: str) -> bool:
 
 
 def _is_wide(clip_low: float, clip_high: float, unit: str) -> bool:
+    # A ratio of single tokens does reach such a clip.
     return unit != "token" and max(clip_low, clip_high) >= WIDE_CLIP
 
 
 def _is_biased(top_p: float, top_k: int, min_p: float, repetition_penalty: float, score_truncated: bool) -> bool:
-    """Return whether rollouts come from another distribution than the one that the learner scores under."""
+    # The penalty depends on all tokens before, and the learner has no way to score under it.
     is_truncated = top_p < 1 or top_k > 0 or min_p > 0
     return (is_truncated and not score_truncated) or repetition_penalty != 1
 
@@ -120,6 +121,7 @@ def _low_clip_is_meant(clip_low: float, clip_high: float, unit: str, acknowledge
 
 
 def _high_clip_is_meant(clip_high: float, clip_low: float, unit: str, acknowledged: tuple[str, ...]) -> str | None:
+    # Reported once: at the low clip, if both are too wide.
     return None if clip_low >= WIDE_CLIP else _clip_is_meant(clip_high, clip_low, clip_high, unit, acknowledged)
 
 
@@ -151,6 +153,7 @@ def _sampling_is_scored(acknowledged: tuple[str, ...], *sampling: Any) -> str | 
 def _nothing_else_is_acknowledged(
     acknowledged: tuple[str, ...], aggregation: str, unit: str, clip_low: float, clip_high: float, *sampling: Any
 ) -> str | None:
+    # An acknowledgement that stays behind would hide the departure when it comes back by another change.
     occurs = {
         "length_weighting": _weighs_by_length(aggregation, unit),
         "wide_clip": _is_wide(clip_low, clip_high, unit),
@@ -162,7 +165,9 @@ def _nothing_else_is_acknowledged(
 
 
 def _stale_samples_are_weighed(max_staleness: int, old_logprobs: str, level: str, rescore: bool) -> str | None:
-    if max_staleness == 0 or old_logprobs == "rollout" or level != "none" or rescore:  # of which none are allowed
+    # With old logprobs of the rollout, or a correction by level, the ratio begins at the weights that sampled; with
+    # rescore, no stale samples are allowed at all.
+    if max_staleness == 0 or old_logprobs == "rollout" or level != "none" or rescore:
         return None
     return (
         f"expected 0, got {max_staleness}: samples of earlier weights would be taken for fresh ones; set "
@@ -191,6 +196,7 @@ def _baseline_has_siblings(group_size: int, baseline: str, scale: str) -> str | 
 
 
 def _constant_groups_are_worthless(constant_groups: str, baseline: str) -> str | None:
+    # Only a baseline of siblings makes equal rewards advantages of 0.
     if constant_groups == "keep" or baseline in ("group", "leave_one_out"):
         return None
     return (

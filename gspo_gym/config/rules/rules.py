@@ -71,6 +71,7 @@ def _accumulated_batches_split_evenly(
     if accumulated is None:
         return None
     accumulated = min(accumulated, most or accumulated)
+    # A batch that does not split into minibatches is reported at training.batch_size.
     episodes = episodes_per_batch * batches_per_step
     if episodes % batch_size != 0 or episodes % (batch_size * accumulated) == 0:
         return None
@@ -128,6 +129,7 @@ def _has_one_origin(base: str | None, source: str | None) -> str | None:
 
 
 def _source_is_another_run(source: str | None, label: str) -> str | None:
+    # It would read the folder that it is about to write.
     if source is None or parse_source(source)[0] != label:
         return None
     return f"is this run's own model.label {show(label)}: choose another label, or go on with it by --resume"
@@ -206,14 +208,14 @@ _VISION = ("use_vision", "image_only_mode")
 
 
 def _switch_wins(enabled: bool | None, mode: str | None) -> str | None:
+    # The hosted trainer's files have both, and the switch wins there.
     if enabled is not False or mode in (None, "off"):
         return None
     return f"false switches step rewards off, so that training.step_rewards_mode = {show(mode)} has no effect"
 
 
 def _of_decisions(key: str, default: Any) -> Rule:
-    """Return the notice about a key that acts in the mode decision_stepwise only, unless it has this default."""
-
+    # A notice and no error: the hosted trainer's files have these keys with every mode.
     def check(value: Any, mode: str | None, enabled: bool | None) -> str | None:
         used = "off" if enabled is False else mode or default_of(StepRewardSettings, "mode")
         if value is None or value == default or used == "decision_stepwise":
@@ -292,6 +294,7 @@ def _images_are_refused(others: Mapping[str, Any] | None) -> str | None:
 
 def _both_score_steps(mode: str | None, enabled: bool | None, env_config: Mapping[str, Any]) -> str | None:
     theirs = env_config.get("step_rewards")
+    # The app's own shape of this table is not known here: only its mode is compared, if there is one.
     if not isinstance(theirs, Mapping) or not isinstance(theirs.get("mode"), str):
         return None
     ours = "off" if enabled is False else mode or "off"
@@ -302,12 +305,10 @@ def _both_score_steps(mode: str | None, enabled: bool | None, env_config: Mappin
 
 
 def _truncation_is_scored(score_truncated: bool, *asked: Any) -> str | None:
-    given = [
-        f"{name} = {value}" for name, value in zip(POLICY_CONFIG, asked, strict=True) if name in ("top_p", "top_k")
-    ]
-    if not score_truncated or all(text.endswith("None") for text in given):
+    given = [f"{name} = {value}" for name, value in zip(POLICY_CONFIG, asked, strict=True) if value is not None]
+    cut = ", ".join(text for text in given if text.startswith(("top_p", "top_k")))
+    if not score_truncated or not cut:
         return None
-    cut = ", ".join(text for text in given if not text.endswith("None"))
     return f"true: the learner scores under the same truncation as rollout.policy_config ({cut})"
 
 

@@ -20,6 +20,7 @@ def _gpus_add_up(
         return None
     if gpu_count is None:
         return "splits GPUs, but there is no compute.gpu_count: give it"
+    # An absent section has no numbers, and a required one that is missing is reported as such.
     total = (for_vllm or 0) + (for_training or 0) + (for_ref or 0)
     if total == gpu_count:
         return None
@@ -30,6 +31,7 @@ def _gpus_add_up(
 
 
 def _tensor_parallel_divides(tensor_parallel: int | None, for_vllm: int | None) -> str | None:
+    # Otherwise `_gpus_add_up` or the key itself has the problem.
     if tensor_parallel is None or for_vllm is None or for_vllm % tensor_parallel == 0:
         return None
     return f"expected a divisor of topology.gpus_for_vllm = {for_vllm}, got {tensor_parallel}"
@@ -79,6 +81,7 @@ def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
 
 def _type_is_of_a_gpu(gpu_type: str | None, gpu_count: int | None) -> str | None:
     if gpu_type is None or gpu_count != 0:
+        # gpu_count is None without [compute]: then any device is fine.
         return None
     return "has no effect with compute.gpu_count = 0: remove one of them"
 
@@ -103,6 +106,7 @@ def _needs_vllm(section: str) -> Rule:
 def _urls_are_used(urls: tuple[str, ...] | None, engine: str) -> str | None:
     if not urls or engine != "local":
         return None
+    # A server has its own weights; the local engine has the learner's.
     return 'has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this'
 
 
@@ -143,18 +147,18 @@ def _served_reference_stays(update_every_n_iters: int, url: str | None) -> str |
 
 
 def _of_own_server(key: str, default: Any, urls: str) -> Rule:
-    """Return the rule that `key` keeps its default beside a server of others, which the key `urls` names."""
+    # These were chosen when the server was started: here they would change nothing.
     return no_effect(key, default, urls, lambda urls: not urls, "such a server was told by who started it")
 
 
 def _of_sent_weights(key: str, default: Any) -> Rule:
-    """Return the rule that `key` keeps its default with an engine that is sent no weights."""
     advice = f"it shares the learner's weights; set {show(default)}"
     return no_effect(key, default, "rollout.engine", lambda engine: engine != "local", advice)
 
 
 def _stale_weights_are_allowed(max_staleness: int, interval: int, engine: str) -> str | None:
     if max_staleness >= interval - 1 or engine != "vllm":  # others have no interval
+        # A run that samples k iterations under old weights must allow samples of that age.
         return None
     return (
         f"expected at least training.weight_sync_interval - 1 = {interval - 1}, which samples lie behind before new "
@@ -276,6 +280,7 @@ SERVICE_RULES = (
 _KEY = "training.weight_sync.transfer"
 
 
+# None: there is no [training.weight_sync].
 def _is_files(transfer: str | None) -> bool:
     return transfer is None or transfer == "files"
 
@@ -305,6 +310,7 @@ def _weights_are_whole(transfer: str | None, trainer_mode: str, mode: str | None
 
 
 def _weights_stay(transfer: str | None, max_staleness: int) -> str | None:
+    # A restarted engine gets the version that it had, which is read from files.
     if _is_files(transfer) or max_staleness == 0:
         return None
     return (
@@ -364,12 +370,12 @@ def _no_app_is_asked(rescore: bool, task_url: str | None, mixture: Sequence[Mapp
 
 
 def _of_the_sampler(name: str) -> Rule:
-    """Return the rule that a key of [correction] keeps its default, which does not read the sampler's logprobs."""
     default = default_of(CorrectionSettings, name)
 
     def check(value: Any, rescore: bool) -> str | None:
         if not rescore or value == default:
             return None
+        # These look at the sampler's logprobs, of which an endpoint may give none.
         remedy = "remove this" if default is None else f"set {show(default)}"
         return f"looks at the sampler's logprobs, which rollout.rescore = true replaces by the learner's: {remedy}"
 

@@ -103,6 +103,7 @@ def _findings(trajectory: Trajectory, counters: AppCounters, rollout: AppRollout
     app_return = None if rollout is None else rollout.episode_return
     if app_return is None:
         problems.append(NO_RETURN)
+    # The turns' rewards are what is learned from.
     elif not trajectory.is_scored or abs(trajectory.reward - app_return) > _TOLERANCE * max(1.0, abs(app_return)):
         told = trajectory.reward if trajectory.is_scored else None
         problems.append(f"returns do not reconcile: the app says {app_return:g}, and the turns' rewards sum to {told}")
@@ -112,6 +113,7 @@ def _findings(trajectory: Trajectory, counters: AppCounters, rollout: AppRollout
     untrained = {why: count for why, count in counters.calls.items() if why != "trained"}
     told_calls = ", ".join(f"{count} {why}" for why, count in sorted(untrained.items()))
     if counters.num_trained_tokens == 0:
+        # With nothing to train on, notices about single calls are of no use.
         problems.append(f"nothing to train on: no token of the model's calls can be trained on ({told_calls})")
         return problems, []
     notices = [f"calls that are not trained on: {told_calls}"] if untrained else []
@@ -216,20 +218,19 @@ class Script:
         return f"{arguments}}}\n</tool_call>" if opened else _called(name, arguments)
 
 
+# As models are trained to write calls, so the app's own parser reads them.
 def _called(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def _arguments(parameters: str, word: str) -> dict[str, Any]:
-    """Return a value for each parameter of `name: type, name: type`."""
+    # From the tiny models' template, which lists tools as `name(parameter: type, ...)`.
     found = re.findall(r"([\w.-]+)(?::\s*([\w\[\]', ]+?))?(?:,\s|$)", parameters)
     return {name: _VALUES.get(kind, word) for name, kind in found}
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One probe: the script's mode, what the app has to cope with, and the judgement of its report."""
-
     name: str
     mode: str
     asked: str
@@ -237,14 +238,14 @@ class _Probe:
 
 
 def _may_give_up(report: ProbeReport) -> ProbeReport:
-    """Accept an app that does not ask again and fails: that costs an attempt and is no mistake."""
+    # Not asking again and failing costs an attempt, and is no mistake.
     if is_result(report):
         return report
     return replace(report, problems=(), notices=("the app gives up when a call of the model fails once (HTTP 503)",))
 
 
 def _must_have_no_result(report: ProbeReport) -> ProbeReport:
-    """Require an app without a model to have no result; any other claim is not believed."""
+    # A return without a model would be learned from as if the policy had earned it.
     if report.episode_return is not None:
         return replace(report, problems=("the model was never there, and the episode has a return all the same",))
     said = report.app_return
@@ -284,8 +285,6 @@ async def check_app(url: str, settings: CheckSettings, *, keys: AppKeys | None =
 
 
 class _Checker:
-    """Plays probes, each with new counters."""
-
     def __init__(
         self, app: TaskAppClient, gateway: Gateway, script: Script, settings: CheckSettings, gateway_url: str
     ) -> None:
@@ -305,7 +304,6 @@ class _Checker:
         )
 
     async def probe(self, probe: _Probe) -> ProbeReport:
-        """Play one rollout and report."""
         self._script.begin(probe.mode)
         answers: list[AppRollout] = []
         episodes = AppEpisodes(self._app, self._gateway, self._episodes, on_answer=answers.append)
@@ -317,11 +315,10 @@ class _Checker:
             return probe.judge(report)
         if (death := await self._death()) is not None:
             return replace(report, problems=(death,))
-        # what an app does about a call that failed shows in one that made a call
+        # An app that never called the model failed by another cause than the probe's.
         return probe.judge(report) if self._script.has_begun.is_set() else report
 
     async def _death(self) -> str | None:
-        """Describe an app that does not answer any more; None if it does."""
         try:
             await self._app.health()
         except AppError as error:
@@ -335,6 +332,7 @@ class _Checker:
         leaving = asyncio.ensure_future(self.probe(again))
         begun = asyncio.ensure_future(self._script.has_begun.wait())
         await asyncio.wait([leaving, begun], return_when=asyncio.FIRST_COMPLETED)
+        # Both, because the app may be dead and never call.
         for task in (leaving, begun):
             task.cancel()
         await asyncio.gather(leaving, begun, return_exceptions=True)

@@ -99,6 +99,7 @@ class TaskAppClient:
         Raises:
             AppUnauthorisedError: it does not accept it. AppError: it is not well, or not there.
         """
+        # Some apps answer 200 and say so in the body.
         answer = await self._get("/health")
         if answer.get("healthy") is False:
             raise AppError(f"{self.url}/health: the app says that it is not healthy: {self._shown(answer)}")
@@ -134,6 +135,7 @@ class TaskAppClient:
             asked = seeds[start : start + _SEEDS_PER_CALL]
             path = "/task_info?" + "&".join(f"seed={int(seed)}" for seed in asked)
             answer = await self._get_json(path)
+            # Asked for one seed, apps answer with the task itself.
             listed = [answer] if len(asked) == 1 and isinstance(answer, dict) else answer
             if not isinstance(listed, list) or len(listed) != len(asked):
                 got = f"{len(listed)} tasks" if isinstance(listed, list) else self._shown(answer)
@@ -174,6 +176,7 @@ class TaskAppClient:
             asked, answered = request.trace_correlation_id, response.trace_correlation_id
         else:
             asked, answered = request.run_id, response.run_id
+        # A proxy or a cache may give the answer to an earlier attempt; its reward would be another episode's.
         if asked != answered:
             raise AppAnswerError(
                 f"{self.url}/rollout: the answer is to another attempt, {answered!r:.80}, and is dropped (asked for "
@@ -192,15 +195,11 @@ class TaskAppClient:
 
     # Any, here and below: JSON of unknown shape.
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        """Return the JSON of one answer with a good status.
-
-        Raises:
-            AppError: anything else; AppAttemptError: another attempt may succeed.
-        """
         answer = await self._client.request(method, path, body, timeout_seconds=seconds)
         try:
             value = await answer.json()
         except ValueError as error:
+            # An error page need not be JSON.
             if answer.status < 300:
                 text = f"{answer.where}: the answer is no JSON ({error}): {self._shown(answer.text)}"
                 raise AppAnswerError(text) from None
@@ -218,6 +217,7 @@ class TaskAppClient:
         text = f"{where}: HTTP {status}: {self._shown(': '.join(filter(None, (code, message))) or value)}"
         if status == 429 or status >= 500:
             return AppAttemptError(text, kind=str(status), retry_after_seconds=retry_after_seconds(answer.headers))
+        # Following one would send keys and prompts to another address.
         if 300 <= status < 400:
             text = f"{where}: HTTP {status}: redirects are not followed; give the URL that the app really has"
         return AppRefusedError(text)
@@ -238,8 +238,6 @@ class TaskAppClient:
 
 
 class _AppHttp(HttpClient):
-    """The connections to an app, with its keys and its errors."""
-
     needs = "a task app needs: pip install 'gspo-gym[apps]'"
 
     def __init__(self, url: str, settings: TaskAppSettings, keys: AppKeys) -> None:
@@ -255,13 +253,11 @@ class _AppHttp(HttpClient):
         self._keys = keys
 
     def failure(self, message: str, *, kind: str) -> GymError:
-        """Return an AppError; only a lost connection may be tried again."""
         if kind == "connection":
             return AppAttemptError(message, kind=kind)
         return AppTimeoutError(message) if kind == "timeout" else AppAnswerError(message)
 
     def shown(self, text: str) -> str:
-        """Return the beginning of a body, without the keys and their beginnings."""
         return super().shown(self._keys.redacted(text))
 
 
@@ -285,6 +281,7 @@ class AppKeys:
 
     def __init__(self, keys: tuple[str, ...] | list[str]) -> None:
         self._keys = tuple(dict.fromkeys(keys))
+        # The number and not the key: the text goes into logs.
         for number, key in enumerate(self._keys):
             if not key or not all("!" <= c <= "~" and c != "," for c in key):
                 raise ConfigError(
@@ -322,6 +319,7 @@ class AppKeys:
     def redacted(self, text: str) -> str:
         """Return the text without our keys and their beginnings, which some apps write into their answers."""
         for key in self._keys:
+            # The longest first, or a beginning would hide that there is more of it.
             for length in range(len(key), _MIN_SHOWN_PREFIX - 1, -1):
                 text = text.replace(key[:length], "***")
         return text
@@ -363,6 +361,7 @@ def error_of(answer: Any) -> tuple[str, str]:
         error = detail.get("error", detail)
         if isinstance(error, dict):
             code, message = error.get("code"), error.get("message")
+            # Validation errors of FastAPI.
             return (code if isinstance(code, str) else "", message if isinstance(message, str) else "")
         return "", error if isinstance(error, str) else ""
     if isinstance(detail, list):

@@ -39,8 +39,6 @@ Text = Annotated[str, Field(strict=True)]
 
 
 class _Wire(BaseModel):
-    """Frozen; unknown fields are ignored."""
-
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
@@ -232,10 +230,7 @@ class TaskInfo(_Answer):
 
 
 class AppInfo(_Wire):
-    """GET /info, read leniently: anything but an object counts as empty.
-
-    An app of the contract's own server may write "<circular type=dict>" where an object belongs.
-    """
+    """GET /info, read leniently: anything but an object counts as empty."""
 
     service: Json = Field(default_factory=dict)
     dataset: Json = Field(default_factory=dict)
@@ -257,6 +252,7 @@ def read_info(value: Mapping[str, Any]) -> AppInfo:
     >>> read_info({"service": {"task": {"id": "math"}}, "dataset": "<circular type=dict>"}).task_id
     'math'
     """
+    # An app of the contract's own server may write "<circular type=dict>" where an object belongs.
     return AppInfo(**{name: part for name in AppInfo.model_fields if isinstance(part := value.get(name), dict)})
 
 
@@ -268,6 +264,7 @@ def read_response(value: Mapping[str, Any]) -> RolloutResponse | OutcomeResponse
     """
     metrics = value.get("metrics")
     if "reward_info" in value:
+        # The generations are told apart by their keys: no answer names its own.
         return OutcomeResponse.model_validate(value)
     if isinstance(metrics, Mapping) and "outcome_reward" in metrics:
         return OutcomeResponse.model_validate({**value, "reward_info": metrics})

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 # Refusals that the episode's own limits are: what the app makes of them is a result.
 _OUR_LIMITS: Mapping[str, Outcome] = {"overflow": Outcome.CONTEXT_OVERFLOW, "limit": Outcome.MAX_TURNS}
-# Refusals of what the app asked for, which asking again does not change: how it goes on is its own affair.
+# Refusals of what the app asked for, which asking again does not change: the app decides how to go on.
 _REFUSALS = ("template", "config")
 _ANSWER_FRACTION = 0.25  # of an episode's time
 _MAX_RETURNS = 65_536  # attempts whose returns are remembered until their step has ended
@@ -126,6 +126,7 @@ class AppCounters:
     def note_return(self, trajectory_id: str, attempt: int, episode_return: float) -> None:
         """Keep the return that the app gave for an attempt."""
         self.returns[trajectory_id, attempt] = episode_return
+        # Attempts of episodes that no step ever takes would stay for ever.
         if len(self.returns) > _MAX_RETURNS:
             del self.returns[next(iter(self.returns))]
 
@@ -137,8 +138,6 @@ class AppCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """One request that has ended: the gateway's capture, and the app's answer or the reason for none."""
-
     capture: Capture
     rollout: AppRollout | None
     error: AppError | None = None
@@ -146,10 +145,8 @@ class _Played:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """The end of an attempt; `error` is None unless it is a failure."""
-
     outcome: Outcome
-    error: str | None = None
+    error: str | None = None  # of a failure
 
 
 class AppEpisodes:
@@ -188,7 +185,7 @@ class AppEpisodes:
             max_attempts=settings.max_tries,
             first_delay_seconds=0.5,
             max_delay_seconds=30.0,
-            budget_fraction=settings.max_tries,  # none: an episode holds its slot while it waits
+            budget_fraction=settings.max_tries,  # no budget: an episode holds its slot while it waits
         )
         self._retries = Retries(retries, gives_up_with=AppError, seed=retry_seed, sleep=sleep)
 
@@ -216,6 +213,7 @@ class AppEpisodes:
                 success, final_messages, reports_events = said.success, said.final_messages, said.reports_events
         except EnginePoisonedError:
             raise
+        # Any error of reading or building is the rollout's: the run goes on with another attempt.
         except Exception as error:  # a bad rollout is a record, whatever was bad about it
             _log.debug("episode %s failed", request.session_id, exc_info=True)
             ending = _Ending(Outcome.ENGINE_ERROR, one_line(f"{type(error).__name__}: {error}"))
@@ -237,10 +235,10 @@ class AppEpisodes:
         )
 
     async def _play(self, request: EpisodeRequest) -> _Played:
-        """Return the first request that the app did not turn away, or the last one, within the episode's time."""
         ended: list[_Played] = []
         deadline = self._clock() + self.settings.episode_timeout_seconds
 
+        # A fresh name per try, because an earlier one may be running after all.
         async def ask(number: int) -> None:
             name = f"{request.session_id}/{number}" if number else request.session_id
             session = replace(self.settings.session, name=name, sampling_seed=request.sampling_seed)
@@ -269,6 +267,7 @@ class AppEpisodes:
                 error = failure
             return _Played(await session.freeze(), rollout, error)
         finally:
+            # Also after a success: a late call of the agent must find no session.
             await session.abort()
 
     def _request(self, name: str, session_id: str, task: Task) -> RolloutRequest:
@@ -299,11 +298,11 @@ class AppEpisodes:
         )
 
     def _scored(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
-        """Return the turns with their rewards; count and report what does not fit together."""
         joined = join_rewards(parts.turns, rollout, parts.decision_turns)
         warnings = [*rollout.warnings, *([joined.warning] if joined.warning else [])]
         if "step_rewards" in self.settings.env_config and self.settings.mode == "rl" and not rollout.reports_events:
             warnings.append("no step rewards: the app was asked for them and reports none; its return counts instead")
+        # The kind is counted and the first text logged: thousands of episodes may say the same.
         for warning in warnings:
             kind = warning.partition(":")[0]
             self.counters.warnings[kind] += 1
@@ -328,6 +327,7 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
     if poisoned is not None:
         raise EnginePoisonedError(poisoned.error)
     failed = _unanswered(capture)
+    # The agent went on, or its turns before count all the same.
     if failed is not None and failed.kind in _REFUSALS and parts.turns:
         failed = None
     if rollout is None:
@@ -336,6 +336,7 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
         failed = None  # the time was up while the model was asked
     if failed is not None and not rollout.ends_in_error and _went_on_without(failed, parts):
         failed = None
+    # Its return is of an unfinished episode.
     if rollout.aborted:
         return _Ending(Outcome.ENV_ERROR, "the app aborted the rollout")
     if failed is not None and failed.kind in _OUR_LIMITS:
@@ -350,7 +351,6 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
 
 
 def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollout) -> str | None:
-    """Explain why the app's reward does not follow from what the model did; None if it does."""
     if failed is not None:
         return f"the last call failed ({failed.kind}): {failed.error}"
     if not capture.calls:
@@ -362,33 +362,31 @@ def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollou
 
 
 def _failure_of(error: AppError | None, failed: FailedCall | None) -> _Ending:
-    """Return the end of an attempt without a result."""
     text = f"{type(error).__name__}: {error}"
     if failed is not None:
         text += f"; the last call of the model had failed ({failed.kind}): {failed.error}"
     if isinstance(error, AppTimeoutError):
         return _Ending(Outcome.EPISODE_TIMEOUT, one_line(text))
+    # The engine's failure is the cause, the app's error its consequence.
     is_engine = failed is not None and failed.kind == "engine"
     return _Ending(Outcome.ENGINE_ERROR if is_engine else Outcome.ENV_ERROR, one_line(text))
 
 
 def _unanswered(capture: Capture) -> FailedCall | None:
-    """Return the last call if the app got no answer to it, nor to another one that asked the same."""
     answered = {call.request_key for call in capture.calls if call.is_delivered}
     lost = [
         FailedCall(call.index, "cancelled", "its answer reached nobody")
         for call in capture.calls
         if not call.is_delivered and call.request_key not in answered
     ]
+    # A call after the last answered one decides; earlier failures were survived.
     last_answered = max((call.index for call in capture.calls if call.is_delivered), default=-1)
     later = [failed for failed in (*capture.failed, *lost) if failed.index > last_answered]
     return max(later, key=lambda failed: failed.index, default=None)
 
 
 def _went_on_without(failed: FailedCall, parts: CaptureBuild) -> bool:
-    """Return whether the agent chose not to wait for a call; its result then follows from what the model did before.
-
-    It asked twice at once and took one answer, gave its last call up, or ended its rollout while that was open. An app
-    for which that was a failure says so (`AppRollout.ends_in_error`).
-    """
+    # It asked twice at once and took one answer, gave its last call up, or ended its rollout while that was open. Its
+    # result then follows from what the model did before. An app for which that was a failure says so
+    # (`AppRollout.ends_in_error`).
     return failed.kind in ("cancelled", "open") and bool(parts.turns)

@@ -52,6 +52,7 @@ class AppMetrics:
         totals = _totals(counters)
         new = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._before = totals
+        # A fraction of nothing would be a point on the chart that means nothing.
         metrics = {name: float(new[name]) for name in METRICS if name in new}
         if new["sampled"]:
             metrics["gateway/trained_fraction"] = new["trained"] / new["sampled"]
@@ -64,6 +65,7 @@ def take_returns(counters: Sequence[AppCounters], groups: Sequence[TrajectoryGro
     wanted = {name for name, _ in is_kept} | {lost.trajectory_id for group in groups for lost in group.dropped}
     kept: list[float] = []
     lost: list[float] = []
+    # Returns of later steps' episodes stay until their step.
     for each in counters:
         for key in [key for key in each.returns if key[0] in wanted]:
             (kept if key in is_kept else lost).append(each.returns.pop(key))

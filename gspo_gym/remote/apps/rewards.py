@@ -32,13 +32,7 @@ from gspo_gym.types import Message, Outcome, Turn
 _TOLERANCE = 1e-6  # of the largest sum of absolute rewards: below it, two sums of the same rewards do not differ
 _MAX_SHOWN = 200  # characters of an app's error
 _MAX_UNNAMED = 1_000  # achievements of one decision that have no names
-_ENDINGS = {
-    outcome.value: outcome
-    for outcome in (
-        *(Outcome.TERMINATED, Outcome.TRUNCATED, Outcome.MAX_TURNS),
-        *(Outcome.CONTEXT_OVERFLOW, Outcome.ACTION_LIMIT),
-    )
-}
+_ENDINGS = {outcome.value: outcome for outcome in Outcome if not outcome.is_infrastructure_failure}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +139,7 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
             f"on_done is {request.on_done!r}; the return is their mean"
         )
     asked, answered = request.trace_correlation_id, response.trace_correlation_id
+    # The app may have mixed up two rollouts.
     if None not in (asked, answered) and asked != answered:
         warnings.append("correlation ids differ: the app answers with another one than it was given")
     is_ours = EXTENSION in metrics.details  # then a score beside no return is a success of an episode not scored
@@ -172,12 +167,10 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
 
 
 def _success_in(details: Mapping[str, Any]) -> bool | None:
-    """Return the first of `success` and `correct` that is a truth value."""
     return next((value for key in ("success", "correct") if isinstance(value := details.get(key), bool)), None)
 
 
 def _final_messages(response: RolloutResponse) -> tuple[Message, ...]:
-    """Return those of a server of this library."""
     final = response.trajectories[0].final if response.trajectories else None
     if final is None:
         return ()
@@ -202,7 +195,6 @@ def _sum_of(decisions: Sequence[AppDecision], name: str) -> list[tuple[str, floa
 def _first_of(
     sources: Sequence[tuple[str, float | None]], warnings: list[str], decisions: Sequence[AppDecision]
 ) -> tuple[float | None, str]:
-    """Return the first value that is there, and its name; warn if the last, the sum of the rewards, differs."""
     parts = [decision.reward for decision in decisions if decision.reward is not None]
     present = [(name, value) for name, value in sources if value is not None]
     if not present:
@@ -217,7 +209,6 @@ def _first_of(
 
 
 def _is_close(a: float, b: float, parts: Iterable[float]) -> bool:
-    """Return whether two sums are equal but for rounding; `parts` are what was summed, and give the scale."""
     scale = max(abs(a), abs(b), sum(map(abs, parts)))
     return math.isfinite(scale) and abs(a - b) <= _TOLERANCE * scale
 
@@ -230,19 +221,21 @@ def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Out
                 f"metrics.details.{EXTENSION}.outcome: expected one of {list(_ENDINGS)}, got {stated!r}"
             )
         return _ENDINGS[stated]
+    # Truncated and done: the limit was reached.
     if not steps or (steps[-1].done and not steps[-1].truncated):
         return Outcome.TERMINATED
     return Outcome.TRUNCATED if steps[-1].truncated else Outcome.MAX_TURNS
 
 
 def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[AppDecision, ...]:
-    """Return the decisions: the steps of a turn together if every step names its turn."""
     unnamed: list[str] = []
     single = [_decision_of(step, number, unnamed) for number, step in enumerate(steps)]
     if unnamed:
         warnings.append("achievements without names: they are counted, and names were made up for them")
     turns = [_decision_block(step).get("turn") for step in steps]
+    # `type` and not isinstance: True is no turn.
     numbers = [turn for turn in turns if type(turn) is int]
+    # Only if every step names its turn, in order, do steps of one turn belong together.
     if len(numbers) < len(turns) or numbers != sorted(numbers):
         return tuple(single)
     grouped: dict[int, list[AppDecision]] = defaultdict(list)
@@ -260,7 +253,6 @@ def _decision_of(step: RolloutStep, number: int, unnamed: list[str]) -> AppDecis
 
 
 def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
-    """Return the steps of one decision as one."""
     if len(decisions) == 1:
         return decisions[0]
     rewards = [decision.reward for decision in decisions if decision.reward is not None]
@@ -276,8 +268,9 @@ def _achievements(step: RolloutStep, number: int, unnamed: list[str]) -> tuple[s
     """Return the names that became true in a step: `decision_rewards.all`, or what stands in for it.
 
     If there are only counts, names are made up and added to `unnamed`: `unique_delta` new ones, and of those before as
-    many as `ach_delta` is more. Both kinds of counting then give the app's numbers.
+    many as `ach_delta` is more.
     """
+    # Both kinds of counting then give the app's numbers.
     block, stepwise = _decision_block(step), _part(step.info, "stepwise")
     places = ((block, "all"), (block, "unique"), (stepwise, "new_achievements"))
     for holder, key in places:
@@ -303,7 +296,6 @@ def _count(block: Mapping[str, Any], key: str, number: int) -> int:
 
 
 def _reports_events(step: RolloutStep) -> bool:
-    """Return whether a step reports what was achieved in it, even if nothing."""
     ours = (step.info or {}).get(EXTENSION)
     return bool(_decision_block(step) or _part(step.info, "stepwise") or isinstance(ours, Mapping))
 
@@ -346,6 +338,7 @@ def join_rewards(
         events = dict.fromkeys(event for decision in rollout.decisions for event in decision.events)
         decisions = [*[AppDecision()] * (len(turns) - 1), AppDecision(rollout.episode_return, {}, tuple(events))]
         if rollout.decisions:
+            # Which decision is which call cannot be told, and a wrong guess would teach the wrong turn.
             warning = (
                 f"steps are not calls: the app lists {len(rollout.decisions)} decisions and {len(turns)} calls of the "
                 "model are trained on; the last of them gets the whole return"
@@ -362,7 +355,6 @@ def join_rewards(
 def _folded(
     decisions: Sequence[AppDecision], decision_turns: Sequence[int | None], num_turns: int
 ) -> list[AppDecision]:
-    """Return one decision per turn; that of a call without a turn counts with the turn before it, or the first."""
     of_turn: list[list[AppDecision]] = [[] for _ in range(num_turns)]
     latest = 0
     for decision, turn in zip(decisions, decision_turns, strict=True):
@@ -372,10 +364,7 @@ def _folded(
 
 
 def _with_rest(decisions: Sequence[AppDecision], episode_return: float) -> AppDecision:
-    """Return the last decision with the difference between the return and the sum of all rewards.
-
-    If no decision was scored, it gets the whole return, 0 included, because the episode was scored.
-    """
+    # If no decision was scored, the last one gets the whole return, 0 included, because the episode was scored.
     last = decisions[-1]
     rewards = [decision.reward for decision in decisions if decision.reward is not None]
     if rewards and _is_close(episode_return, sum(rewards), rewards):
