@@ -34,7 +34,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 MAX_BODY_BYTES = 1_000_000  # of a request, and of one WebSocket message: an action is text that a model wrote
 MAX_JSON_DEPTH = 64  # as deep as schemas of tools get, and far from where parsers recurse too deeply
-OPEN_PATHS = ("/", "/health")  # asked by container runtimes and by whoever looks whether anything is there
+OPEN_PATHS = ("/", "/health")  # asked by container runtimes and health checks
 _MAX_HEADERS = 100
 _MAX_KEYS = 16  # that one request may try
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -76,7 +76,7 @@ class Keys:
     def open_for(self, headers: Headers) -> bool:
         """Return whether a key is in X-API-Key, X-API-Keys (several, with commas) or Authorization: Bearer.
 
-        Every key is compared with every key sent, to let the time tell nothing about either.
+        Every key is compared with every key sent, so the time tells nothing about either.
         """
         opens = False
         for sent in _keys_in(headers):
@@ -128,7 +128,6 @@ class Guard:
         self._max_requests, self._num_requests = max_concurrent_requests, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request or one WebSocket."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -143,7 +142,6 @@ class Guard:
         await self.app(scope, receive, send)
 
     def _require_welcome(self, scope: Scope) -> None:
-        """Check everything that the headers tell."""
         headers: Headers = scope["headers"]
         if len(headers) > _MAX_HEADERS:
             raise _RefusedError(431, "too_many_headers", f"a request has at most {_MAX_HEADERS} headers")
@@ -151,7 +149,7 @@ class Guard:
             raise _RefusedError(403, "unknown_host", "the Host header names no host that is served here")
         if any(origin not in self._origins for origin in _values(headers, b"origin")):
             raise _RefusedError(403, "unknown_origin", "pages of this origin may not call")
-        # Who sends a key wants to know whether it is the right one, also where none is needed.
+        # A caller that sends a key wants to know whether it is the right one, also where none is needed.
         is_open = scope["path"] in self._open_paths and not _keys_in(headers)
         if self._keys and not is_open and not self._keys.open_for(headers):
             text = "expected the server's key in the header X-API-Key, or as Authorization: Bearer KEY"
@@ -171,7 +169,7 @@ class Guard:
             self._num_requests -= 1
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the body, and call the application unless the client has gone."""
+        # The body comes before the application: a handler would otherwise be started for half a request.
         body = await self._body(scope, receive)
         if body is None:
             return
@@ -183,7 +181,6 @@ class Guard:
         await self.app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the whole body; None if the client has gone."""
         lengths = _values(scope["headers"], b"content-length")
         # isdigit first: int() also takes signs and underscores, and refuses very long numbers.
         if any(not one.isdigit() or len(one) > 20 or int(one) > self._max_body_bytes for one in lengths):
@@ -227,6 +224,7 @@ def json_depth_exceeds(body: bytes | bytearray, limit: int) -> bool:
     >>> json_depth_exceeds(b'[["[[["]]', 2), json_depth_exceeds(b'[[["a"]]]', 2)
     (False, True)
     """
+    # Most bodies have few brackets, and need no pass of their own.
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
     depth = 0
@@ -262,10 +260,10 @@ def _all_keys_in(headers: Headers) -> Iterator[bytes]:
 
 
 def _host_name(headers: Headers) -> str:
-    """Return the name in the Host header in lower case, without its port; "" without exactly one."""
+    # Two Host headers could be read differently by a proxy and by this.
     hosts = _values(headers, b"host")
     if len(hosts) != 1:
-        return ""
+        return ""  # none is allowed then
     host = hosts[0].decode("latin-1").lower()
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() else host
@@ -273,7 +271,7 @@ def _host_name(headers: Headers) -> str:
 
 async def _refuse(scope: Scope, send: Send, refused: _RefusedError) -> None:
     if scope["type"] == "websocket":
-        # before accept: the client sees a 403
+        # Before accept: the client sees a 403.
         await send({"type": "websocket.close", "code": 1008, "reason": refused.message})
         return
     error = {"code": refused.code, "message": refused.message}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from gspo_gym.errors import ConfigError, ServiceError
+from gspo_gym.errors import ConfigError, ServiceError, shortened
 
 # A host and a port -> its addresses, as text.
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -79,6 +79,7 @@ class PinnedUrl:
         asked = (request.url.scheme, request.url.host, request.url.port or _PORTS.get(request.url.scheme))
         if asked != (self.scheme, self.host, self.port):
             raise UrlError(f"expected a request to {self.scheme}://{self.host}:{self.port}, got one to {asked}")
+        # The TLS name stays the host's: the certificate is checked against it, and the address is in no certificate.
         request.extensions = {**request.extensions, "sni_hostname": self.host}
         request.url = request.url.copy_with(host=self.address)
 
@@ -113,6 +114,7 @@ class UrlPolicy:
             except ValueError:
                 raise ConfigError(f"allowed hosts: expected a network such as 10.0.0.0/8, got {allowed!r}") from None
             return
+        # A bare IPv6 address has colons, which otherwise begin a port.
         is_bare_ipv6 = allowed.count(":") > 1 and "[" not in allowed
         try:
             parts = _split(f"http://[{allowed}]" if is_bare_ipv6 else f"http://{allowed}")
@@ -132,6 +134,7 @@ class UrlPolicy:
         if not (is_allowed or self._is_public_allowed or self._networks):  # a name that is not looked up tells nobody
             raise UrlError(f"{_shown(url)} is not called: {host} is not among the allowed hosts")
         addresses = await self._addresses(host, port)
+        # All of them, because a name may have a public and a private address, and the caller's library would choose.
         for address in addresses:
             is_public = self._is_public_allowed and _is_public(address)
             if not (is_allowed or is_public or self._is_in_network(address)):
@@ -164,7 +167,7 @@ async def _resolve(host: str, port: int) -> list[str]:
 
 
 def _split(url: str) -> SplitResult:
-    """Return the parts of an http(s) URL with a host in its usual spelling."""
+    # What urlsplit would drop or read otherwise than the library that connects.
     if not isinstance(url, str) or any(c <= " " or c == "\\" or c >= "\x7f" for c in url):
         raise UrlError(f"expected a URL of printable ASCII without spaces or backslashes, got {_shown(url)}")
     try:
@@ -177,13 +180,14 @@ def _split(url: str) -> SplitResult:
     if "@" in parts.netloc:
         raise UrlError(f"expected a URL without a user or a password, got one for host {parts.hostname}")
     host = _host(parts)
+    # A host of digits could be an address in a spelling that the checks above do not know.
     if _literal(host) is None and (_NUMERIC.fullmatch(host) or not _NAME.fullmatch(host)):
         raise UrlError(f"expected a host name or an address such as 127.0.0.1 or [::1], got {host!r}")
     return parts
 
 
 def _host(parts: SplitResult) -> str:
-    return (parts.hostname or "").rstrip(".")
+    return (parts.hostname or "").rstrip(".")  # the dot of a fully qualified name
 
 
 def _literal(host: str) -> IPAddress | None:
@@ -204,6 +208,6 @@ def _is_public(address: IPAddress) -> bool:
 
 
 def _shown(url: object) -> str:
-    """Format a URL for an error: short, and without its query, which may hold a secret."""
+    # The query may hold a secret.
     text = repr(url.split("?", 1)[0] if isinstance(url, str) else url)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return shortened(text, 120)

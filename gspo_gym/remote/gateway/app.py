@@ -83,8 +83,6 @@ Json = Any  # a JSON value
 
 @dataclass(slots=True)
 class _SessionState:
-    """HTTP state of a session: its exchanges, and the conversations that `previous_response_id` continues."""
-
     replays: Replays = field(default_factory=Replays)
     conversations: dict[str, tuple[Message, ...]] = field(default_factory=dict)
 
@@ -119,12 +117,12 @@ class GatewayApp:
         self._states: WeakKeyDictionary[GatewaySession, _SessionState] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request, or the server's start and end."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
         if scope["type"] != "http":
             return
         target = read_target(scope["path"], scope["query_string"].decode("latin-1"))
+        # HEAD, because some clients ask it of a base URL first.
         if scope["method"] in ("GET", "HEAD"):
             await _send(send, self._look(scope["path"], target))
         elif scope["method"] == "POST":
@@ -159,13 +157,14 @@ class GatewayApp:
         try:
             body = await request.body()
         except ClientDisconnect:
-            return  # half a request: nobody waits for an answer
+            return  # half a request: no answer is waited for
         try:
             session = self._session(target)
             state = self._state_of(session)
             asked = _asked(target.api, body, request)
             exchange, reply = await state.replays.answer(asked, lambda: self._work(session, target, body, request))
         except Exception as error:
+            # Whatever it was, the app gets OpenAI's error object and not the server's.
             await _send(send, failure_reply(error))
             return
         await _deliver(session, exchange, reply, asked, send)
@@ -179,11 +178,11 @@ class GatewayApp:
         return session
 
     async def _work(self, session: GatewaySession, target: Target, body: bytes, request: Request) -> Reply:
-        """Answer a request that is not a retry."""
         try:
             said = request.headers.get(TRAINED_HEADER)
             is_trained = None if said is None else read_flag(said, name=TRAINED_HEADER)
             return await _APIS[target.api](self, session, read_body(body), is_trained)
+        # As a reply, so that a retry of the same request gets it, too, if it is final.
         except Exception as error:
             return failure_reply(error)
 
@@ -208,6 +207,7 @@ class GatewayApp:
         return _json_reply(text_completion(call, around, logprobs=logprobs), call.index)
 
     async def _respond(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
+        # `previous_response_id` continues what the gateway said itself, so each answer is kept.
         conversations = self._state_of(session).conversations
         request = read_responses_request(body, previous=conversations)
         call = await session.chat(_marked(request.call, is_trained))
@@ -239,15 +239,16 @@ def _asked(api: str, body: bytes, request: Request) -> Asked:
     return Asked(
         digest=digest_of(api, body),
         key=request.headers.get("idempotency-key"),
+        # A count of ten digits is no count of retries.
         retry_count=int(count) if count.isdecimal() and len(count) < 10 else None,
         has_gone=lambda: _has_gone(request.receive),
     )
 
 
 async def _has_gone(receive: Receive) -> bool:
-    """Return whether the client has hung up. The body was received before, so only a disconnect can be waiting."""
+    # The body was received before, so only a disconnect can be waiting.
     receiving = asyncio.ensure_future(receive())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # a waiting message is delivered at once
     if receiving.done():
         return receiving.result()["type"] == "http.disconnect"  # type: ignore[no-any-return]  # ASGI's are untyped
     receiving.cancel()
@@ -255,10 +256,10 @@ async def _has_gone(receive: Receive) -> bool:
 
 
 async def _deliver(session: GatewaySession, exchange: Exchange, reply: Reply, asked: Asked, send: Send) -> None:
-    """Send an answer if its client is still there, and record whether it was delivered."""
     has_gone = await asked.has_gone()
     if not has_gone:
         await _send(send, reply)
+    # An answer that reached no caller is asked for again, or its call is no part of the episode.
     exchange.finish(asked, is_delivered=not has_gone)
     if reply.call_index is not None:
         session.note_delivery(reply.call_index, is_delivered=exchange.is_delivered)
@@ -326,6 +327,7 @@ def failure_reply(error: Exception, *, status: int = 400) -> Reply:
         return _reply(status, wire, may_retry=False)
     known = next((kind for kind in _KINDS if isinstance(error, kind.error)), None)
     if known is None:
+        # The text may hold what a client must not read.
         _LOG.error("the gateway failed to answer a request", exc_info=error)
         return _reply(500, error_object("the gateway failed", kind=_SERVER, code="internal_error"), may_retry=True)
     wire = error_object(str(error), kind=known.kind, code=known.code, param=known.param)
@@ -334,6 +336,7 @@ def failure_reply(error: Exception, *, status: int = 400) -> Reply:
 
 
 def _reply(status: int, wire: object, *, may_retry: bool, call_index: int | None = None) -> Reply:
+    # OpenAI's clients retry 409, 429 and 5xx by themselves, which a refusal does not need.
     headers = () if may_retry else _FINAL
     return Reply(status, JSON_TYPE, json_bytes(wire), headers, call_index, is_final=call_index is not None)
 
@@ -385,6 +388,7 @@ def read_target(path: str, query: str) -> Target:
     >>> read_target("/v1", "cid=Xy_1/v1/chat/completions")
     Target(session_id='Xy_1', api='chat')
     """
+    # Code that appends a query of its own loses one in the query, and none in the path.
     found = _IN_PATH.fullmatch(path)
     if found:
         return Target(found[1], _api_of(found[2]))

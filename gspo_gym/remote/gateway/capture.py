@@ -238,6 +238,7 @@ def read_chat(completion: Completion, *, renderer: Renderer, opening: Sequence[i
     parsed = renderer.parse(text, is_truncated=not is_stopped)
     finish: WireFinish = "stop" if is_stopped else "length"
     if isinstance(parsed, ParseFailure):
+        # What cannot be parsed is still the model's turn: its text is the content.
         return Answer(completion, Message("assistant", text), parsed.status, parsed.error, finish)
     finish = "tool_calls" if parsed.tool_calls else finish
     return Answer(completion, parsed, ParseStatus.OK, None, finish)
@@ -253,16 +254,14 @@ def read_text(completion: Completion, *, renderer: Renderer, stops: Sequence[str
 def _cut_at_stops(
     completion: Completion, stops: Sequence[str], renderer: Renderer, opening: Sequence[int]
 ) -> tuple[Completion, str, bool]:
-    """Return the completion up to the token that completes a stop string, the text before it, and if there was one.
-
-    The rest is an exact sample of a policy that stops there, because whether it stops depends on its own tokens only.
-    Its finish reason is STOP, whatever the engine said of the tokens that were cut off.
-    """
+    # The rest is an exact sample of a policy that stops there, because whether it stops depends on its own tokens only.
+    # Its finish reason is STOP, whatever the engine said of the tokens that were cut off.
     ids = completion.token_ids.tolist()
     whole = renderer.decode([*opening, *ids])
+    # Searched in the answer alone: a stop string may stand in the opening.
     if not _places(renderer.decode(ids), stops):
         return completion, whole, False
-    # of the shortest beginning that holds a stop string, as the whole does
+    # Of the shortest beginning that holds a stop string; longer ones hold it, too.
     count = bisect_left(range(len(ids)), True, key=lambda count: bool(_places(renderer.decode(ids[:count]), stops)))
     said = renderer.decode(ids[:count])
     lost = len(said) - min(_places(said, stops))

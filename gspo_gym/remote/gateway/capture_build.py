@@ -7,12 +7,12 @@ masked turns: the episode was played and its return belongs to its group's stati
 
 A call is not trained on by these rules, in this order:
 
-1. The capture knows a reason: the caller said no, a schema narrowed the choice, or the sampling was another one. 2. A
-call that the caller wants to be trained on, is. The rules below are for calls that say nothing. 3. An answer that was
-not delivered, and on which nothing followed, is no part of the episode. 4. A conversation of a single call without
-tools (a title, a summary) is beside the task if the session holds others of several calls, or with tools, and none of
-these has the same system message. Several single calls under one system message are no titles: such an agent shows its
-model only the present state.
+1. The capture knows a reason: the caller said no, a schema narrowed the choice, or the sampling was another one.
+2. A call that the caller wants to be trained on, is. The rules below are for calls that say nothing.
+3. An answer that was not delivered, and on which nothing followed, is no part of the episode.
+4. A conversation of a single call without tools (a title, a summary) is beside the task if the session holds others of
+   several calls, or with tools, and none of these has the same system message. Several single calls under one system
+   message are no titles: such an agent shows its model only the present state.
 
 Calls that ask for the same thing are ordinary turns if their answers were delivered: a retry of a lost answer is
 recognised before anything is sampled (`replay.py`), so two answers are two draws from the policy, and leaving one out
@@ -112,6 +112,7 @@ def build_trajectory_parts(capture: Capture) -> CaptureBuild:
     untrained = untrained_calls(capture.calls)
     calls = {call.index: call for call in capture.calls}
     decisions = _decisions(calls, untrained)
+    # Masked turns only if nothing is trained on: the episode was played, and its return counts in its group.
     masked = frozenset() if any(index not in untrained for index in calls) else frozenset(decisions)
     turn_calls = tuple(index for index in calls if index not in untrained or index in masked)
     numbers = {index: turn for turn, index in enumerate(turn_calls)}
@@ -133,7 +134,7 @@ def build_trajectory_parts(capture: Capture) -> CaptureBuild:
 
 
 def _decisions(calls: Mapping[int, CapturedCall], untrained: Mapping[int, Untrained]) -> tuple[int, ...]:
-    """Return the calls whose answers were delivered, except those beside the task."""
+    # A conversation went on from it, so its answer arrived, whatever was noted.
     continued = {call.parent for call in calls.values()}
     return tuple(
         index
@@ -144,18 +145,16 @@ def _decisions(calls: Mapping[int, CapturedCall], untrained: Mapping[int, Untrai
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Calls from a root on whose prompts append to each other, and those of them that are trained on here."""
-
     calls: tuple[int, ...]
     owned: frozenset[int]
 
 
 def _owned_paths(calls: Mapping[int, CapturedCall], trained: Iterable[int]) -> list[_Path]:
-    """Return a path to every trained call that no other trained one follows, in the order of their last calls."""
     trained = set(trained)
     inner = {index for end in trained for index in _line(calls[end], calls)[:-1]}
     paths, taken = [], set[int]()
     for leaf in sorted(trained - inner):
+        # In order, so a completion is trained on in the first path that holds it.
         line = _line(calls[leaf], calls)
         owned = frozenset(index for index in line if index in trained and index not in taken)
         taken |= owned
@@ -164,7 +163,6 @@ def _owned_paths(calls: Mapping[int, CapturedCall], trained: Iterable[int]) -> l
 
 
 def _line(call: CapturedCall, calls: Mapping[int, CapturedCall]) -> list[int]:
-    """Return the calls to whose tokens this one's prompt appends, from the first on, and itself."""
     line = [call.index]
     while call.appends and call.parent is not None:
         call = calls[call.parent]
@@ -180,13 +178,13 @@ def _segment_of(
     number: int,
     masked: Collection[int],
 ) -> tuple[Segment, list[Turn]]:
-    """Return the tokens of a path and its turns; those of `masked` calls are in no mask."""
     segment = OpenSegment()
     turns: list[Turn] = []
     observed = 0  # up to where the tokens belong to an earlier turn
     for call in (calls[index] for index in path.calls):
         segment.append_context(call.context_ids)
         completion = call.completion
+        # Context here: it is trained on in an earlier path, or not at all.
         if call.index not in path.owned:
             segment.append_context(completion.token_ids)
             continue
@@ -210,7 +208,6 @@ def _segment_of(
 
 
 def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> tuple[Message, ...]:
-    """Return `CaptureBuild.messages`."""
     needed: set[int] = set()
     for index in turn_calls:
         at: int | None = index
@@ -219,6 +216,7 @@ def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> t
             at = calls[at].parent
     messages: list[Message] = []
     has_begun = False
+    # The last messages of the assistant's have to be the turns, so others after the first turn become a user's.
     turns = set(turn_calls)
     for call in (call for index, call in calls.items() if index in needed):
         is_turn = call.index in turns
@@ -238,12 +236,7 @@ def _as_context(message: Message) -> Message:
 
 def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[int, Untrained]) -> tuple[CallUse, ...]:
     uses = [
-        CallUse(
-            failed.index,
-            "failed",
-            0,
-            untrained=Untrained.NOT_AWAITED if failed.kind == "open" else Untrained.FAILED,
-        )
+        CallUse(failed.index, "failed", 0, None, Untrained.NOT_AWAITED if failed.kind == "open" else Untrained.FAILED)
         for failed in capture.failed
     ]
     for call in capture.calls:
@@ -260,6 +253,7 @@ def untrained_calls(calls: Sequence[CapturedCall]) -> dict[int, Untrained]:
     silent = [call for call in calls if call.untrained is None and call.is_trained is None]
     continued = {call.parent for call in calls}
     for call in silent:
+        # Rule 3: lost, and asked for by no retry.
         if not call.is_delivered and call.index not in continued:
             reasons[call.index] = Untrained.UNDELIVERED
     auxiliary = _auxiliary(calls, reasons)
@@ -270,7 +264,6 @@ def untrained_calls(calls: Sequence[CapturedCall]) -> dict[int, Untrained]:
 
 
 def _auxiliary(calls: Sequence[CapturedCall], reasons: Mapping[int, Untrained]) -> set[int]:
-    """Return the indices of the single calls beside the task."""
     by_index = {call.index: call for call in calls}
     trees: dict[int, list[CapturedCall]] = {}
     for call in calls:
@@ -279,6 +272,7 @@ def _auxiliary(calls: Sequence[CapturedCall], reasons: Mapping[int, Untrained]) 
             root = by_index[root.parent]
         if reasons.get(call.index) is not Untrained.UNDELIVERED:
             trees.setdefault(root.index, []).append(call)
+    # Several single calls under one system message are an agent that shows its model only the present state.
     num_trees = Counter(_system_of(by_index[root]) for root in trees)
     is_task = {
         root: len(tree) > 1

@@ -65,13 +65,17 @@ def chat_prompt(
         raise ConfigError("messages: expected at least one, got none")
     if call.tool_choice is not None and call.json_schema is not None:
         raise ConfigError("response_format: expected none beside a tool that must be called, got a JSON schema")
+    # Checked before rendering, which takes long for a text that is far too long.
     found = conversations.find(call.messages, tools_key)
     if cannot_fit(found.new, tokenizer, max_model_len):
         raise overflow(f"{sum(len(message.content) for message in found.new)} characters", max_model_len)
+    # The prompt begins the call as the template would write it, and the model samples the rest. The opening counts as
+    # context, so such an answer can be trained on; it may fail to be a call, which is an error and never repaired.
     opening = renderer.call_opening(forced_tool(call.tool_choice, call.tools)) if call.tool_choice else []
     if found.parent is None:
         added, appends = renderer.start(found.new), False
     else:
+        # A sampled stop token ends the turn in the template's words; a cut one must be closed first.
         is_closed = int(found.parent.completion.token_ids[-1]) in renderer.stop_token_ids
         continuation = renderer.continue_from(found.known, found.new, closed=is_closed)
         added, appends = continuation.token_ids, not continuation.is_new_segment
@@ -106,6 +110,7 @@ def raw_prompt(
     whole = np.array(ids, dtype=np.int32)
     parent, num_known = _longest_beginning(whole, conversations)
     context = whole[num_known:]
+    # People read the record; ids of any client need not be text.
     new = (Message("user", renderer.decode(context)),) if len(context) else ()
     digest = b",".join(str(token_id).encode() for token_id in ids)
     return _fitting(Prompt(parent, parent is not None, new, whole, context, [], digest), max_model_len)
@@ -134,7 +139,6 @@ def _checked_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:  # Any: what
 
 
 def _longest_beginning(ids: Int32Array, conversations: Conversations) -> tuple[CapturedCall | None, int]:
-    """Return the raw call with the most tokens with which `ids` begins, and their number; of equals the first."""
     known = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
     beginnings = [(call, len(tokens)) for call, tokens in known if np.array_equal(ids[: len(tokens)], tokens)]
     return max(beginnings, key=lambda found: found[1], default=(None, 0))
@@ -170,7 +174,7 @@ def call_problem(answer: Message, name: str | None, tools: Sequence[Mapping[str,
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of OpenAI function schemas, in order."""
-    return [str(tool.get("function", tool).get("name")) for tool in tools]
+    return [str(tool.get("function", tool).get("name")) for tool in tools]  # some clients send the function alone
 
 
 _Place = tuple[int, int]  # of a tool call: the number of its message, and its number within
@@ -205,6 +209,7 @@ class Conversations:
         self._calls[call.index] = call
         if call.kind == "completion":
             return
+        # As its answer will stand in a later request; tool calls have no places before it.
         key = _key_of(call.answer, {})
         self._by_digest.setdefault(_extended(request_digest, key), []).append(call.index)
 
@@ -215,6 +220,7 @@ class Conversations:
         begun.
         """
         digests = list(_digests(messages, tools_key))
+        # The longest first. Only an assistant's message can be the answer of a call.
         for count in range(len(messages) - 1, 0, -1):
             candidates = self._by_digest.get(digests[count]) if messages[count - 1].role == "assistant" else None
             if candidates:
@@ -242,20 +248,20 @@ class Conversations:
         return np.concatenate(parts[::-1])
 
     def _line_of(self, call: CapturedCall) -> Iterable[CapturedCall]:
-        """Yield the call, its parent, and so on."""
         line: CapturedCall | None = call
         while line is not None:
             yield line
             line = None if line.parent is None else self._calls[line.parent]
 
     def _chosen(self, candidates: Sequence[int], reasoning: str | None) -> CapturedCall:
+        # The same reasoning, if the caller repeats any: several answers may have the same words.
         calls = [self._calls[index] for index in candidates]
         same = [call for call in calls if call.answer.reasoning_content == reasoning] if reasoning is not None else []
         return max(same or calls, key=lambda call: call.index)
 
 
 def _digests(messages: Sequence[Message], tools_key: str) -> Iterable[bytes]:
-    """Yield the digest of the tools alone, then of the conversation up to each message."""
+    # The tools count: another set of tools begins another conversation.
     digest = _extended(b"", tools_key)
     yield digest
     places: dict[str, _Place] = {}
@@ -270,9 +276,9 @@ def _extended(digest: bytes, key: str) -> bytes:
 
 
 def _key_of(message: Message, places: dict[str, _Place]) -> str:
-    """Return what has to be equal for two messages to match; `places` of tool calls by their present ids."""
     if message.role == "assistant":
         calls = [[call.name, _plain(call.arguments)] for call in message.tool_calls]
+        # Without reasoning and ids, and trimmed: clients change these.
         said: list[Any] = [message.role, message.content.strip(), calls]  # Any: JSON
     elif message.role == "tool":
         said = [message.role, message.content, places.get(message.tool_call_id or "", message.tool_call_id)]
@@ -282,7 +288,7 @@ def _key_of(message: Message, places: dict[str, _Place]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON with whole floats as integers, because clients may change 1.0 to 1."""
+    # Clients may change 1.0 to 1.
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -291,7 +297,6 @@ def _plain(value: Any) -> Any:
 
 
 def _renamed(messages: Sequence[Message], known: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages behind those known, with tool results under the ids of the known calls."""
     ids: dict[str, str] = {}
     for sent, first in zip(messages, known, strict=False):
         ids |= {call.id: ours.id for call, ours in zip(sent.tool_calls, first.tool_calls, strict=False)}

@@ -14,7 +14,7 @@ from gspo_gym.errors import UnknownNameError
 from gspo_gym.remote.gateway.capture import SessionClosedError, SessionLimitError
 from gspo_gym.remote.gateway.session import SESSION_IS_OVER, GatewaySession, GatewaySessionSettings
 
-_MAX_CLOSED = 65_536  # ids of sessions that are over, kept to tell "over" from "never was"
+_MAX_CLOSED = 65_536  # to tell a late call from a wrong address
 
 
 class Gateway:
@@ -85,12 +85,14 @@ class Gateway:
 
     async def close(self) -> None:
         """Abort all sessions."""
+        # A copy, because aborting forgets the session.
         for session in list(self._sessions.values()):
             await session.abort()
 
     def _forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
         self._closed[session_id] = None
+        # The oldest: an agent that calls after so many others is told that there is no such session.
         if len(self._closed) > _MAX_CLOSED:
             self._closed.popitem(last=False)
 

@@ -23,15 +23,13 @@ _POLL_SECONDS = 0.01  # until it listens, which takes a few milliseconds
 
 
 class _QuietServer(uvicorn.Server):
-    """Server that leaves SIGINT, SIGTERM and the exit to the program around it."""
-
+    # SIGINT, SIGTERM and the exit are left to the program around it.
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, but raise where it would end the process."""
+        # uvicorn would end the whole process, and the trainer with it.
         with contextlib.suppress(SystemExit):
             await super().startup(sockets)
             return
@@ -83,7 +81,7 @@ class LoopServer:
         self._socket.close()
 
     def _tell_early_end(self, serving: asyncio.Task[None]) -> None:
-        """Log an unexpected end of the server: its callers only see refused connections."""
+        # Its callers only see refused connections.
         if not self._server.should_exit:
             error = None if serving.cancelled() else serving.exception()
             _log.error("the server at %s ended by itself: %r", self.url, error)

@@ -13,7 +13,7 @@ from typing import Any
 
 from gspo_gym.base.messages import messages_from_wire, require_encodable
 from gspo_gym.base.strict_json import read_json
-from gspo_gym.errors import GymError, RecordError
+from gspo_gym.errors import GymError, RecordError, shortened
 from gspo_gym.remote.gateway.capture import REQUIRED, ChatCall, CompletionCall
 
 Json = Any  # a JSON value
@@ -22,7 +22,6 @@ TRAINED_KEY = "gspo_gym_trained"
 """In a request's `metadata`, "true" or "false": whether its caller wants it trained on."""
 
 _MAX_STOPS = 16
-_MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 
 
 class RequestError(GymError, ValueError):
@@ -85,7 +84,6 @@ def read_chat_request(body: Mapping[str, Json]) -> ChatRequest:
         RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
     require_one_choice(body)
-    stream_options = body.get("stream_options") or {}
     tools = read_tools(body.get("tools"))
     call = ChatCall(
         messages=read_messages(body.get("messages"), param="messages"),
@@ -98,14 +96,7 @@ def read_chat_request(body: Mapping[str, Json]) -> ChatRequest:
         json_schema=read_schema(body.get("response_format"), param="response_format"),
         is_trained=wants_training(body),
     )
-    return ChatRequest(
-        call,
-        AnswerOptions(
-            stream=bool(body.get("stream")),
-            include_usage=isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage")),
-            logprobs=bool(body.get("logprobs")),
-        ),
-    )
+    return ChatRequest(call, _options(body, logprobs=bool(body.get("logprobs"))))
 
 
 def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
@@ -117,7 +108,6 @@ def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
     require_one_choice(body)
     if body.get("echo") or body.get("suffix"):
         raise RequestError("echo and suffix: expected neither", code="unsupported_parameter", param="echo")
-    stream_options = body.get("stream_options") or {}
     call = CompletionCall(
         prompt=_prompt(body.get("prompt")),
         max_tokens=_max_tokens(body),
@@ -127,14 +117,14 @@ def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
         is_trained=wants_training(body),
     )
     logprobs = body.get("logprobs")
-    return CompletionRequest(
-        call,
-        AnswerOptions(
-            stream=bool(body.get("stream")),
-            include_usage=isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage")),
-            logprobs=logprobs is not None and logprobs is not False,  # 0 asks for the sampled tokens' own
-        ),
-    )
+    has_logprobs = logprobs is not None and logprobs is not False  # 0 asks for the sampled tokens' own
+    return CompletionRequest(call, _options(body, logprobs=has_logprobs))
+
+
+def _options(body: Mapping[str, Json], *, logprobs: bool) -> AnswerOptions:
+    asked = body.get("stream_options")
+    include_usage = isinstance(asked, Mapping) and bool(asked.get("include_usage"))
+    return AnswerOptions(bool(body.get("stream")), include_usage, logprobs)
 
 
 def require_one_choice(body: Mapping[str, Json]) -> None:
@@ -162,6 +152,7 @@ def read_messages(value: Json, *, param: str) -> tuple[Any, ...]:
         messages = messages_from_wire(value, where=param)
         for index, message in enumerate(messages):
             require_encodable(message.content, where=f"{param}[{index}]")
+    # JSON can spell a lone surrogate, and the tokenizer would raise.
     except RecordError as error:
         raise RequestError(str(error), param=param) from error
     if not messages:
@@ -202,6 +193,7 @@ def read_tool_choice(value: Json, tools: Sequence[Mapping[str, Json]]) -> str | 
             raise RequestError("tool_choice: 'required' without tools", param="tool_choice")
         return REQUIRED
     if isinstance(value, Mapping) and value.get("type") == "function":
+        # The chat API nests the name, the Responses API does not.
         function = value.get("function") if isinstance(value.get("function"), Mapping) else value
         name = function.get("name") if isinstance(function, Mapping) else None
         offered = [tool["function"]["name"] for tool in tools]
@@ -243,6 +235,7 @@ def read_number(body: Mapping[str, Json], name: str, *, low: float, high: float)
     value = body.get(name)
     if value is None:
         return None
+    # True is an int in Python, and no number in JSON.
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise RequestError(f"{name}: expected a number from {low:g} to {high:g}, got {shown(value)}", param=name)
     return float(value)
@@ -287,11 +280,11 @@ def read_flag(text: Json, *, name: str) -> bool:
 
 def shown(value: object) -> str:
     """Format a wrong value for an error."""
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    return shortened(repr(value))
 
 
 def _max_tokens(body: Mapping[str, Json]) -> int | None:
+    # The older name is deprecated, and some clients send both.
     newer = read_count(body, "max_completion_tokens")
     return read_count(body, "max_tokens") if newer is None else newer
 

@@ -63,12 +63,7 @@ def answer_id(prefix: str, session_id: str, index: int) -> str:
 
 def chat_completion(call: CapturedCall, around: Envelope, *, logprobs: Json = None) -> dict[str, Json]:
     """Return a `chat.completion`; `logprobs` from `chat_logprobs`, None for none."""
-    choice = {
-        "index": 0,
-        "message": answer_message(call),
-        "logprobs": logprobs,
-        "finish_reason": call.finish_reason,
-    }
+    choice = {"index": 0, "message": answer_message(call), "logprobs": logprobs, "finish_reason": call.finish_reason}
     return {**_head("chat.completion", call, around), "choices": [choice], "usage": usage_of(call)}
 
 
@@ -86,6 +81,7 @@ def chat_chunks(
 
     message = answer_message(call)
     yield chunk({"role": "assistant", "content": ""})
+    # Before the content, as it was sampled.
     if "reasoning_content" in message:
         yield chunk({"reasoning_content": message["reasoning_content"]})
     if message["content"] or logprobs is not None:
@@ -102,6 +98,7 @@ def chat_chunks(
 
 def text_completion(call: CapturedCall, around: Envelope, *, logprobs: Json = None) -> dict[str, Json]:
     """Return a `text_completion`; `logprobs` from `text_logprobs`, None for none."""
+    # This API has no tool calls: their text stands in the answer.
     finish = "stop" if call.finish_reason == "tool_calls" else call.finish_reason
     choice = {"index": 0, "text": call.answer.content, "logprobs": logprobs, "finish_reason": finish}
     return {**_head("text_completion", call, around), "choices": [choice], "usage": usage_of(call)}
@@ -142,6 +139,7 @@ def about(call: CapturedCall) -> dict[str, Json]:
 def chat_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) -> dict[str, Json]:
     """Return the logprob of every sampled token, the stop token included; alternatives are not known."""
     content = []
+    # One token may be a part of a character, which has no text of its own.
     for token, logprob in zip(call.completion.token_ids.tolist(), call.completion.logprobs.tolist(), strict=True):
         text = decode([token])
         known = {"token": text, "logprob": logprob, "bytes": None if _UNREADABLE in text else list(text.encode())}
@@ -182,13 +180,13 @@ def event_stream(chunks: Iterator[dict[str, Json]]) -> bytes:
 
 
 def _head(kind: str, call: CapturedCall, around: Envelope) -> dict[str, Json]:
-    version = int(call.completion.weight_version[-1])
     return {
         "id": around.answer_id,
         "object": kind,
         "created": around.created,
         "model": around.model,
-        "system_fingerprint": f"weights-{version}",  # of the last token: weights may change within an answer
+        # Of the last token: weights may change within an answer.
+        "system_fingerprint": f"weights-{int(call.completion.weight_version[-1])}",
         "gspo_gym": about(call),
     }
 
@@ -292,7 +290,6 @@ def response_events(response: Mapping[str, Json]) -> bytes:
 
 
 def _as_chat(value: Json) -> list[Json]:
-    """Return the input in the form of the chat API: consecutive calls are one assistant message's."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -306,6 +303,7 @@ def _as_chat(value: Json) -> list[Json]:
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call":
             call = {"id": item.get("call_id"), "function": {k: item.get(k) for k in ("name", "arguments")}}
+            # Consecutive calls are one assistant message's, as the model said them.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -327,7 +325,6 @@ def _output_text(output: Json, where: str) -> str:
 
 
 def _as_chat_tools(value: Json) -> Json:
-    """Return function tools in the form of the chat API: name and parameters one level deeper."""
     if not isinstance(value, list):
         return value
     tools = []
@@ -346,6 +343,7 @@ def _items(call: CapturedCall, response_id: str) -> list[dict[str, Json]]:
     status = "incomplete" if call.finish_reason == "length" else "completed"
     items: list[dict[str, Json]] = []
     answer = call.answer
+    # An empty answer is a message, too.
     if answer.content or not answer.tool_calls:
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
         said = {"type": "message", "role": "assistant", "status": status, "content": [text]}
@@ -373,11 +371,8 @@ def _text_events(item: Mapping[str, Json], index: int) -> Iterator[dict[str, Jso
     part = item["content"][0]
     at = {"item_id": item["id"], "output_index": index, "content_index": 0}
     empty = {**part, "text": ""}
-    yield {
-        "type": "response.output_item.added",
-        "output_index": index,
-        "item": {**item, "status": "in_progress", "content": []},
-    }
+    begun = {**item, "status": "in_progress", "content": []}
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
     yield {"type": "response.content_part.added", **at, "part": empty}
     yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
     yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
@@ -390,10 +385,6 @@ def _call_events(item: Mapping[str, Json], index: int) -> Iterator[dict[str, Jso
     opening = {**item, "status": "in_progress", "arguments": ""}
     yield {"type": "response.output_item.added", "output_index": index, "item": opening}
     yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-    yield {
-        "type": "response.function_call_arguments.done",
-        **at,
-        "name": item["name"],
-        "arguments": item["arguments"],
-    }
+    done = {"name": item["name"], "arguments": item["arguments"]}
+    yield {"type": "response.function_call_arguments.done", **at, **done}
     yield {"type": "response.output_item.done", "output_index": index, "item": item}

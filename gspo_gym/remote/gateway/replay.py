@@ -2,10 +2,10 @@
 
 A request is the same as an earlier one of its session if
 
-- it carries the same `Idempotency-Key` (with another body, that is refused), or - it has the same body, and the clients
-of the earlier one have hung up without an answer, or - it has the same body and says that it is a retry
-(`x-stainless-retry-count` of OpenAI's clients above 0), unless the earlier request failed: that has no answer, and is
-worked on anew.
+- it carries the same `Idempotency-Key` (with another body, that is refused), or
+- it has the same body, and the clients of the earlier one have hung up without an answer, or
+- it has the same body and says that it is a retry (`x-stainless-retry-count` of OpenAI's clients above 0), unless the
+  earlier request failed: that has no answer, and is worked on anew.
 
 Otherwise the same body is a new call, also while the earlier one is being answered: an agent may ask the same thing
 twice, one time after another or at once. While the answer is being sampled, the same request waits for it (coalescing);
@@ -123,6 +123,7 @@ class Replays:
             else:
                 self.num_coalesced += 1
             return exchange, await asyncio.shield(exchange.reply)
+        # The retry of a failure is used up: the next retry of this body belongs to the call that follows.
         if asked.retry_count and self._num_failed[asked.digest]:
             self._num_failed[asked.digest] -= 1
         exchange = Exchange(asked.digest, asked.key, asyncio.get_running_loop().create_future(), [asked])
@@ -133,7 +134,7 @@ class Replays:
             self._forget(exchange)
             failure = error if isinstance(error, Exception) else asyncio.CancelledError()
             exchange.reply.set_exception(failure)
-            exchange.reply.exception()  # seen: nobody need wait for it
+            exchange.reply.exception()  # marked as seen, because no other request may be waiting
             raise
         exchange.reply.set_result(reply)
         self._remember(exchange, reply)
@@ -144,17 +145,19 @@ class Replays:
             self._forget(exchange)
             return
         finished = [kept for kept in self._exchanges if kept.reply.done()]
+        # Only finished ones: those that are being answered have clients that wait.
         for old in finished[: -self._max_remembered]:
             self._exchanges.remove(old)
 
     def _forget(self, exchange: Exchange) -> None:
-        """Drop an exchange without an answer: a retry of it must not get another call's answer."""
+        # A retry of it must not get another call's answer.
         self._exchanges.remove(exchange)
         self._num_failed[exchange.digest] += 1
 
     async def _same_as(self, asked: Asked) -> Exchange | None:
         if asked.key is not None:
             return self._of_key(asked.key, asked.digest)
+        # The latest first, and none with a key: its client would send the key again.
         same = [e for e in reversed(self._exchanges) if e.digest == asked.digest and e.key is None]
         for exchange in same:
             if await exchange.is_abandoned():

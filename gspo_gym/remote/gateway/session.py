@@ -48,7 +48,7 @@ from gspo_gym.types import Completion, Sampling
 
 SESSION_IS_OVER = "the session is over: its episode has ended, and nothing more is sampled for it"
 _MAX_ERROR_CHARACTERS = 500
-_ID_BYTES = 24  # 192 bits: whoever knows an id may use the session
+_ID_BYTES = 24  # 192 bits, because an id is all that opens a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,7 @@ class GatewaySession:
             number, completion = await self._sample(call, prompt, renderer)
             answer = read_chat(completion, renderer=renderer, opening=prompt.opening, stops=call.stop)
             captured = self._keep(call, prompt, answer, index=index, number=number, tools_key=tools_key)
+        # After it was kept: the tokens were sampled, and the answer stays the same for a retry.
         if call.tool_choice is not None:
             name = forced_tool(call.tool_choice, call.tools)
             if (problem := captured.error or call_problem(captured.answer, name, call.tools)) is not None:
@@ -200,6 +201,7 @@ class GatewaySession:
         if self._capture is not None:
             return self._capture
         self._require_open()
+        # They are part of the record: a reward may have been earned without their answers.
         given_up = (FailedCall(i, "open", "in flight when the session ended") for i in self._in_flight)
         failed = [*self._failed.values(), *given_up]
         self._capture = Capture(
@@ -222,9 +224,11 @@ class GatewaySession:
 
     async def _end(self) -> None:
         was_busy = bool(self._in_flight)
+        # First, so that calls that arrive while the engine ends find it closed.
         self._is_closed = True
         self._forget(self.id)
         self._conversations, self._calls, self._failed = Conversations(), {}, {}
+        # An engine without requests of it is not troubled.
         if was_busy:
             await self._engine.abort(self.settings.name)
         await self._engine.end_session(self.settings.name)
@@ -245,7 +249,6 @@ class GatewaySession:
 
     @contextlib.contextmanager
     def _failing(self, index: int) -> Iterator[None]:
-        """Record the call as in flight, and how it fails."""
         self._in_flight.add(index)
         try:
             yield
@@ -260,14 +263,15 @@ class GatewaySession:
     async def _sample(
         self, call: ChatCall | CompletionCall, prompt: Prompt, renderer: Renderer
     ) -> tuple[int, Completion]:
-        """Return the completion and its number."""
         sampling = self._sampling(call, prompt, renderer)
+        # What the answer may need at most is held from now on, because calls overlap.
         held = len(prompt.context_ids) + sampling.max_tokens
         if self._num_tokens + held > self.settings.max_captured_tokens:
             raise SessionLimitError(
                 f"the session holds {self._num_tokens} tokens, and {held} more would be over its "
                 f"max_captured_tokens = {self.settings.max_captured_tokens}"
             )
+        # The number of a failed call is free again, so asking again gives the tokens of the first time.
         number = next(k for k in itertools.count() if k not in self._numbers)
         self._numbers.add(number)
         self._num_tokens += held
@@ -275,17 +279,12 @@ class GatewaySession:
             completion = await self._generate(
                 prompt, replace(sampling, seed=child_seed(self.settings.sampling_seed, "turn", number))
             )
-            require_possible(
-                completion,
-                max_tokens=sampling.max_tokens,
-                vocab_size=self._vocab_size,
-                renderer=renderer,
-            )
+            require_possible(completion, max_tokens=sampling.max_tokens, vocab_size=self._vocab_size, renderer=renderer)
         except BaseException:
             self._numbers.discard(number)
             self._num_tokens -= held
             raise
-        self._num_tokens -= sampling.max_tokens - len(completion.token_ids)
+        self._num_tokens -= sampling.max_tokens - len(completion.token_ids)  # as many as were not needed
         return number, completion
 
     async def _generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
@@ -306,7 +305,6 @@ class GatewaySession:
         return completion
 
     def _sampling(self, call: ChatCall | CompletionCall, prompt: Prompt, renderer: Renderer) -> SamplingParams:
-        """Return all sampling parameters but the seed."""
         settings = self.settings
         schema = call.json_schema if isinstance(call, ChatCall) else None
         if schema is not None and not self._engine.capabilities.structured_output:
@@ -361,17 +359,17 @@ class GatewaySession:
 
 
 def _request_key(call: ChatCall | CompletionCall, prompt: Prompt) -> str:
-    """Return a key that is equal for calls that ask for the same thing, whatever their temperature and length."""
+    # Whatever their temperature and length, calls that ask for the same thing have one key.
     asked = [call.stop] + ([call.tool_choice, call.json_schema] if isinstance(call, ChatCall) else ["completion"])
     return hashlib.blake2b(prompt.digest + json.dumps(asked).encode(), digest_size=16).hexdigest()
 
 
 def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:
-    """Return the reason if the call cannot be trained on whatever the session's other calls are, else None."""
     if call.is_trained is False:
         return Untrained.UNTRAINED_BY_REQUEST
     if isinstance(call, ChatCall) and call.json_schema is not None:
         return Untrained.CONSTRAINED
+    # The learner scores a batch under one temperature.
     for asked, own in ((call.temperature, settings.sampling.temperature), (call.top_p, settings.sampling.top_p)):
         if asked is not None and asked != own:
             return Untrained.OTHER_SAMPLING

@@ -141,6 +141,7 @@ async def play_rollout(played: PlayedRollout, *, session: EnvSession, ask: Ask, 
         episode = PlayedEpisode()
         played.episodes.append(episode)
         await _play_episode(episode, played, session=session, ask=ask, plan=plan)
+        # "reset": the same task again while there are turns left.
         if plan.on_done == "terminate":
             return
 
@@ -155,6 +156,7 @@ async def end_if_actions_were_slow(played: PlayedRollout, plan: Plan, *, seconds
         return False
     episode, session = played.episodes[-1], played.session
     num_actions = len(_actions_of(episode))
+    # Actions that took less than half of the time did not use it up.
     if episode.outcome is not None or num_actions == 0 or episode.action_seconds <= seconds / 2:
         return False
     retrial = _retrial_of(plan, session, max_seconds=seconds / 8)  # to make it, and to play
@@ -176,11 +178,13 @@ async def _play_episode(
             episode.outcome = Outcome.CONTEXT_OVERFLOW
             return
         played.num_ops += 1
+        # Kept before the step: if that fails, the model's answer is not lost.
         episode.unanswered = (seen, reply)
         try:
             result = await _answered(session, episode, _action_of(reply))
         except GymError as error:
             retrial = _retrial_of(plan, session, max_seconds=_MAX_REPLAY_SECONDS)
+            # Another environment is asked: a broken one would fail for any action.
             if not await is_the_actions_doing(error, _actions_of(episode), retrial):
                 raise PlayError("env_step_failed", str(error)) from error
             _end_at_limit(episode, session)
@@ -229,7 +233,6 @@ def _retrial_of(plan: Plan, session: EnvSession, *, max_seconds: float) -> Retri
 
 
 def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
-    """End the episode at its last action, answered or not, with the environment's lowest return."""
     earned = math.fsum(episode.rewards)
     floor = floor_of(session.env, earned, None)
     if episode.unanswered is not None:
@@ -248,10 +251,10 @@ def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
 async def _asked(
     ask: Ask, conversation: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...], *, is_first: bool
 ) -> Reply | None:
-    """Return the model's answer; None if the conversation no longer fits it."""
     try:
         return await ask(conversation, tools)
     except ContextOverflowError as error:
+        # Nothing was played: a return of 0 would be made up.
         if is_first:
             raise PlayError("no_steps_executed", f"the first message does not fit the model: {error}") from error
         return None

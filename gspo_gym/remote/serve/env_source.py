@@ -64,6 +64,7 @@ class EnvSource:
         self.factory = isolated_factory(env, self._config, isolation)
         self._factories: dict[str, IsolatedFactory] = {}
         parameters = inspect.signature(_creator_of(env)).parameters
+        # Keys that the constructor takes are arguments, and name no task.
         self._address_keys = tuple(key for key in _ADDRESS if key not in parameters)
 
     def seed_of(self, config: Mapping[str, Any], seed: int | None) -> int | None:
@@ -79,6 +80,7 @@ class EnvSource:
         address = {key: config[key] for key in self._address_keys if config.get(key) is not None}
         split, index = address.get("split"), address.get("index")
         first = None if split is None else _SIDES.get(str(split).lower())
+        # A task of the wrong split would be held-out data in training.
         if split is not None and first is None:
             raise RefusalError(422, "bad_split", f"env.config.split: expected one of {list(_SIDES)}, got {split!r:.80}")
         if index is not None and (type(index) is not int or not 0 <= index < FIRST_TRAINING_SEED):
@@ -88,6 +90,7 @@ class EnvSource:
         named = seed if index is None else (first or 0) + index
         if seed is None or named == seed:
             return named
+        # The hosted evaluation command sends the index as the seed, too.
         if index is not None and index != seed:
             raise RefusalError(
                 422, "bad_index", f"env.config.index and env.seed: expected the same task, got {index} and {seed}"
@@ -105,6 +108,7 @@ class EnvSource:
         Raises:
             RefusalError: it may not set one, or there is no such argument.
         """
+        # What names the task, or is for the trainer, is no argument of the constructor.
         others = (*_NOT_OF_THE_CONSTRUCTOR, *self._address_keys)
         asked = {key: value for key, value in config.items() if key not in others}
         for key, value in asked.items():
@@ -118,6 +122,7 @@ class EnvSource:
                 )
         key = json.dumps(asked, sort_keys=True)
         if key not in self._factories:
+            # The oldest goes: a client could make any number of them.
             if len(self._factories) >= _MAX_KEPT:
                 del self._factories[next(iter(self._factories))]
             try:
@@ -133,6 +138,5 @@ def description_of(env: str | Callable[[], Any]) -> str:
 
 
 def _creator_of(env: str | Callable[[], Any]) -> Any:
-    """Return the class or function that makes it."""
     creator: Any = gymnasium.registry[resolve(env)].entry_point if isinstance(env, str) else env
     return load_env_creator(creator) if isinstance(creator, str) else creator

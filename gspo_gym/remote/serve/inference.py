@@ -54,7 +54,7 @@ class Reply:
 
 
 def require_openai() -> None:
-    """Fail at the server's start, and not in its first rollout, if the package is missing.
+    """Raise if the openai package is missing, at the server's start and not in its first rollout.
 
     Raises:
         MissingExtraError: the openai package is not installed.
@@ -155,12 +155,14 @@ class InferenceClient:
 
     def _to_wire(self, message: Message) -> dict[str, Any]:
         wire = message_to_wire(message)
+        # Other servers refuse the field, or show it to their model.
         if self._is_ours and message.reasoning_content is not None:
             wire["reasoning_content"] = message.reasoning_content
         return wire
 
     def _failure(self, status: int, body: object, text: str) -> Exception:
         code = body.get("code") if isinstance(body, Mapping) else None
+        # vLLM has no code for it.
         if status == 400 and (code == _OVERFLOW_CODE or "maximum context length" in text):
             return ContextOverflowError(f"{self._where}: the conversation no longer fits the model")
         return InferenceError(f"{self._where}: status {status}: {text[:_MAX_SHOWN]}")
@@ -172,6 +174,7 @@ class InferenceClient:
             said = choice["message"]
             usage = {name: n for name, n in (wire.get("usage") or {}).items() if isinstance(n, int)}
             extra = wire.get(EXTENSION)
+            # Only our gateway answers with the extra field.
             self._is_ours = isinstance(extra, dict)
             return Reply(
                 **_understood(said, extra if isinstance(extra, dict) else {}, self._where),
@@ -185,12 +188,12 @@ class InferenceClient:
 
 
 def _understood(said: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return message, error and parse of a reply; the environment answers a text that is not an action."""
     if extra.get("error"):
         text = Message("assistant", str(said.get("content") or ""))
         return {"message": text, "error": str(extra["error"]), "parse": str(extra.get("parse", "bad_tool_call"))}
     try:
         return {"message": message_from_wire({**said, "role": "assistant"}, where=where)}
+    # The environment answers a text that is not an action, as it would in the trainer's process.
     except RecordError as error:  # an endpoint that passes on arguments that are no JSON
         if not all(_is_call(call) for call in said.get("tool_calls") or ()):
             raise InferenceError(str(error)) from error
@@ -200,7 +203,6 @@ def _understood(said: Mapping[str, Any], extra: Mapping[str, Any], where: str) -
 
 
 def _is_call(call: object) -> bool:
-    """Return whether an unreadable call is the model's doing, and not the endpoint's."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 

@@ -115,6 +115,7 @@ class OpenEnvService:
         Raises:
             EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
             ConfigError: a tool has a reserved name.
+        # One instance is made to be asked for its tools: an environment that cannot be made fails the start.
         """
         self.facts = await _read_facts(self.sessions, self.name, self._description)
         try:
@@ -334,6 +335,7 @@ class Channel:
         finally:
             session.is_attached = False
             if session.is_closing or session.is_broken:
+                # Shielded: a server that is stopped still closes the environment.
                 await asyncio.shield(self._sessions.destroy(session))
 
     async def _open_session(self) -> Session | None:
@@ -341,6 +343,7 @@ class Channel:
         wanted = self._websocket.query_params.get("session_id")
         try:
             session = await self._sessions.create() if wanted is None else self._sessions.get(wanted)
+            # Two clients of one episode would each see half of it.
             if session.is_attached:
                 raise UsageError(f"session {wanted!r} has a WebSocket already")
         except CapacityError as error:
@@ -353,6 +356,7 @@ class Channel:
         except GymError as error:
             await self._send(error_frame("FACTORY_ERROR", str(error)))
             return None
+        # A session that was made over /mcp outlives the socket.
         session.is_attached, session.is_closing = True, wanted is None
         return session
 
@@ -369,7 +373,6 @@ class Channel:
                 return
 
     async def _answer(self, text: str | None, session: Session) -> dict[str, Any] | None:
-        """Return the frame that answers a client's; None after its goodbye."""
         try:
             frame = read_json(text if text is not None else "")
         except RecordError as error:
@@ -406,6 +409,7 @@ class Channel:
 
     async def _step(self, data: Any, session: Session) -> dict[str, Any]:
         action = read_action(data, has_tools=bool(self._tool_schemas))
+        # Listing is no turn: nothing happens in the environment.
         if isinstance(action, ToolAction) and action.type == "list_tools":
             return {"type": "observation", "data": tools_data(self._tool_schemas)}
         result = await session.act(lambda turn: message_of(action, turn=turn))

@@ -55,7 +55,7 @@ class Session:
             if seed is None:
                 seed = next_seed(self._generator)
             else:
-                self._generator = np.random.default_rng(seed)
+                self._generator = np.random.default_rng(seed)  # the seed starts the sequence of the episodes after it
             result = await self._call(self.env.reset(seed, options))
             self.episode_id, self.num_steps = episode_id or str(uuid.uuid4()), 0
             self._is_playing = True
@@ -89,6 +89,7 @@ class Session:
         self.last_used = time.monotonic()
         try:
             result: StepResult = await answer
+        # The environment may hang or be half-way through a step: only closing is safe.
         except (EnvTimeoutError, EnvDiedError, ActionLimitError, asyncio.CancelledError):
             self.is_broken = True
             raise
@@ -136,6 +137,7 @@ class Sessions:
             EnvError, EnvTimeoutError, ContractError: the environment could not be made.
         """
         if self.num_active >= self.max_sessions:
+            # Idle ones are closed only when their places are needed.
             await self._close_idle()
         if self.num_active >= self.max_sessions:
             raise CapacityError(f"{self.num_active} of at most {self.max_sessions} sessions are open")
@@ -143,7 +145,7 @@ class Sessions:
         try:
             session = Session(await self.open_env())
         finally:
-            self._num_opening -= 1
+            self._num_opening -= 1  # counted while it is being made, or more would be opened
         self._open[session.id] = session
         return session
 
@@ -167,17 +169,19 @@ class Sessions:
 
     async def destroy(self, session: Session) -> None:
         """Close a session; its place becomes free when its environment is closed."""
+        # Its socket and /mcp may both close it.
         if session.id in self._open:
             try:
                 await session.close()
             finally:
-                self._open.pop(session.id, None)
+                self._open.pop(session.id, None)  # also if closing failed
 
     async def close_all(self) -> None:
         """Close every session."""
         await asyncio.gather(*(self.destroy(session) for session in list(self._open.values())))
 
     async def _close_idle(self) -> None:
+        # Sessions with a WebSocket end with that.
         oldest = time.monotonic() - self._idle_timeout
         idle = [one for one in self._open.values() if not one.is_attached and one.last_used < oldest]
         await asyncio.gather(*(self.destroy(session) for session in idle))

@@ -22,6 +22,7 @@ from gspo_gym.types import Message, StepResult, ToolCall
 RESERVED_TOOL_NAMES = frozenset({"reset", "step", "state", "close"})  # of OpenEnv
 
 
+# Unknown fields are refused: a misspelt one would be an action that says nothing.
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -149,6 +150,7 @@ def call_result(result: StepResult) -> dict[str, Any]:
 
 def tools_data(tool_schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the data of the frame that answers list_tools, which does nothing in the environment."""
+    # OpenEnv spells the field otherwise than MCP.
     tools = [
         {"name": tool["name"], "description": tool["description"], "input_schema": tool["inputSchema"]}
         for tool in mcp_tools(tool_schemas)
@@ -180,13 +182,9 @@ def validation_errors(error: ValidationError) -> list[dict[str, Any]]:
     return [{"type": one["type"], "loc": list(one["loc"]), "msg": one["msg"]} for one in error.errors()]
 
 
-_INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS, _INTERNAL_ERROR, _SERVER_ERROR = (
-    -32600,
-    -32601,
-    -32602,
-    -32603,
-    -32000,
-)
+# JSON-RPC's codes (section 5.1), and the first of those that a server may choose.
+_INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS = -32600, -32601, -32602
+_INTERNAL_ERROR, _SERVER_ERROR = -32603, -32000
 
 
 class RpcRequest(BaseModel):
@@ -207,11 +205,7 @@ class _RpcError(Exception):
 
 
 async def answer_rpc(
-    asked: Any,
-    *,
-    sessions: Sessions,
-    tool_schemas: Sequence[Mapping[str, Any]],
-    session: Session | None = None,
+    asked: Any, *, sessions: Sessions, tool_schemas: Sequence[Mapping[str, Any]], session: Session | None = None
 ) -> dict[str, Any]:
     """Answer one request; never raises for anything that a client can cause.
 
@@ -285,7 +279,7 @@ async def _created(sessions: Sessions) -> Session:
 
 
 async def _closed(session: Session, sessions: Sessions) -> dict[str, Any]:
-    if session.is_attached:  # its WebSocket closes it
+    if session.is_attached:  # its WebSocket closes it, which may be in the middle of a call
         session.is_closing = True
         return {"session_id": session.id, "closed": False, "closing": True}
     await sessions.destroy(session)

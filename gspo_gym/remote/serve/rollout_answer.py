@@ -81,6 +81,7 @@ class DecisionRewards:
 
     def of_decision(self, events: Sequence[str]) -> dict[str, Any]:
         """Return `decision_rewards` and `stepwise` of the next decision, which reached these achievements."""
+        # Once each: an environment may report an event twice in one step.
         settings, reached = self._settings, list(dict.fromkeys(events))
         unique = [name for name in reached if name not in self._seen]
         self._seen.update(dict.fromkeys(unique))
@@ -90,6 +91,7 @@ class DecisionRewards:
             "decision_index": len(self._stepwise),
             "indicator": indicator,
             "new_achievements": unique,
+            # 0 stands for no factor.
             "reward": (settings.indicator_lambda or 1.0) * base,
             "strategy": settings.strategy,
             "base_reward": base,
@@ -156,7 +158,7 @@ def step_rewards_of(policy_config: Mapping[str, Any], env_config: Mapping[str, A
 
 
 Json = dict[str, Any]  # Any: JSON
-_MIN_LOGPROB = -9999.0  # what stands for -inf, which JSON does not have
+_MIN_LOGPROB = -9999.0  # for -inf, which JSON does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +281,7 @@ def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContex
     for decision in (one for episode in episodes for one in episode.decisions):
         for name, value in decision.result.reward_terms.items():
             terms[name] += value  # type: ignore[assignment]  # a counter of floats
+    # An aborted rollout has no ending of its own.
     outcome = episodes[-1].outcome if episodes and not aborted else None
     details: Json = {
         "reward_terms": dict(terms),
@@ -302,10 +305,8 @@ def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContex
 
 
 def _mean_return(returns: Sequence[float], *, aborted: bool) -> float | None:
-    """Return the mean over scored episodes; None if nothing was scored.
-
-    The contract demands a number, so an aborted rollout has one, too, although it has no result.
-    """
+    # None if nothing was scored. The contract demands a number, so an aborted rollout has one, too, although it has no
+    # result.
     if returns:
         return sum(returns) / len(returns)
     return 0.0 if aborted else None
@@ -347,10 +348,12 @@ def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) 
                 "system_state_after": _observation(result.messages),
             }
         )
+        # Messages once each: `seen` is what was new to the model.
         history += [message_to_wire(message) for message in (*one.seen, one.reply.message)]
     if decisions:
         history += [message_to_wire(message) for message in decisions[-1].result.messages]
-    steps = [{"step_id": f"turn_{turn}", "step_index": turn - 1, "turn_number": turn} for turn in _turns(decisions)]
+    turns = range(1, len(decisions) + 1)
+    steps = [{"step_id": f"turn_{turn}", "step_index": turn - 1, "turn_number": turn} for turn in turns]
     return {
         "session_id": context.request.run_id,
         "created_at": created_at,
@@ -360,10 +363,6 @@ def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) 
         "metadata": _trace_metadata(context),
         "session_metadata": [],
     }
-
-
-def _turns(decisions: Sequence[Decision]) -> range:
-    return range(1, len(decisions) + 1)
 
 
 def _trace_metadata(context: AnswerContext) -> Json:

@@ -62,14 +62,13 @@ def served_app(served: ServedEnv) -> Guard:
     Raises:
         UnknownNameError: a name that is not registered.
         ConfigError: a limit, a key or an allowed host is invalid, or no such argument or isolation; or a key would be
-            sent
-            to any program of this machine.
+            sent to any program of this machine.
     """
     services: list[Service] = []
     max_requests = 1_024
     if served.protocol in ("task_app", "all"):
         task_app = _task_app(served)
-        services.append(task_app)  # first: its /health says what both ask for
+        services.append(task_app)  # first, because its /health says what both ask for
         max_requests = task_app.max_concurrent_requests
     if served.protocol in ("openenv", "all"):
         services.append(
@@ -94,6 +93,7 @@ def served_app(served: ServedEnv) -> Guard:
 def _task_app(served: ServedEnv) -> TaskApp:
     hosts = served.inference_hosts
     if hosts is None:
+        # The key would go to every program of this machine that listens.
         if served.inference_api_key is not None:
             raise ConfigError("--inference-key-env: name the hosts that get the key, with --inference-host")
         hosts = LOOPBACK_HOSTS if is_loopback(served.host) else ()
@@ -114,6 +114,7 @@ def rubrics_of(env_id: str, rubric: str | None = None) -> Rubrics:
     """
     if rubric is None:
         home = str(gymnasium.registry[resolve(env_id)].entry_point).partition(":")[0].split(".")
+        # A bundled environment brings its rubrics in its own package; the last version counts.
         ids = [known for known in bundled_rubric_ids() if home[:2] == ["gspo_gym_envs", known.partition("/")[0]]]
         rubric = ids[-1] if ids else None
     return load_rubrics(rubric)

@@ -86,14 +86,16 @@ class Rollouts:
             plan, context = self._read(request, factory)
             url = await self._checked_url(context.inference_url)
         except BaseException:
-            client_left.close()  # never awaited
+            client_left.close()  # or asyncio warns that it was never awaited
             raise
         played = PlayedRollout()
         try:
             async with self._runs.begin(request.run_id) as run:
                 playing = self._play(played, run, plan, request, url, factory)
                 seconds = min(request.safety.max_time_s, self._max_seconds)
+                # Whatever ends first: the episode, an abort, the client's connection, or the time.
                 is_over = await until_stopped(playing, run.abort_requested.wait(), client_left, timeout_seconds=seconds)
+                # Slow actions are the model's doing and are scored, while an abort has no result.
                 if not (is_over or run.abort_requested.is_set()):
                     is_over = await end_if_actions_were_slow(played, plan, seconds=seconds)
                 run.status = "succeeded" if is_over else "aborted"
@@ -136,6 +138,7 @@ class Rollouts:
         url = policy.get("inference_url")
         if not isinstance(url, str) or not url:
             raise RefusalError(422, "missing_inference_url", "policy.config.inference_url: expected a URL, got none")
+        # The trainer finds the calls of a rollout by this id.
         correlation_id = correlation_id_of(policy, url)
         if correlation_id is None and request.mode == "rl":
             raise RefusalError(
@@ -145,6 +148,7 @@ class Rollouts:
             )
         named = self._source.seed_of(env.config, env.seed)
         seed = seed_of(request.run_id, is_evaluation=request.mode == "eval") if named is None else named
+        # A seed of the request, because drawn ones are not negative.
         if seed < 0:
             raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {seed}")
         plan = Plan(
@@ -167,7 +171,7 @@ class Rollouts:
 
 
 def _status_of(error: PlayError, request: RolloutRequest) -> int:
-    """Return the status for a failed rollout; before the first step, the request's own values may be the cause."""
+    # Before the first step, the request's own values may be the cause.
     if error.code in ("env_init_failed", "env_reset_failed"):
         return failure_status(error, request.env.config)
     return _STATUS.get(error.code, 500)
@@ -179,6 +183,7 @@ def correlation_id_of(policy: Mapping[str, Any], url: str) -> str | None:
     >>> correlation_id_of({}, "http://gw/t/x/v1/chat/completions?cid=x")
     'x'
     """
+    # In the policy first, because a URL may have been changed on the way.
     for name in ("trace_correlation_id", "trace"):
         if isinstance(policy.get(name), str) and policy[name]:
             return str(policy[name])
@@ -237,15 +242,16 @@ def _step_rewards(policy: Mapping[str, Any], env: Mapping[str, Any]) -> AppStepR
 
 
 async def _play_and_close(played: PlayedRollout, session: EnvSession, model: InferenceClient, plan: Plan) -> None:
-    """Play and close; an error of closing after a good rollout is the rollout's failure."""
     try:
         await play_rollout(played, session=session, ask=model.ask, plan=plan)
+    # The environment is closed also if the client has gone.
     except BaseException:
         with contextlib.suppress(GymError):  # it would only hide the first
             await asyncio.shield(session.close())
         raise
     try:
         await asyncio.shield(session.close())
+    # An error of closing after a good rollout is the rollout's failure: what it did may not have been kept.
     except GymError as error:
         raise PlayError("env_close_failed", str(error)) from error
 
@@ -290,6 +296,7 @@ class Runs:
             RefusalError: that run is under way already, or too many are waiting.
         """
         known = self._runs.get(run_id)
+        # A client that asks again after a lost answer would play the same attempt twice.
         if known is not None and known.finished_at is None:
             raise RefusalError(409, "run_exists", f"run {run_id!r} is under way; a run id names one attempt")
         if self._num_waiting >= self._max_waiting:
@@ -310,6 +317,7 @@ class Runs:
         self._num_waiting += 1
         try:
             await self._places.acquire()
+        # Cancelled or placed, it waits no longer.
         finally:
             self._num_waiting -= 1
         try:
@@ -334,6 +342,7 @@ class Runs:
             run.abort_requested.set()
 
     def _forget_old(self) -> None:
+        # The oldest first; those under way stay.
         for run_id in list(self._runs)[: max(0, len(self._runs) - _MAX_REMEMBERED)]:
             if self._runs[run_id].finished_at is not None:
                 del self._runs[run_id]
