@@ -195,7 +195,7 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     command = [
         sys.executable,
         "-m",
-        "gspo_gym.cli.main",
+        "gspo_gym.cli",
         "env",
         "collect",
         "held_env:Held-v0",
