@@ -269,7 +269,7 @@ def test_a_file_that_cannot_grow_ends_a_collection_before_its_first_episode(tmp_
 def test_the_command_names_what_it_cannot_write_before_it_plays(tmp_path: Path, capsys: Any) -> None:
     arguments = ["env", "collect", "GuessNumber", "--policy", "scripted:reference", "--out"]
     assert main([*arguments, str(tmp_path / "e.csv")]) == 2
-    assert ".jsonl or .parquet" in capsys.readouterr().err
+    assert ".jsonl.gz or .parquet" in capsys.readouterr().err
     assert main([*arguments, str(tmp_path / "no" / "e.jsonl")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
