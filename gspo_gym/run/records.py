@@ -26,7 +26,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         RecordError: another line is damaged; names file and line.
     """
-    return _Lines(folder / "metrics.jsonl").read()
+    return LineReader(folder / "metrics.jsonl").read()
 
 
 def read_events(folder: Path, *, after: int | None = None) -> list[Event]:
@@ -36,7 +36,7 @@ def read_events(folder: Path, *, after: int | None = None) -> list[Event]:
     """
     if after is not None:
         return EventReader(folder, after=after).read()
-    return _numbered(_Lines(folder / EVENTS_FILE).read())
+    return _numbered(LineReader(folder / EVENTS_FILE).read())
 
 
 class EventReader:
@@ -49,7 +49,7 @@ class EventReader:
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
         self._folder = folder
-        self._lines = _Lines(folder / EVENTS_FILE)
+        self._lines = LineReader(folder / EVENTS_FILE)
         self._last_in_file = 0
         self.after = after
 
@@ -123,11 +123,11 @@ def _numbered(lines: list[Event], after: int = 0) -> list[Event]:
 def _discarded(folder: Path) -> list[Event]:
     """Return the events that resumed runs moved away; those of earlier versions, without a `seq`, are left out."""
     paths = sorted((folder / "discarded").glob(f"resume_*/{EVENTS_FILE}"))
-    return [event for path in paths for event in _Lines(path).read() if "seq" in event]
+    return [event for path in paths for event in LineReader(path).read() if "seq" in event]
 
 
-class _Lines:
-    """The lines of a file that grows: each `read` returns the whole ones that came since, as JSON objects.
+class LineReader:
+    """Reader of a record that grows: each `read` returns the whole lines that came since, as JSON objects.
 
     Attributes:
         is_from_the_start: whether the last `read` began at the start of the file, which has been replaced or is new.
@@ -140,6 +140,11 @@ class _Lines:
         self._last = b""
 
     def read(self) -> list[dict[str, Any]]:
+        """Return the new lines; all of them, if the file was replaced.
+
+        Raises:
+            RecordError: a line is damaged; names file and line.
+        """
         data = self._new_bytes()
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(data.splitlines(keepends=True), start=self._number + 1):

@@ -14,6 +14,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from typing import Any
 
 import fake_vllm
 import pytest
+import served_jobs
 import torch
 import websockets.sync.client
 from request_fuzz import Good, Spoilt, spoilt_requests, spoilt_text, status_of
@@ -250,6 +252,36 @@ def reference() -> Iterator[tuple[str, list[Good]]]:
 
 
 @contextlib.contextmanager
+def jobs() -> Iterator[tuple[str, list[Good]]]:
+    key = {"x-api-key": served_jobs.KEY}
+    with tempfile.TemporaryDirectory() as folder:
+        served = served_jobs.IdleJobs(Path(folder), max_queued=50)
+        with BackgroundServer(served.guarded) as server:
+            job_id = served.trained(served_jobs.Client(server.url), steps=2)
+            one, model = f"/api/rl/jobs/{job_id}", f"models/rl:tiny:qwen3-64:{job_id}"
+            asked = [
+                *("", "/status", "/events?since_seq=1&limit=9", "/metrics?after_step=1&limit=9", "/timeline"),
+                *("/config", "/stream?since_id=1&heartbeat=3"),
+            ]
+            body = served_jobs.body_of({"difficulty": "easy"})
+            yield (
+                server.url,
+                [
+                    *[Good("/api/rl/jobs", body, headers={**key, "idempotency-key": name}) for name in ("a", "b")],
+                    Good("/api/rl/jobs", body, headers=key),
+                    *[Good(f"{one}{path}", method="GET", headers=key) for path in asked],
+                    Good(f"{one}/cancel", headers=key),
+                    Good("/api/learning/jobs?status=queued&type=rl&limit=9", method="GET", headers=key),
+                    Good(f"/api/learning/{model}", method="GET", headers=key),
+                    Good(f"/api/learning/{model}/archive", method="GET", headers=key),
+                    Good("/api/artifacts?type=rl&limit=5", method="GET", headers=key),
+                    Good("/api/rl/verify_task_app", {"endpoint_base_url": "http://127.0.0.1:1"}, headers=key),
+                    Good("/api/learning/exports/hf", {"repo_id": "a/b", "key": "c", "visibility": "x"}, headers=key),
+                ],
+            )
+
+
+@contextlib.contextmanager
 def vllm() -> Iterator[tuple[str, list[Good]]]:
     sampling = {"seed": 1, "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": [3]}
     with fake_vllm.served(fake_vllm.FakeVllm(max_lora_rank=8)) as stage:
@@ -297,6 +329,7 @@ SERVERS: dict[str, Server] = {
     "fake judge": fake_judge,
     "reference": reference,
     "fake vLLM": vllm,
+    "jobs": jobs,
     "example of a task app": example_app,
 }
 
@@ -315,6 +348,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/judge/service/server.py": ("judge",),
     "gspo_gym/judge/service/fake_server.py": ("fake judge",),
     "gspo_gym/policy/reference/server.py": ("reference",),
+    "gspo_gym/cli/jobs/app.py": ("jobs",),
     "examples/json_server.py": ("example of a task app",),
     "examples/openai_agent.py": ("example of a task app",),
 }

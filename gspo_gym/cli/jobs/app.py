@@ -1,0 +1,462 @@
+"""The HTTP side of the jobs service: the routes and shapes that clients of the hosted trainer know.
+
+Refusals are {"detail": {"error": {"code", "message"}}}. Numbers of events go up by one; a client that lost its
+connection asks for those after the last one it has, by `since_seq` or, of a stream, by the header Last-Event-ID.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fastapi
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from gspo_gym.base.strict_json import read_json
+from gspo_gym.cli.jobs.exports import push, tar_of
+from gspo_gym.cli.jobs.records import (
+    checkpoints_of,
+    model_files_of,
+    model_id_of,
+    points_of,
+    results_of,
+    timestamp,
+)
+from gspo_gym.cli.jobs.requests import parse_request
+from gspo_gym.cli.jobs.store import Event, Job, KeyConflictError, NewJob, QueueFullError, Store
+from gspo_gym.cli.jobs.supervisor import Supervisor
+from gspo_gym.errors import ConfigError, GymError, RecordError, ServiceError
+from gspo_gym.remote.apps.client import AppKeys, TaskAppClient, TaskAppSettings
+from gspo_gym.remote.guard import RefusalError, answer_refusal
+
+Json = dict[str, Any]  # Any: JSON
+
+_JOB_ID = re.compile(r"job_[0-9a-f]{24}")
+_KEY = re.compile(r"[\x21-\x7e]{1,200}")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_MAX_NUMBER = 2**53
+_HEARTBEAT_SECONDS, _MAX_HEARTBEAT_SECONDS = 20, 300
+_POLL_SECONDS = 0.1
+_BATCH = 200  # events of a stream that are read at once
+
+
+@dataclass(frozen=True, slots=True)
+class JobsService:
+    """What the routes act on.
+
+    Attributes:
+        folder: of the service. max_queued: jobs that may wait. app_keys: of the task apps that are verified.
+        is_stopping: streams end when it returns True.
+    """
+
+    store: Store
+    supervisor: Supervisor
+    folder: Path
+    max_queued: int = 1_000
+    app_keys: AppKeys | None = None
+    is_stopping: Callable[[], bool] = lambda: False
+
+    def job(self, job_id: str) -> Job:
+        """Return a job.
+
+        Raises:
+            RefusalError: 404, there is no such.
+        """
+        job = self.store.job(job_id) if _JOB_ID.fullmatch(job_id) else None
+        if job is None:
+            raise RefusalError(404, "unknown_job", "there is no job of that id")
+        return job
+
+    def models(self) -> list[tuple[Job, list[Json]]]:
+        """Return the jobs that have a checkpoint, newest first, with their checkpoints."""
+        found = ((job, checkpoints_of(self.supervisor.run_folder(job.job_id))) for job in self.store.jobs())
+        return [(job, checkpoints) for job, checkpoints in reversed(list(found)) if checkpoints]
+
+    def trained_by(self, key: str) -> Job:
+        """Return the job that trained a model, by its id or by the path of its weights.
+
+        Raises:
+            RefusalError: 404, there is no such.
+        """
+        for job, checkpoints in self.models():
+            if key in (job.job_id, model_id_of(job), *(checkpoint["path"] for checkpoint in checkpoints)):
+                return job
+        raise RefusalError(404, "unknown_model", "there is no model of that id or path: see /api/learning/models")
+
+    def model(self, model_id: str) -> tuple[Job, list[Json]]:
+        """Return the job that trained a model, and its checkpoints.
+
+        Raises:
+            RefusalError: 404, there is no such.
+        """
+        # As clients write it: PREFIX:BASE:JOB, where the base may hold colons, or the job alone.
+        with contextlib.suppress(RefusalError):
+            job = self.job(model_id.rpartition(":")[2])
+            if checkpoints := checkpoints_of(self.supervisor.run_folder(job.job_id)):
+                return job, checkpoints
+        raise RefusalError(404, "unknown_model", "there is no model of that id: see /api/learning/models")
+
+
+def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
+    """Return the ASGI application, which runs jobs from its start to its end; serve it behind `Guard`."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
+        service.supervisor.start()
+        yield
+        await asyncio.to_thread(service.supervisor.stop)
+        service.store.close()
+
+    app = fastapi.FastAPI(title="gspo-gym jobs", lifespan=lifespan, openapi_url=None)
+    app.add_exception_handler(RefusalError, answer_refusal)
+    app.add_exception_handler(GymError, _answer_error)
+    routes = _Routes(service)
+    for method, paths, handler in routes.table():
+        for path in paths:
+            app.add_api_route(path, handler, methods=[method], response_model=None)
+    return app
+
+
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    """Answer an error in a record of a run, which no request can help."""
+    return JSONResponse({"detail": {"error": {"code": "damaged_record", "message": str(error)}}}, 500)
+
+
+class _Routes:
+    """The handlers; those that are not `async` run in threads."""
+
+    def __init__(self, service: JobsService) -> None:
+        self.service = service
+
+    def table(self) -> Iterator[tuple[str, list[str], Callable[..., Any]]]:
+        """Yield the method, paths and handler of every route; the first that fits a path answers."""
+        lists = [f"/api/{kind}/jobs" for kind in ("rl", "learning", "orchestration")]
+        one = [f"{path}/{{job_id}}" for path in lists]
+        yield "GET", ["/", "/health"], self.health
+        yield "POST", ["/api/rl/verify_task_app"], self.verify_task_app
+        yield "POST", ["/api/rl/jobs"], self.create
+        yield "GET", [*lists, "/api/jobs"], self.list_jobs
+        for kind in lists:
+            paths = [f"{kind}/{{job_id}}"]
+            yield "GET", [*paths, f"{paths[0]}/status"], self.status
+        yield "POST", [f"{path}/start" for path in one], self.start
+        yield "POST", [f"{path}/cancel" for path in one], self.cancel
+        yield "GET", [f"{path}/events" for path in one], self.events
+        yield "GET", [*(f"{path}/stream" for path in one), "/rl/jobs/{job_id}/stream"], self.stream
+        yield "GET", [f"{path}/metrics" for path in one], self.metrics
+        yield "GET", [f"{path}/timeline" for path in one], self.timeline
+        yield "GET", [f"{path}/config" for path in one], self.config
+        yield "GET", ["/api/jobs/{job_id}/runs"], self.runs
+        yield "GET", ["/api/learning/models", "/api/learning/models/rl", "/api/models"], self.list_models
+        yield "GET", ["/api/learning/models/{model_id:path}/archive"], self.archive
+        yield "GET", ["/api/learning/models/{model_id:path}", "/api/artifacts/models/{model_id:path}"], self.model
+        yield "GET", ["/api/artifacts"], self.artifacts
+        yield "POST", ["/api/learning/exports/hf"], self.export
+
+    def health(self) -> Json:
+        """Answer that the service is there."""
+        return {"status": "ok", "service": "gspo-gym jobs"}
+
+    async def verify_task_app(self, request: Request) -> Json:
+        """Ask a task app whether it is well."""
+        body = await _object(request)
+        url = body.get("endpoint_base_url")
+        if not isinstance(url, str):
+            raise RefusalError(422, "invalid_request", "endpoint_base_url: expected the task app's URL")
+        settings = TaskAppSettings(request_timeout_seconds=10.0, max_attempts=1)
+        try:
+            async with TaskAppClient(url, settings=settings, keys=self.service.app_keys) as app:
+                await app.health()
+        except ConfigError as error:
+            raise RefusalError(422, "invalid_request", f"endpoint_base_url: {error}") from None
+        except GymError as error:
+            attempt = {"url": url, "status": None, "error": str(error)}
+            return {"any_ok": False, "candidates_first15": [], "attempts": [attempt]}
+        return {"any_ok": True, "candidates_first15": [], "attempts": [{"url": url, "status": 200}]}
+
+    async def create(self, request: Request) -> JSONResponse:
+        """Queue a job; a repeated Idempotency-Key is answered with the job that it made."""
+        key = request.headers.get("idempotency-key")
+        if key is not None and not _KEY.fullmatch(key):
+            raise RefusalError(400, "invalid_key", "Idempotency-Key: expected 1 to 200 printable ASCII characters")
+        body = await _object(request)
+        return await asyncio.to_thread(self._create, body, key)
+
+    def _create(self, body: Json, key: str | None) -> JSONResponse:
+        service = self.service
+        try:
+            asked = parse_request(body, runs=service.folder / "runs")
+        except ConfigError as error:
+            raise RefusalError(422, "invalid_config", str(error)) from None
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        new = NewJob(body, digest, asked.config_of, asked.base, key)
+        try:
+            job, is_new = service.store.create(new, max_queued=service.max_queued)
+        except KeyConflictError as error:
+            raise RefusalError(409, "key_conflict", str(error)) from None
+        except QueueFullError as error:
+            raise RefusalError(429, "queue_full", str(error)) from None
+        service.supervisor.wake()
+        return JSONResponse(self._told(job), 201 if is_new else 200)
+
+    def list_jobs(self, request: Request) -> Json:
+        """Return the newest jobs."""
+        query = request.query_params
+        limit = _number(query, "limit", 50, least=1, most=1_000)
+        wanted, kind = query.get("status"), query.get("type", "rl")
+        after = query.get("created_after", "")
+        told = [self._told(job) for job in reversed(self.service.store.jobs()) if wanted in (None, job.status)]
+        return {"jobs": [one for one in told if kind == "rl" and one["created_at"] > after][:limit]}
+
+    def status(self, job_id: str) -> Json:
+        """Return a job's status."""
+        return self._told(self.service.job(job_id))
+
+    start = status  # of an older flow: a job starts by itself
+
+    def config(self, job_id: str) -> Json:
+        """Return the configuration that was sent, and the one that is trained, as TOML."""
+        job = self.service.job(job_id)
+        return {"job_id": job.job_id, "config": job.request["data"]["config"], "resolved_toml": job.config}
+
+    def runs(self, job_id: str) -> Json:
+        """Return a job's processes, of which the last is known."""
+        job = self.service.job(job_id)
+        run = {"run_id": f"{job.job_id}.{job.attempt}", "status": job.status, "started_at": _when(job.started_at)}
+        return {"runs": [{**run, "finished_at": _when(job.finished_at)}] if job.attempt else []}
+
+    def cancel(self, job_id: str) -> Json:
+        """Cancel a job: at once if it is queued, else its process is stopped. One that has ended stays as it is."""
+        store = self.service.store
+        with store.transaction():
+            job = self.service.job(job_id)
+            now = time.time()
+            if job.status == "queued":
+                event = Event("rl.job.cancelled", "the job was cancelled before it began", phase="cancelled")
+                job = store.update(job.job_id, event, cancelled_at=now, finished_at=now)
+            elif job.cancelled_at is None and not job.has_ended:
+                event = Event("rl.job.cancelling", "a cancel was asked for: the run stops", level="warning")
+                job = store.update(job.job_id, event, cancelled_at=now)
+        self.service.supervisor.wake()
+        return self._told(job)
+
+    def timeline(self, job_id: str) -> Json:
+        """Return the job's phases."""
+        events = self.service.store.timeline(self.service.job(job_id).job_id)
+        return {
+            "events": [
+                {"phase": event.phase, "message": event.message, "metadata": event.data, "created_at": _made(event)}
+                for event in events
+            ]
+        }
+
+    def metrics(self, job_id: str, request: Request) -> Json:
+        """Return the numbers of the steps after one."""
+        after = _number(request.query_params, "after_step", -1, least=-1)
+        limit = _number(request.query_params, "limit", 200, least=1, most=10_000)
+        folder = self.service.supervisor.run_folder(self.service.job(job_id).job_id)
+        return {"points": points_of(folder, after_step=after, limit=limit)}
+
+    async def events(self, job_id: str, request: Request) -> Any:
+        """Return the events after a number; as a stream to a client that accepts one."""
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return await self.stream(job_id, request)
+        after = _number(request.query_params, "since_seq", 0)
+        limit = _number(request.query_params, "limit", 200, least=1, most=1_000)
+        return await asyncio.to_thread(self._events, job_id, after, limit)
+
+    def _events(self, job_id: str, after: int, limit: int) -> Json:
+        found = self.service.store.events(self.service.job(job_id).job_id, after=after, limit=limit)
+        return {"events": [_event_to_wire(event, job_id) for event in found]}
+
+    async def stream(self, job_id: str, request: Request) -> Response:
+        """Send the events after a number as they happen, until the job's last one.
+
+        A client that has the last one is answered 204, at which browsers stop asking.
+        """
+        query = request.query_params
+        after = max(_number(query, "since_seq", 0), _number(query, "since_id", 0))
+        heartbeat = _number(query, "heartbeat", _HEARTBEAT_SECONDS, least=1, most=_MAX_HEARTBEAT_SECONDS)
+        after = _number(request.headers, "last-event-id", after)
+        job = await asyncio.to_thread(self.service.job, job_id)
+        if job.has_ended and not await asyncio.to_thread(self.service.store.events, job_id, after=after, limit=1):
+            return Response(status_code=204)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self._stream(job_id, after, heartbeat), 200, headers, "text/event-stream")
+
+    async def _stream(self, job_id: str, after: int, heartbeat: int) -> AsyncIterator[str]:
+        store = self.service.store
+        quiet_since = time.monotonic()
+        while not self.service.is_stopping():
+            # In this order: an event that is recorded with the job's end is not missed.
+            has_ended = (await asyncio.to_thread(store.require, job_id)).has_ended
+            found = await asyncio.to_thread(store.events, job_id, after=after, limit=_BATCH)
+            if found:
+                after = found[-1].seq
+                # At once: a client that has gone is noticed between two parts.
+                yield "".join(
+                    f"id: {event.seq}\ndata: {json.dumps(_event_to_wire(event, job_id))}\n\n" for event in found
+                )
+                quiet_since = time.monotonic()
+                continue
+            if has_ended:
+                return
+            if time.monotonic() - quiet_since > heartbeat:
+                quiet_since = time.monotonic()
+                yield ": still here\n\n"
+            await asyncio.sleep(_POLL_SECONDS)
+
+    # Models
+
+    def list_models(self) -> Json:
+        """Return the models that jobs have trained."""
+        models = [_model(job, checkpoints) for job, checkpoints in self.service.models()]
+        return {"models": models, "data": models}
+
+    def model(self, model_id: str) -> Json:
+        """Return a model, with its checkpoints."""
+        job, checkpoints = self.service.model(model_id)
+        return {**_model(job, checkpoints), "checkpoints": checkpoints}
+
+    def artifacts(self, request: Request) -> Json:
+        """Return the models, in the table of everything that was made."""
+        limit = _number(request.query_params, "limit", 50, least=1, most=1_000)
+        kind, status = request.query_params.get("type"), request.query_params.get("status")
+        found = [_model(job, checkpoints) for job, checkpoints in self.service.models()]
+        models = [model for model in found if kind in (None, "rl", "models") and status in (None, model["status"])]
+        models = models[:limit]
+        counts = {"total_count": len(models), "rl_models_count": len(models)}
+        return {"fine_tuned_models": [], "rl_models": models, "prompts": [], "summary": counts}
+
+    def archive(self, model_id: str) -> StreamingResponse:
+        """Send a model's newest checkpoint as a tar file, without what only a resumed run needs."""
+        job, checkpoints = self.service.model(model_id)
+        folder = Path(checkpoints[-1]["path"])
+        names = model_files_of(folder)
+        disposition = f'attachment; filename="{job.job_id}.tar"'
+        headers = {"content-disposition": disposition}
+        return StreamingResponse(tar_of(folder, names, job.job_id), 200, headers, "application/x-tar")
+
+    async def export(self, request: Request) -> Json:
+        """Push a model to the hub, as an adapter or merged, and return the URL of its repository."""
+        body = await _object(request)
+        repo, key = body.get("repo_id"), body.get("key")
+        if not (isinstance(repo, str) and _REPO.fullmatch(repo) and isinstance(key, str)):
+            raise RefusalError(422, "invalid_request", "expected repo_id as OWNER/NAME, and key: a model's id or path")
+        is_merged = body.get("artifact_kind") not in (None, "lora")
+        is_private = body.get("visibility") != "public"
+        return await asyncio.to_thread(self._export, repo, key, is_private=is_private, is_merged=is_merged)
+
+    def _export(self, repo: str, key: str, *, is_private: bool, is_merged: bool) -> Json:
+        job = self.service.trained_by(key)
+        try:
+            url = push(self.service.supervisor.run_folder(job.job_id), repo, is_private=is_private, is_merged=is_merged)
+        except ServiceError as error:
+            raise RefusalError(424, "export_failed", str(error)) from None
+        return {"repo_id": repo, "repo_url": url}
+
+    def _told(self, job: Job) -> Json:
+        """Return a job as clients read it."""
+        folder = self.service.supervisor.run_folder(job.job_id)
+        results = results_of(job, folder)
+        model = None if results is None or job.status != "succeeded" else results["model_id"]
+        return {
+            "job_id": job.job_id,
+            "id": job.job_id,
+            "job_type": "rl",
+            "algorithm": "gspo",
+            "status": job.status,
+            "state": job.status,
+            "phase": "cancelling" if job.cancelled_at is not None and not job.has_ended else job.status,
+            "attempt": job.attempt,
+            "created_at": timestamp(job.created_at),
+            "updated_at": timestamp(job.updated_at),
+            "started_at": _when(job.started_at),
+            "finished_at": _when(job.finished_at),
+            "base_model": job.base,
+            "linked_job_id": None,
+            "fine_tuned_model": model,
+            "model_id": model,
+            "results": results,
+            "error": job.error,
+            "error_message": job.error,
+            "tags": job.request.get("tags"),
+            "metadata": job.request.get("metadata"),
+            "run_folder": str(folder),
+        }
+
+
+def _model(job: Job, checkpoints: Sequence[Json]) -> Json:
+    model_id = model_id_of(job)
+    return {
+        "id": model_id,
+        "model_id": model_id,
+        "object": "model",
+        "type": "rl",
+        "base_model": job.base,
+        "job_id": job.job_id,
+        "status": job.status,
+        "created_at": timestamp(job.created_at),
+        "dtype": None,
+        "step": checkpoints[-1]["step"],
+        "weights_path": checkpoints[-1]["path"],
+    }
+
+
+def _event_to_wire(event: Event, job_id: str) -> Json:
+    return {
+        "seq": event.seq,
+        "type": event.type,
+        "level": event.level,
+        "message": event.message,
+        "data": event.data,
+        "job_id": job_id,
+        "created_at": _made(event),
+    }
+
+
+def _made(event: Event) -> str:
+    assert event.created_at is not None
+    return timestamp(event.created_at)
+
+
+def _when(seconds: float | None) -> str | None:
+    return None if seconds is None else timestamp(seconds)
+
+
+def _number(values: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = _MAX_NUMBER) -> int:
+    """Return a whole number of a query or a header.
+
+    Raises:
+        RefusalError: 400, it is none, or out of range.
+    """
+    text = values.get(name)
+    if text is None:
+        return default
+    if re.fullmatch(r"-?[0-9]{1,16}", text) and least <= int(text) <= most:
+        return int(text)
+    raise RefusalError(400, "invalid_number", f"{name}: expected a whole number from {least} to {most}")
+
+
+async def _object(request: Request) -> Json:
+    """Return the body.
+
+    Raises:
+        RefusalError: 400, it is no JSON object.
+    """
+    try:
+        value = read_json(await request.body())
+    except RecordError as error:
+        raise RefusalError(400, "invalid_json", str(error)) from None
+    if not isinstance(value, dict):
+        raise RefusalError(400, "invalid_json", f"expected a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,234 @@
+"""A job's run folder in the words of the hosted trainer's clients: its records become events, points and models.
+
+A resumed run makes again what it recorded after its checkpoint. The job's events of that stay, since clients have seen
+them; its points are those of the run folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.cli.jobs.store import Event, Job, Status, Store
+from gspo_gym.errors import GymError
+from gspo_gym.policy.manifest import is_complete, read_manifest, step_of
+from gspo_gym.run.records import EventReader, LineReader, read_events, read_metrics, read_summary
+from gspo_gym.run.sinks import evaluation_numbers
+
+# Kind of a run's event -> type of the job's event, and the job's status from there on. Others are "rl.run.KIND".
+_TYPES: Mapping[str, tuple[str, Status | None]] = {
+    "started": ("rl.train.started", "training"),
+    "resumed": ("rl.train.resumed", "training"),
+    "evaluation": ("rl.eval.summary", None),
+    "checkpoint": ("rl.checkpoint.saved", None),
+}
+_ENDS = {"completed": "rl.train.completed", "failed": "rl.train.failed"}
+_INTERRUPTED = "rl.train.interrupted"
+_WARNINGS = frozenset(
+    {
+        "attempts_lost",
+        "frozen",
+        "judge_drift",
+        "judge_gold_failed",
+        "judge_paused",
+        "mismatch",
+        "nonfinite_metrics",
+        "refill_failed",
+        "return_selection",
+        "selection",
+        "sink_failed",
+        "staging_failed",
+        "uncommitted",
+        "update_failed",
+    }
+)
+# Our metric -> the name under which clients of the hosted trainer know it.
+_ALIASES = {
+    "loss/total": "train.loss",
+    "loss/policy": "train.policy_loss",
+    "evaluation/mean_return": "eval.reward_mean",
+}
+_SHOWN = ("loss/total", "batch/mean_return", "time/step_seconds")  # in the event of a step; /metrics has all
+_MAX_LOG_BYTES = 8_192  # from the end of the log, in which the last error is looked for
+
+
+class Follower:
+    """Takes what is new in a job's run folder into the store, exactly once, whatever is killed in between."""
+
+    def __init__(self, store: Store, job: Job, folder: Path) -> None:
+        self._store, self._job_id, self._first_attempt = store, job.job_id, job.first_attempt
+        self._events = EventReader(folder, after=job.run_seq)
+        self._metrics = LineReader(folder / "metrics.jsonl")
+        self._waiting: list[Event] = []
+
+    def take_in(self, job: Job, *, is_last_attempt: bool) -> None:
+        """Record the new events; that of the run's end sets the job's `outcome`. After an error, make another follower.
+
+        Raises:
+            RecordError: a line is damaged.
+        """
+        # Two files, one order: of the later look at the metrics, only what is older than something else that was found
+        # is taken, since the events beside the rest may not be written yet.
+        found = [*self._waiting, *map(_step_of, self._metrics.read())]
+        for line in self._events.read():
+            source = f"event {self._first_attempt}.{line['seq']}"
+            found.append(_event_of(line, source, job, is_last_attempt=is_last_attempt))
+        newest = max((_time_of(event) for event in found), default=0.0)
+        later = list(map(_step_of, self._metrics.read()))
+        found += [event for event in later if _time_of(event) <= newest]
+        self._waiting = [event for event in later if _time_of(event) > newest]
+        if not found:
+            return
+        found.sort(key=_time_of)
+        with self._store.transaction():
+            recorded = self._store.record(self._job_id, found)
+            self._store.update(self._job_id, run_seq=self._events.after)
+            for event in recorded:
+                if event.type in (_INTERRUPTED, *_ENDS.values()):
+                    self._store.update(self._job_id, outcome=event.data["status"], error=event.data.get("error"))
+
+
+def _time_of(event: Event) -> float:
+    return event.created_at or 0.0
+
+
+def _step_of(line: Mapping[str, Any]) -> Event:
+    source = hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+    # A resumed run has other lines for the steps that it repeats: their times differ.
+    data = {"step": line["step"]} | {name: line[name] for name in _SHOWN if name in line}
+    return Event("rl.train.step", f"step {line['step']}", data, created_at=line["time"], source=f"metrics {source}")
+
+
+def _event_of(line: Mapping[str, Any], source: str, job: Job, *, is_last_attempt: bool) -> Event:
+    kind, step, when = line["kind"], line["step"], line["time"]
+    data = {"step": step, **line["data"]}
+    if kind == "finished":
+        status = data["status"] = str(data.get("status"))
+        # A client of the hosted trainer leaves at "failed", and another attempt may follow.
+        is_end = is_last_attempt or status == "completed"
+        kind_of_end = _ENDS.get(status, _INTERRUPTED) if is_end else _INTERRUPTED
+        level = "info" if status == "completed" else "error"
+        return Event(kind_of_end, f"the run ended: {status}", data, level, created_at=when, source=source)
+    type_name, phase = _TYPES.get(kind, (f"rl.run.{kind}", None))
+    if kind == "started":
+        data |= _plan_of(job)
+    level = "warning" if kind in _WARNINGS else "info"
+    return Event(type_name, f"{kind} (step {step})", data, level, phase, when, source)
+
+
+def _plan_of(job: Job) -> dict[str, Any]:
+    """Return the size of the run, in the words of the hosted trainer."""
+    training = tomllib.loads(job.config).get("training", {})
+    return {
+        "model": job.base,
+        "epochs": training.get("num_epochs"),
+        "iters_per_epoch": training.get("iterations_per_epoch"),
+        "batch_size": training.get("batch_size"),
+        "group_size": training.get("group_size"),
+    }
+
+
+def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, Any]]:
+    """Return the numbers of the steps above `after_step`, each under our name and, where it has one, the hosted name.
+
+    Steps are never divided, because a client goes on after the last step that it has seen: at least one whole step,
+    and further ones while there are at most `limit` points.
+
+    Raises:
+        RecordError: a line of the records is damaged.
+    """
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for line in read_metrics(folder):
+        values = {key: value for key, value in line.items() if key not in ("schema", "step", "time")}
+        steps.setdefault(line["step"], []).extend(_points(values, line, "train"))
+    for event in read_events(folder):
+        if event["kind"] == "evaluation":
+            steps.setdefault(event["step"], []).extend(_points(evaluation_numbers(event["data"]), event, "eval"))
+    points: list[dict[str, Any]] = []
+    for step in sorted(step for step in steps if step > after_step):
+        if points and len(points) + len(steps[step]) > limit:
+            break
+        points += steps[step]
+    return points
+
+
+def _points(values: Mapping[str, float | None], line: Mapping[str, Any], phase: str) -> Iterator[dict[str, Any]]:
+    for name, value in values.items():
+        for each in (name, _ALIASES.get(name)):
+            if each is not None and value is not None:
+                yield {
+                    "name": each,
+                    "value": value,
+                    "step": line["step"],
+                    "epoch": None,
+                    "phase": phase,
+                    "data": {},
+                    "created_at": timestamp(line["time"]),
+                }
+
+
+def last_error(log: Path) -> str | None:
+    """Return the last line of a job's log that names an error, else its last line; None: it has none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _MAX_LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Interrupt"))]
+    found = errors or lines
+    return found[-1] if found else None
+
+
+def model_id_of(job: Job) -> str:
+    """Return the id under which clients know the model that a job trains."""
+    return f"rl:{job.base}:{job.job_id}"
+
+
+def checkpoints_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the step and folder of each complete checkpoint of a run, in the order of steps."""
+    found = [path for path in (folder / "checkpoints").glob("step_*") if is_complete(path)]
+    return [{"step": step_of(path), "path": str(path)} for path in sorted(found, key=lambda path: step_of(path) or 0)]
+
+
+def model_files_of(checkpoint: Path) -> list[str]:
+    """Return the files of a checkpoint that are its model's, without those that only a resumed run needs.
+
+    Raises:
+        CheckpointError: its manifest is missing or damaged.
+    """
+    return sorted(name for name in read_manifest(checkpoint).files if not name.startswith("resume/"))
+
+
+def results_of(job: Job, folder: Path) -> dict[str, Any] | None:
+    """Return what an ended job has come to; None before its end."""
+    if not job.has_ended:
+        return None
+    checkpoints = checkpoints_of(folder)
+    try:
+        summary = read_summary(folder)
+    except GymError:
+        summary = {}
+    final = summary.get("final_eval") or {}
+    return {
+        "status": job.status,
+        "final_reward": final.get("mean_return"),
+        "model_id": model_id_of(job) if checkpoints else None,
+        "checkpoints": checkpoints,
+        "summary": {key: summary.get(key) for key in ("steps", "episodes", "wall_seconds", "score", "curve")},
+    }
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time as clients of the hosted trainer read it.
+
+    >>> timestamp(0.5)
+    '1970-01-01T00:00:00.500000+00:00'
+    """
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,100 @@
+"""Requests for jobs: a hosted trainer's body becomes a configuration of ours, checked before it is queued."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.config.nested import flatten
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import missing_machinery
+from gspo_gym.errors import ConfigError
+
+_TRAINED = re.compile(r"(?:[^:]+:.*:)?(job_[0-9a-f]{24})(:step_\d+)?")  # the id of a model that a job trained
+_PLACEHOLDER = "job_of_the_service"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        config: of the run, whose label the job's id replaces. base: its model, as it was named.
+    """
+
+    config: RunConfig
+    base: str
+
+    def config_of(self, job_id: str) -> str:
+        """Return the run's configuration as TOML: its folder is named after the job."""
+        model = self.config.model.model_copy(update={"label": job_id})
+        return self.config.model_copy(update={"model": model}).to_toml()
+
+
+def parse_request(body: Mapping[str, Any], *, runs: Path) -> Asked:
+    """Return what a body {"data": {"config", "endpoint_base_url", "model"}, ...} asks for (Any: JSON).
+
+    The URL and the model beside the configuration go over those in it, as they do in the hosted trainer. The run goes
+    into `runs`, under the job's id.
+
+    Raises:
+        ConfigError: it is no such body; the configuration is wrong; or this version cannot train it.
+    """
+    if body.get("job_type", "rl") != "rl":
+        raise ConfigError('job_type: expected "rl", which is the only kind of job here')
+    for part in ("tags", "metadata", "compute"):
+        if not isinstance(body.get(part), Mapping | None):
+            raise ConfigError(f"{part}: expected an object")
+    data = body.get("data")
+    if not isinstance(data, Mapping):
+        raise ConfigError("data: expected an object with the key config")
+    values = _sections_in(data.get("config"))
+    if url := _text_in(data, "endpoint_base_url"):
+        _section(values, "services")["task_url"] = url
+    model = _section(values, "model")
+    if name := _text_in(data, "model") or _text_in(data, "base_model"):
+        is_trained = _TRAINED.fullmatch(name) is not None
+        model.pop("source" if not is_trained else "base", None)
+        model["source" if is_trained else "base"] = name
+    source = model.get("source")
+    if isinstance(source, str) and (trained := _TRAINED.fullmatch(source)):
+        model["source"] = f"rl:{trained[1]}{trained[2] or ''}"
+    model["label"] = _PLACEHOLDER
+    _section(values, "run")["folder"] = str(runs.absolute())
+    config = RunConfig.from_dict(values, source="data.config")
+    if missing := missing_machinery(config.sections):
+        raise ConfigError("; ".join(missing))
+    return Asked(config, config.model.base or str(config.model.source))
+
+
+def _sections_in(value: Any) -> dict[str, Any]:
+    """Return the sections of a configuration, which is an object or TOML text, in the flat form."""
+    if isinstance(value, str):
+        try:
+            value = tomllib.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"data.config: expected TOML: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError("data.config: expected the configuration, as an object or as TOML text")
+    flat = flatten(value)
+    if flat.problems:
+        raise ConfigError("; ".join(f"data.config: {problem.key}: {problem.text}" for problem in flat.problems))
+    return flat.values
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    section = values.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"data.config: {name}: expected a table")
+    return section
+
+
+def _text_in(data: Mapping[str, Any], name: str) -> str:
+    text = data.get(name)
+    if not isinstance(text, str | None):
+        raise ConfigError(f"data.{name}: expected a text")
+    return text or ""

@@ -1,0 +1,326 @@
+"""The jobs and their events, in one SQLite file.
+
+One service writes. A transaction holds everything that belongs together, so a service killed at any moment leaves each
+job before or after a change; the numbers of a job's events are 1, 2, 3, ... without a gap, whatever restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo_gym.base.files import writing
+from gspo_gym.errors import GymError
+
+Status = Literal["queued", "initializing", "training", "succeeded", "failed", "cancelled"]
+ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
+ACTIVE: tuple[Status, ...] = ("initializing", "training")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    job_id TEXT NOT NULL UNIQUE,
+    key TEXT UNIQUE,
+    digest TEXT NOT NULL,
+    request TEXT NOT NULL,
+    config TEXT NOT NULL,
+    base TEXT NOT NULL,
+    status TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    updated_at REAL NOT NULL,
+    started_at REAL,
+    finished_at REAL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    first_attempt INTEGER NOT NULL DEFAULT 0,
+    run_seq INTEGER NOT NULL DEFAULT 0,
+    pid INTEGER,
+    pid_started INTEGER,
+    outcome TEXT,
+    error TEXT,
+    cancelled_at REAL,
+    signalled_at REAL
+);
+CREATE TABLE IF NOT EXISTS events (
+    job_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    source TEXT,
+    type TEXT NOT NULL,
+    level TEXT NOT NULL,
+    message TEXT NOT NULL,
+    phase TEXT,
+    data TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    PRIMARY KEY (job_id, seq),
+    UNIQUE (job_id, source)
+);
+"""
+_COLUMNS = frozenset(
+    {
+        "status",
+        "started_at",
+        "finished_at",
+        "attempt",
+        "first_attempt",
+        "run_seq",
+        "pid",
+        "pid_started",
+        "outcome",
+        "error",
+        "cancelled_at",
+        "signalled_at",
+    }
+)
+
+
+class KeyConflictError(GymError, ValueError):
+    """A request has the key of an earlier one and asks for something else."""
+
+
+class QueueFullError(GymError, RuntimeError):
+    """As many jobs wait as may."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to be queued.
+
+    Attributes:
+        request: the body that asked for it (Any: JSON).
+        digest: of that body; tells whether two requests with one key ask for the same.
+        config: what is trained, given the job's id: TOML.
+        base: of its model.
+        key: a later request with it is answered with the same job; None: none is.
+    """
+
+    request: Mapping[str, Any]
+    digest: str
+    config: Callable[[str], str]
+    base: str
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job, as one row of the table `jobs`.
+
+    Attributes:
+        number: place in the queue. attempt: of its processes, counted from 1; 0: none was started.
+        first_attempt: that began the run which is in the run folder. run_seq: of the run's last event taken in.
+        pid, pid_started: its process, see `run/process.py`. outcome: status in the run's last event "finished".
+        cancelled_at: when a cancel was asked for. signalled_at: when its process was told. Times: seconds since 1970.
+    """
+
+    number: int
+    job_id: str
+    key: str | None
+    digest: str
+    request: Mapping[str, Any]
+    config: str
+    base: str
+    status: Status
+    created_at: float
+    updated_at: float
+    started_at: float | None
+    finished_at: float | None
+    attempt: int
+    first_attempt: int
+    run_seq: int
+    pid: int | None
+    pid_started: int | None
+    outcome: str | None
+    error: str | None
+    cancelled_at: float | None
+    signalled_at: float | None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a job.
+
+    Attributes:
+        data: JSON values. phase: the job's status from here on; None: as before.
+        created_at: seconds since 1970; None: now. source: identity; an event with the same one is not recorded again.
+        seq: its number; 0: it has none yet.
+    """
+
+    type: str
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    level: str = "info"
+    phase: Status | None = None
+    created_at: float | None = None
+    source: str | None = None
+    seq: int = 0
+
+
+class Store:
+    """The jobs in `path`; its methods may be called from any thread.
+
+    Args:
+        path: made if missing.
+        clock: returns seconds since 1970.
+
+    Raises:
+        StorageError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        with writing(path):
+            try:
+                self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+                self._connection.row_factory = sqlite3.Row
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                # A power cut must not take back a number that a client has seen.
+                self._connection.execute("PRAGMA synchronous = FULL")
+                self._connection.executescript(_SCHEMA)
+            except sqlite3.Error as error:
+                raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all changes of the block at once, or none if it raises; blocks nest."""
+        with self._lock:
+            if self._connection.in_transaction:
+                yield
+                return
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def create(self, new: NewJob, *, max_queued: int) -> tuple[Job, bool]:
+        """Queue a job; return it, and whether it is new: one with the same key and request is returned instead.
+
+        Raises:
+            KeyConflictError: another request has the key. QueueFullError: `max_queued` jobs wait.
+        """
+        with self.transaction():
+            if new.key is not None and (row := self._row("key", new.key)) is not None:
+                if row["digest"] != new.digest:
+                    raise KeyConflictError(f"the Idempotency-Key is that of {row['job_id']}, which is another request")
+                return _job_of(row), False
+            (num_queued,) = self._connection.execute("SELECT COUNT(*) FROM jobs WHERE status = 'queued'").fetchone()
+            if num_queued >= max_queued:
+                raise QueueFullError(f"{max_queued} jobs are queued, which is as many as may be; cancel one, or wait")
+            job_id, now = f"job_{secrets.token_hex(12)}", self._clock()
+            self._connection.execute(
+                "INSERT INTO jobs (job_id, key, digest, request, config, base, status, created_at, updated_at) "
+                "VALUES (?, ?, ?, ?, ?, ?, 'queued', ?, ?)",
+                (job_id, new.key, new.digest, json.dumps(new.request), new.config(job_id), new.base, now, now),
+            )
+            self.record(job_id, [Event("rl.job.created", "the job is queued", phase="queued")])
+            return self.require(job_id), True
+
+    def job(self, job_id: str) -> Job | None:
+        """Return a job; None: there is no such."""
+        with self._lock:
+            row = self._row("job_id", job_id)
+        return None if row is None else _job_of(row)
+
+    def require(self, job_id: str) -> Job:
+        """Return a job that is there."""
+        job = self.job(job_id)
+        assert job is not None, job_id
+        return job
+
+    def jobs(self, statuses: Iterable[Status] = (*ACTIVE, *ENDED, "queued")) -> list[Job]:
+        """Return the jobs of these statuses, in the order of the queue."""
+        wanted = tuple(statuses)
+        marks = ", ".join("?" * len(wanted))
+        with self._lock:
+            rows = self._connection.execute(f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY number", wanted)
+            return [_job_of(row) for row in rows]
+
+    def update(self, job_id: str, event: Event | None = None, **values: Any) -> Job:
+        """Change columns of a job (Any: of the types that `Job` has), and record an event."""
+        assert values.keys() <= _COLUMNS, values
+        with self.transaction():
+            if values:
+                assignments = ", ".join(f"{name} = ?" for name in values)
+                self._connection.execute(
+                    f"UPDATE jobs SET {assignments}, updated_at = ? WHERE job_id = ?",
+                    (*values.values(), self._clock(), job_id),
+                )
+            if event is not None:
+                self.record(job_id, [event])
+            return self.require(job_id)
+
+    def record(self, job_id: str, events: Iterable[Event]) -> list[Event]:
+        """Append events under the next numbers, without those whose source is recorded already; return the new ones.
+
+        The last phase among them becomes the job's status.
+        """
+        recorded: list[Event] = []
+        with self.transaction():
+            (last,) = self._connection.execute("SELECT MAX(seq) FROM events WHERE job_id = ?", (job_id,)).fetchone()
+            seq = last or 0
+            for event in events:
+                row = (event.source, event.type, event.level, event.message, event.phase, json.dumps(event.data))
+                when = self._clock() if event.created_at is None else event.created_at
+                added = self._connection.execute(
+                    "INSERT OR IGNORE INTO events "
+                    "(job_id, seq, source, type, level, message, phase, data, created_at) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (job_id, seq + 1, *row, when),
+                )
+                if added.rowcount:
+                    seq += 1
+                    recorded.append(event)
+            phases = [event.phase for event in recorded if event.phase is not None]
+            if phases:
+                self.update(job_id, status=phases[-1])
+        return recorded
+
+    def events(self, job_id: str, *, after: int, limit: int) -> list[Event]:
+        """Return at most `limit` events with numbers above `after`, in order."""
+        with self._lock:
+            rows = self._connection.execute(
+                "SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?", (job_id, after, limit)
+            )
+            return [_event_of(row) for row in rows]
+
+    def timeline(self, job_id: str) -> list[Event]:
+        """Return the events at which the job's status changed."""
+        with self._lock:
+            rows = self._connection.execute(
+                "SELECT * FROM events WHERE job_id = ? AND phase IS NOT NULL ORDER BY seq", (job_id,)
+            )
+            return [_event_of(row) for row in rows]
+
+    def _row(self, column: str, value: str) -> sqlite3.Row | None:
+        found: sqlite3.Row | None = self._connection.execute(
+            f"SELECT * FROM jobs WHERE {column} = ?", (value,)
+        ).fetchone()
+        return found
+
+
+def _job_of(row: sqlite3.Row) -> Job:
+    return Job(**{**dict(row), "request": json.loads(row["request"])})
+
+
+def _event_of(row: sqlite3.Row) -> Event:
+    values = {**dict(row), "data": json.loads(row["data"])}
+    del values["job_id"]
+    return Event(**values)

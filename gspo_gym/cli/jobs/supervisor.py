@@ -1,0 +1,277 @@
+"""Run queued jobs, each as a child process that trains in its run folder.
+
+A child outlives the service: hours of training must not end because the service is restarted or killed. It holds a lock
+that the service took before it was started, and wrote its process id before it became the trainer. A service that
+starts therefore knows of each job whether a process works on it, and which, at whatever moment the last one was killed.
+
+    jobs.sqlite3            jobs and events, see `store.py`
+    api-key                 made at the first start, where the environment gives none
+    runs/JOB/               the run's folder
+    jobs/JOB/config.toml    what the child is given
+    jobs/JOB/log.txt        what it printed
+    jobs/JOB/pid.ATTEMPT    its process id
+    jobs/JOB/lock           held by the living child
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_gym.base.files import make_folder, replace_file, take_lock, writing
+from gspo_gym.cli.jobs.records import Follower, checkpoints_of, last_error, model_id_of
+from gspo_gym.cli.jobs.store import ACTIVE, Event, Job, Store
+from gspo_gym.errors import RecordError, StorageError
+from gspo_gym.run.process import start_of
+
+# The shell writes its process id, then becomes the trainer, which keeps that id.
+_START = 'echo $$ >"$1.tmp" && mv "$1.tmp" "$1" && shift && exec "$@"'
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorSettings:
+    """How jobs are run.
+
+    Attributes:
+        command: that trains, before CONFIG.toml and --resume. environ: of the children.
+        max_running: at once. retries: of a job whose process died or failed, each going on from its last checkpoint.
+        stop_seconds: from a cancel until the process is killed.
+        poll_seconds: between two looks at the children.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    max_running: int = 1
+    retries: int = 0
+    stop_seconds: float = 60.0
+    poll_seconds: float = 0.2
+
+
+class Supervisor:
+    """The children of a jobs service; `start` runs them from a thread.
+
+    Args:
+        store: of the jobs. folder: of the service.
+    """
+
+    def __init__(
+        self, store: Store, folder: Path, settings: SupervisorSettings, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._folder, self._settings, self._clock = store, folder, settings, clock
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._followers: dict[str, Follower] = {}
+        self._woken, self._is_stopping = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="gspo-gym-jobs")
+
+    def run_folder(self, job_id: str) -> Path:
+        """Return the folder of a job's run."""
+        return self._folder / "runs" / job_id
+
+    def start(self) -> None:
+        """Begin to run jobs."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the children to themselves, and wait for the thread."""
+        self._is_stopping = True
+        self.wake()
+        self._thread.join()
+
+    def reap(self) -> None:
+        """Wait until the children of this supervisor have ended; they are not told to."""
+        for child in self._children.values():
+            child.wait()
+
+    def wake(self) -> None:
+        """Look at the queue now."""
+        self._woken.set()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                self.look()
+            except Exception:  # the service goes on, and looks again
+                _LOG.exception("jobs: a look at the children failed")
+            self._woken.wait(self._settings.poll_seconds)
+            self._woken.clear()
+
+    def look(self) -> None:
+        """Take in what running jobs recorded, end those that have ended, and start as many as may run."""
+        for job in self._store.jobs(ACTIVE):
+            self._watch(job)
+        num_free = self._settings.max_running - len(self._store.jobs(ACTIVE))
+        for job in self._store.jobs(("queued",))[: max(0, num_free)]:
+            self._begin(job)
+
+    # One job
+
+    def _watch(self, job: Job) -> None:
+        if job.pid is None:
+            job = self._adopt(job)
+        is_alive = self._is_alive(job)
+        self._take_in(job)
+        if not is_alive:  # as it was before its records were read: none is missed
+            self._conclude(self._store.require(job.job_id))
+        elif job.cancelled_at is not None:
+            self._end(job)
+
+    def _take_in(self, job: Job) -> None:
+        follower = self._followers.pop(job.job_id, None) or Follower(self._store, job, self.run_folder(job.job_id))
+        try:
+            follower.take_in(job, is_last_attempt=self._is_last_attempt(job))
+        except RecordError as error:
+            event = Event("rl.job.records_damaged", str(error), level="error", source=f"damaged {job.attempt}")
+            self._store.record(job.job_id, [event])
+        else:
+            self._followers[job.job_id] = follower
+
+    def _adopt(self, job: Job) -> Job:
+        """Find the process that a killed service started and had not noted; start one if there is none."""
+        if self._is_locked(job):
+            pid = self._pid_of(job)
+            # None: the shell is just starting, and is found at the next look.
+            return job if pid is None else self._store.update(job.job_id, pid=pid, pid_started=start_of(pid))
+        if (pid := self._pid_of(job)) is not None:  # it has ended
+            return self._store.update(job.job_id, pid=pid)
+        if job.cancelled_at is not None:
+            return job
+        return self._spawn(job)
+
+    def _is_alive(self, job: Job) -> bool:
+        child = self._children.get(job.job_id)
+        if child is not None:
+            return child.poll() is None
+        if not self._is_locked(job):  # a zombie and a reused process id hold no lock
+            return False
+        return job.pid is None or start_of(job.pid) == job.pid_started
+
+    def _begin(self, job: Job) -> None:
+        """Start a queued job, unless it was cancelled meanwhile."""
+        with self._store.transaction():
+            current = self._store.job(job.job_id)
+            if current is None or current.status != "queued":
+                return
+            event = Event("rl.job.initializing", "the job's process starts", phase="initializing")
+            job = self._store.update(job.job_id, event, attempt=1, started_at=self._clock())
+        self._spawn(job)
+
+    def _spawn(self, job: Job) -> Job:
+        """Start the process of the job's attempt; the store has that attempt already."""
+        folder = self._folder / "jobs" / job.job_id
+        settings = self._settings
+        try:
+            make_folder(folder)
+            replace_file(folder / "config.toml", job.config)
+            lock = take_lock(folder / "lock")
+            if lock is None:  # as `_adopt`: the process is there
+                return job
+            try:
+                has_checkpoint = bool(checkpoints_of(self.run_folder(job.job_id)))
+                if not has_checkpoint:
+                    job = self._begin_anew(job)
+                resume = ["--resume"] if has_checkpoint else []
+                command = [*settings.command, str(folder / "config.toml"), *resume]
+                with (folder / "log.txt").open("ab") as log:
+                    child = subprocess.Popen(
+                        ["/bin/sh", "-c", _START, "sh", str(folder / f"pid.{job.attempt}"), *command],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=dict(settings.environ),
+                        pass_fds=(lock,),
+                        start_new_session=True,  # else Ctrl-C would reach it, too
+                    )
+            finally:
+                os.close(lock)  # the child's copy goes on to hold it
+        except (OSError, StorageError) as error:
+            return self._fail(job, f"the job's process could not be started: {error}")
+        self._children[job.job_id] = child
+        return self._store.update(job.job_id, pid=child.pid, pid_started=start_of(child.pid))
+
+    def _begin_anew(self, job: Job) -> Job:
+        """Move aside what an attempt left that cannot be resumed: its events are those of another run."""
+        self._followers.pop(job.job_id, None)
+        folder = self.run_folder(job.job_id)
+        if folder.exists():
+            with writing(folder):
+                folder.rename(folder.with_name(f"{folder.name}.{job.attempt - 1}"))
+        return self._store.update(job.job_id, first_attempt=job.attempt, run_seq=0)
+
+    def _end(self, job: Job) -> None:
+        """Ask a cancelled job's process to stop, and kill it when its time is over."""
+        if job.pid is None:
+            return
+        if job.signalled_at is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(job.pid, signal.SIGTERM)
+            self._store.update(job.job_id, signalled_at=self._clock())
+        elif self._clock() - job.signalled_at > self._settings.stop_seconds:
+            _kill_group(job.pid)
+
+    def _conclude(self, job: Job) -> None:
+        """End a job whose process has ended, or start its next attempt."""
+        child = self._children.pop(job.job_id, None)
+        self._followers.pop(job.job_id, None)
+        code = None if child is None else child.returncode
+        if self._is_locked(job) and job.pid is not None:  # what the process started lives on
+            _kill_group(job.pid)
+        if job.outcome == "completed" and code in (0, None):
+            model = {"fine_tuned_model": model_id_of(job), "model_id": model_id_of(job)}
+            event = Event("rl.job.completed", "the job is done", model, phase="succeeded")
+            self._store.update(job.job_id, event, finished_at=self._clock())
+        elif job.cancelled_at is not None:
+            event = Event("rl.job.cancelled", "the job was cancelled", phase="cancelled")
+            self._store.update(job.job_id, event, finished_at=self._clock())
+        elif not self._is_last_attempt(job):
+            reason = self._reason(job, code)
+            event = Event("rl.job.retried", f"another attempt begins: {reason}", level="warning", phase="initializing")
+            again = self._store.update(
+                job.job_id, event, attempt=job.attempt + 1, pid=None, pid_started=None, outcome=None, error=None
+            )
+            self._spawn(again)
+        else:
+            self._fail(job, self._reason(job, code))
+
+    def _fail(self, job: Job, reason: str) -> Job:
+        event = Event("rl.job.failed", reason, {"error": reason}, level="error", phase="failed")
+        return self._store.update(job.job_id, event, error=reason, finished_at=self._clock())
+
+    def _reason(self, job: Job, code: int | None) -> str:
+        if job.error:
+            return job.error
+        said = last_error(self._folder / "jobs" / job.job_id / "log.txt")
+        how = "ended" if code is None else f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
+        return f"the job's process {how}" + (f": {said}" if said else ", and left no word in its log")
+
+    def _is_last_attempt(self, job: Job) -> bool:
+        return job.attempt > self._settings.retries or job.cancelled_at is not None
+
+    def _is_locked(self, job: Job) -> bool:
+        path = self._folder / "jobs" / job.job_id / "lock"
+        if not path.exists():
+            return False
+        lock = take_lock(path)
+        if lock is not None:
+            os.close(lock)
+        return lock is None
+
+    def _pid_of(self, job: Job) -> int | None:
+        try:
+            return int((self._folder / "jobs" / job.job_id / f"pid.{job.attempt}").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a child and what it started: it is the leader of a session and of its processes' group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,241 @@
+"""The routes of the jobs service, over real HTTP: keys, creating, refusing, reading and exporting. No trainer runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_task_app import FakeTaskApp
+from served_jobs import HOSTED, Client, IdleJobs, body_of
+
+from gspo_gym.cli.jobs.store import Event
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.remote.serving import BackgroundServer
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> IdleJobs:
+    return IdleJobs(tmp_path)
+
+
+@pytest.fixture
+def client(served: IdleJobs) -> Iterator[Client]:
+    with BackgroundServer(served.guarded) as server:
+        yield Client(server.url)
+
+
+def code_of(answer: tuple[int, Any]) -> tuple[int, str]:
+    return answer[0], answer[1]["detail"]["error"]["code"]
+
+
+def test_every_route_refuses_a_request_without_the_key(served: IdleJobs, client: Client) -> None:
+    routes = [(method, route.path) for route in served.app.routes for method in route.methods]  # type: ignore[attr-defined]
+    assert len(routes) > 30
+    for key in (None, "another"):
+        stranger = Client(client.url, key)
+        for method, path in routes:
+            assert code_of(stranger.call(method, path.replace("{", "").replace("}", ""))) == (401, "unauthorised"), path
+
+
+def test_ten_requests_at_once_with_one_key_make_one_job(served: IdleJobs, client: Client) -> None:
+    with ThreadPoolExecutor(10) as threads:
+        asked = [
+            threads.submit(client.call, "POST", "/api/rl/jobs", body_of({}), Idempotency_Key="k") for _ in range(10)
+        ]
+        answers = [one.result() for one in asked]
+    assert sorted(status for status, _ in answers) == [200] * 9 + [201]
+    assert len({job["job_id"] for _, job in answers}) == len(served.store.jobs()) == 1
+
+
+def test_a_key_of_another_request_is_refused_and_without_a_key_each_request_is_a_job(client: Client) -> None:
+    client.create({}, Idempotency_Key="k")
+    assert code_of(client.call("POST", "/api/rl/jobs", body_of({"a": 1}), Idempotency_Key="k")) == (409, "key_conflict")
+    assert client.create({}) != client.create({})
+
+
+def test_the_model_and_the_url_beside_the_configuration_go_over_those_in_it(client: Client) -> None:
+    job_id = client.create({})
+    _, answer = client.call("GET", f"/api/rl/jobs/{job_id}/config")
+    assert answer["config"]["model"]["base"] == "Qwen/Qwen3-4B"
+    trained = RunConfig.from_dict(tomllib.loads(answer["resolved_toml"]))
+    assert (trained.model.base, trained.model.label) == ("tiny:qwen3-64", job_id)
+    assert trained.services is not None
+    assert trained.services.task_url == "http://127.0.0.1:8001"
+    assert trained.run_folder.parts[-2:] == ("runs", job_id)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """A good body with one value changed."""
+    body = holder = body_of({})
+    *above, name = path.split("/")
+    for part in above:
+        holder = holder[part]
+    holder[name] = value
+    return body
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ([], "expected a JSON object"),
+    ({}, "data: expected an object"),
+    ({"data": {}}, "data.config: expected the configuration"),
+    ({"data": {"config": "a = "}}, "expected TOML"),
+    (changed("job_type", "sft"), 'expected "rl"'),
+    (changed("tags", "mine"), "tags: expected an object"),
+    (changed("data/model", 3), "data.model: expected a text"),
+    (changed("data/config/model", "x"), "model: expected a table"),
+    (changed("data/config/training/learning_rate", -1.0), "training.learning_rate"),
+    (changed("data/config/training/lerning_rate", 0.1), "did you mean 'learning_rate'"),
+    (changed("data/config/topology", {"type": "single_node_split", "gpus_for_training": 3}), "topology"),
+]
+
+
+def test_a_request_that_cannot_be_trained_is_refused_by_name_and_makes_no_job(served: IdleJobs, client: Client) -> None:
+    for body, said in REFUSED:
+        status, answer = client.call("POST", "/api/rl/jobs", body)
+        assert status in (400, 422), answer
+        assert said in answer["detail"]["error"]["message"]
+    assert served.store.jobs() == []
+
+
+def test_a_number_that_is_none_is_refused(client: Client) -> None:
+    path = f"/api/rl/jobs/{client.create({})}"
+    for asked in (
+        "events?since_seq=-1",
+        "events?limit=0",
+        "events?since_seq=1e3",
+        "metrics?after_step=x",
+        "stream?heartbeat=0",
+        "stream?since_id=99999999999999999999",
+    ):
+        assert code_of(client.call("GET", f"{path}/{asked}")) == (400, "invalid_number"), asked
+    assert code_of(client.call("GET", f"{path}/stream", Last_Event_ID="one")) == (400, "invalid_number")
+
+
+def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
+    with BackgroundServer(IdleJobs(tmp_path, max_queued=2).guarded) as server:
+        client = Client(server.url)
+        first, _ = client.create({}, Idempotency_Key="k"), client.create({})
+        assert code_of(client.call("POST", "/api/rl/jobs", body_of({}))) == (429, "queue_full")
+        status, again = client.call("POST", "/api/rl/jobs", body_of({}), Idempotency_Key="k")
+        assert (status, again["job_id"]) == (200, first), "a repeated request needs no room"
+        client.call("POST", f"/api/rl/jobs/{first}/cancel")
+        client.create({})
+
+
+def test_a_queued_job_is_cancelled_at_once_and_an_ended_one_stays_as_it_is(served: IdleJobs, client: Client) -> None:
+    job_id, done = client.create({}), served.trained(client)
+    for _ in range(2):
+        assert client.call("POST", f"/api/rl/jobs/{job_id}/cancel")[1]["status"] == "cancelled"
+        assert client.call("POST", f"/api/rl/jobs/{done}/cancel")[1]["status"] == "succeeded"
+    assert [event["type"] for event in client.stream(job_id)] == ["rl.job.created", "rl.job.cancelled"]
+
+
+def test_a_client_that_has_the_last_event_is_told_to_stop_asking(served: IdleJobs, client: Client) -> None:
+    job_id = served.trained(client)
+    assert client.call("GET", f"/rl/jobs/{job_id}/stream", Last_Event_ID="2") == (204, b"")
+
+
+def test_all_three_names_of_a_job_answer_alike(served: IdleJobs, client: Client) -> None:
+    job_id = served.trained(client)
+    for what in ("", "/status", "/events", "/metrics", "/timeline"):
+        answers = [
+            client.call("GET", f"/api/{kind}/jobs/{job_id}{what}") for kind in ("rl", "learning", "orchestration")
+        ]
+        assert answers[0][0] == 200
+        assert answers[0] == answers[1] == answers[2]
+
+
+def test_events_are_paged_by_their_numbers(served: IdleJobs, client: Client) -> None:
+    job_id = client.create({})
+    served.store.record(job_id, [Event("rl.run.x", str(number)) for number in range(2, 451)])
+    seqs: list[int] = []
+    while page := client.call("GET", f"/api/rl/jobs/{job_id}/events?since_seq={len(seqs)}")[1]["events"]:
+        assert len(page) <= 200
+        seqs += [event["seq"] for event in page]
+    assert seqs == list(range(1, 451))
+
+
+def test_metrics_are_paged_by_whole_steps(served: IdleJobs, client: Client) -> None:
+    job_id = served.trained(client, steps=5)
+    points: list[Any] = []
+    while page := client.call(
+        "GET", f"/api/rl/jobs/{job_id}/metrics?limit=4&after_step={points[-1]['step'] if points else -1}"
+    )[1]["points"]:
+        points += page
+    # Of a step: its loss under two names, and its return; of the last, two numbers of the evaluation, one under two.
+    named = [(point["name"], point["step"]) for point in points]
+    assert len(named) == len(set(named)) == 5 * 3 + 3
+    assert [point["value"] for point in points if point["name"] == "train.loss"] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [point["value"] for point in points if point["name"] == "eval.reward_mean"] == [0.75]
+
+
+def test_a_trained_model_is_listed_and_another_job_begins_from_it(served: IdleJobs, client: Client) -> None:
+    assert client.call("GET", "/api/learning/models")[1]["models"] == []
+    job_id = served.trained(client)
+    model = f"rl:tiny:qwen3-64:{job_id}"
+    _, status = client.call("GET", f"/api/rl/jobs/{job_id}")
+    assert (status["status"], status["fine_tuned_model"], status["results"]["final_reward"]) == (
+        "succeeded",
+        model,
+        0.5,
+    )
+    for path in ("/api/learning/models", "/api/learning/models/rl", "/api/models"):
+        assert [row["id"] for row in client.call("GET", path)[1]["models"]] == [model]
+    _, artifacts = client.call("GET", "/api/artifacts?type=rl&status=succeeded&limit=5")
+    assert (artifacts["rl_models"][0]["job_id"], artifacts["summary"]["total_count"]) == (job_id, 1)
+    for path in ("learning", "artifacts"):
+        assert client.call("GET", f"/api/{path}/models/{model}")[1]["checkpoints"][0]["step"] == 1
+    body = changed("data/model", model)
+    _, answer = client.call("POST", "/api/rl/jobs", body)
+    toml = client.call("GET", f"/api/rl/jobs/{answer['job_id']}/config")[1]["resolved_toml"]
+    assert tomllib.loads(toml)["model"]["source"] == f"rl:{job_id}"
+
+
+def test_a_models_archive_holds_what_the_model_is_and_not_what_the_run_needs(served: IdleJobs, client: Client) -> None:
+    job_id = served.trained(client)
+    status, raw = client.call("GET", f"/api/learning/models/rl:tiny:qwen3-64:{job_id}/archive")
+    assert status == 200
+    with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
+        held = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert held == {f"{job_id}/config.json": b"{}", f"{job_id}/model.safetensors": b"w" * 700}
+
+
+def test_what_is_not_there_is_404(client: Client) -> None:
+    for path in (
+        "rl/jobs/job_0",
+        "rl/jobs/..%2f..%2fetc/events",
+        "learning/models/rl:a:job_000000000000000000000000",
+        "learning/models/..%2f..%2fetc%2fpasswd/archive",
+        "artifacts/models/x",
+    ):
+        assert client.call("GET", f"/api/{path}")[0] == 404, path
+
+
+def test_an_export_of_no_model_or_to_no_repository_is_refused(client: Client) -> None:
+    path = "/api/learning/exports/hf"
+    assert code_of(client.call("POST", path, {"repo_id": "a/b", "key": "rl:x:y"})) == (404, "unknown_model")
+    assert code_of(client.call("POST", path, {"repo_id": "../b", "key": "x"})) == (422, "invalid_request")
+
+
+def test_a_task_app_is_verified_before_a_job_is_sent(client: Client) -> None:
+    path = "/api/rl/verify_task_app"
+    with BackgroundServer(FakeTaskApp(answers={"/health": (200, {"healthy": True})})) as app:
+        assert client.call("POST", path, {"endpoint_base_url": app.url})[1]["any_ok"] is True
+    status, answer = client.call("POST", path, {"endpoint_base_url": "http://127.0.0.1:1"})
+    assert (status, answer["any_ok"]) == (200, False)
+    assert code_of(client.call("POST", path, {"endpoint_base_url": "file:///etc/passwd"})) == (422, "invalid_request")
+
+
+def test_a_configuration_may_be_sent_as_toml(served: IdleJobs, client: Client) -> None:
+    body = body_of({})
+    body["data"]["config"] = HOSTED.read_text(encoding="utf-8")
+    status, job = client.call("POST", "/api/rl/jobs", body)
+    assert (status, job["base_model"], job["status"]) == (201, "tiny:qwen3-64", "queued")
+    assert json.dumps(job)

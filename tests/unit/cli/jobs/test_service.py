@@ -1,0 +1,127 @@
+"""`gspo-gym jobs serve` as a process: lost connections, killed services, and a real training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_jobs import KEY, Client, ServiceProcess
+
+from gspo_gym.cli.main import main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    made = ServiceProcess(tmp_path / "jobs")
+    yield made
+    made.end()
+
+
+def starts(tmp_path: Path) -> list[str]:
+    return (tmp_path / "starts").read_text(encoding="utf-8").splitlines()
+
+
+def test_two_thousand_events_come_in_order_none_twice_over_seven_dropped_connections(service: ServiceProcess) -> None:
+    client = service.start()
+    job_id = client.create({"events": 2_000})
+    got: list[dict[str, Any]] = []
+    drops = [1, 10, 200, 201, 600, 1_000, 1_999]
+    for drop in drops:  # in the middle of an answer: after so many events in all
+        with contextlib.closing(client.stream(job_id, after=len(got))) as stream:
+            while len(got) < drop:
+                got.append(next(stream))
+    got += client.stream(job_id, after=len(got))
+    assert [event["seq"] for event in got] == list(range(1, len(got) + 1))
+    numbers = [event["data"]["number"] for event in got if event["type"] == "rl.run.judge_paused"]
+    assert numbers == list(range(2_000))
+    assert got[-1]["type"] == "rl.job.completed"
+    print(f"{len(got)} events over {len(drops)} dropped connections")
+
+
+def test_a_service_that_is_killed_finds_its_jobs_again_and_starts_none_twice(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    pipe, log = tmp_path / "pipe", str(tmp_path / "starts")
+    os.mkfifo(pipe)
+    client = service.start()
+    running, waiting = client.create({"pause": str(pipe), "starts": log}), client.create({"starts": log})
+    before = client.until(running, "rl.train.started")
+    service.kill()
+    client = service.start()
+    states = [client.call("GET", f"/api/rl/jobs/{job_id}")[1]["status"] for job_id in (running, waiting)]
+    assert states == ["training", "queued"]
+    pipe.write_bytes(b"")
+    after = list(client.stream(running, after=before["seq"]))
+    assert [event["seq"] for event in after] == list(range(before["seq"] + 1, before["seq"] + 1 + len(after)))
+    assert after[-1]["type"] == "rl.job.completed"
+    assert client.ended(waiting)["status"] == "succeeded"
+    assert starts(tmp_path) == [running, waiting]
+
+
+def test_a_service_that_is_killed_at_random_moments_starts_each_job_once(tmp_path: Path) -> None:
+    service = ServiceProcess(tmp_path / "jobs", "--max-running", "2")
+    rng, log = random.Random(5), str(tmp_path / "starts")
+    jobs: list[str] = []
+    for _ in range(6):
+        client = service.start()
+        jobs += [client.create({"starts": log, "events": 50}) for _ in range(3)]
+        # A moment in the life of a job: after one of its first events was seen.
+        with contextlib.closing(client.stream(jobs[-rng.randint(1, 3)])) as stream:
+            for _ in zip(range(rng.randint(1, 6)), stream, strict=False):
+                pass
+        service.kill()
+    client = service.start()
+    for job_id in jobs:
+        assert client.ended(job_id)["status"] == "succeeded"
+        events = list(client.stream(job_id))
+        assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+        assert [e["data"]["number"] for e in events if e["type"] == "rl.run.judge_paused"] == list(range(50))
+    assert sorted(starts(tmp_path)) == sorted(jobs)
+    print(f"{len(jobs)} jobs over 6 kills of the service, each started once")
+    service.end()
+
+
+def test_a_stream_goes_on_with_a_restarted_service_and_ends_with_one_that_is_told_to_stop(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    client = service.start()
+    job_id = client.create({"pause": str(pipe)})
+    stream = client.stream(job_id)
+    seen = next(event["seq"] for event in stream if event["type"] == "rl.train.started")
+    assert service.kill(signal.SIGTERM) == -signal.SIGTERM
+    assert list(stream) == [], "the stream ends, and does not hold the service up"
+    client = service.start()
+    pipe.write_bytes(b"")
+    assert [event["seq"] for event in client.stream(job_id, after=seen)][:1] == [seen + 1]
+
+
+def test_a_folder_has_one_service(service: ServiceProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    service.start()
+    assert main(["jobs", "serve", "--folder", str(tmp_path / "jobs"), "--port", "0"]) == 2
+    assert "another service has these jobs" in capfd.readouterr().err
+
+
+def test_a_key_is_made_and_printed_once_and_only_its_owner_reads_the_file(tmp_path: Path) -> None:
+    service = ServiceProcess(tmp_path / "jobs", has_key=False)
+    url = service.start().url
+    path = tmp_path / "jobs" / "api-key"
+    key = path.read_text(encoding="utf-8").strip()
+    assert (len(key) >= 40, path.stat().st_mode & 0o777) == (True, 0o600)
+    assert key in service.said
+    assert Client(url, key).call("GET", "/health")[0] == 200
+    assert Client(url, KEY).call("GET", "/health")[0] == 401
+    service.kill()
+    again = service.start()
+    assert key not in service.said
+    assert Client(again.url, key).call("GET", "/health")[0] == 200
+    service.end()

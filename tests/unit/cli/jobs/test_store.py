@@ -1,0 +1,59 @@
+"""The store of jobs: numbers of events without a gap, and nothing recorded twice."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gspo_gym.cli.jobs.store import Event, NewJob, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "jobs.sqlite3", clock=lambda: 7.0)
+
+
+def queue(store: Store) -> str:
+    return store.create(NewJob({}, "", lambda job_id: f"# {job_id}", "base"), max_queued=9)[0].job_id
+
+
+def test_events_of_many_threads_are_numbered_without_a_gap(store: Store) -> None:
+    jobs = [queue(store), queue(store)]
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(100):
+            threads.submit(store.record, jobs[number % 2], [Event("x", str(number)), Event("y", str(number))])
+    for job_id in jobs:
+        events = store.events(job_id, after=0, limit=999)
+        assert [event.seq for event in events] == list(range(1, 102))
+        # the two of a call stand together
+        assert [event.message for event in events[1::2]] == [event.message for event in events[2::2]]
+    store.close()
+
+
+def test_an_event_with_a_known_source_is_not_recorded_again_and_takes_no_number(store: Store) -> None:
+    job_id = queue(store)
+    for _ in range(2):
+        store.record(job_id, [Event("x", "", source="1"), Event("x", "", source="2")])
+    assert [event.seq for event in store.events(job_id, after=0, limit=9)] == [1, 2, 3]
+    store.close()
+
+
+def test_a_transaction_that_raises_leaves_nothing(store: Store) -> None:
+    job_id = queue(store)
+    with pytest.raises(TypeError), store.transaction():
+        store.record(job_id, [Event("x", "", phase="training"), Event("y", "", {"no": object()})])
+    job = store.require(job_id)
+    assert (job.status, job.pid, len(store.events(job_id, after=0, limit=9))) == ("queued", None, 1)
+    store.close()
+
+
+def test_a_job_is_as_it_was_after_the_file_is_opened_again(store: Store, tmp_path: Path) -> None:
+    job_id = queue(store)
+    store.update(job_id, Event("x", "said", {"a": [1]}, phase="training"), pid=3, error="e")
+    before = store.require(job_id), store.events(job_id, after=0, limit=9)
+    store.close()
+    again = Store(tmp_path / "jobs.sqlite3")
+    assert (again.require(job_id), again.events(job_id, after=0, limit=9)) == before
+    again.close()
