@@ -165,13 +165,14 @@ class PlainModel:
 class _Probe:
     """Two sequences, and the logprobs that a plain forward of the model gives each of their tokens."""
 
+    difference: float  # in nats, of the last comparison
+
     def __init__(self, model: PlainModel) -> None:
         self._model = model
         length, vocabulary = model.probe_length(), model.shared.vocab_size
         places = np.arange(1, length + 1)
         self._sequences = [(places * step % vocabulary).astype(np.int32) for step in (7919, 104729)]
         self._expected = [self._plain(sequence) for sequence in self._sequences]
-        self.difference = 0.0
         self._tolerance = model.shared.tolerance
 
     def agrees_on_prefixes(self) -> bool:

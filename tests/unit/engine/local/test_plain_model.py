@@ -15,7 +15,6 @@ import transformers
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local import plain_model
-from gspo_gym.engine.local import plain_model as general
 from gspo_gym.engine.local.batch import Caching, Request
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.plain_model import PlainModel
@@ -129,10 +128,10 @@ def test_a_turn_reads_only_what_its_cache_does_not_hold() -> None:
 def test_prompts_join_step_by_step_as_far_as_those_in_work_can_wait(
     falcon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(general, "_MAX_READ_TOKENS", 20)
+    monkeypatch.setattr(plain_model, "_MAX_READ_TOKENS", 20)
     plain = PlainModel(falcon, max_model_len=MAX_LEN)
     plain.verify()
-    batch = general.GeneralBatch(plain, max_batch_size=8)
+    batch = plain_model.GeneralBatch(plain, max_batch_size=8)
     for number, length in enumerate((10, 9, 5, 30, 1)):
         prompt = np.array(_prompt(length, number), np.int32)
         batch.submit(Request(prompt, _sampling(2), 2, session_id=str(number)))
@@ -424,6 +423,27 @@ def test_the_shortest_contexts_can_be_probed(size: int) -> None:
         plain.verify()
         if size > 3:  # in shorter ones a lost state can hardly show
             assert plain.caching.value == caching
+
+
+class _RecordedFalcon(transformers.FalconForCausalLM):
+    """Notes how many tokens it reads with a cache, forward by forward."""
+
+    lengths: list[int] = []  # of the class, because the engine makes an object of its own
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool | None = None, **options: Any) -> Any:
+        if use_cache:
+            self.lengths.append(input_ids.shape[1])
+        return super().forward(input_ids=input_ids, use_cache=use_cache, **options)
+
+
+def test_the_probe_of_turns_goes_on_from_a_cache_with_many_tokens_and_with_one_by_turns_of_two_sequences() -> None:
+    """Of 80 tokens: a third, a third, all but one of the rest, and the last."""
+    _RecordedFalcon.lengths.clear()
+    config = transformers.FalconConfig(**SMALL, num_attention_heads=4)
+    probed = PlainModel(_build(lambda: _RecordedFalcon(config)), max_model_len=MAX_LEN)
+    probed.verify()
+    assert probed.caching is Caching.TURNS
+    assert _RecordedFalcon.lengths == [26, 26, 27, 27, 26, 26, 1, 1]
 
 
 def test_probes_reach_beyond_windows_unless_they_are_long() -> None:
