@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AttentionInterface
 
 from gspo_gym.engine.local.batch import Batch, Caching, Finished, NextLogits, Request
-from gspo_gym.engine.local.kv_store import SingleRows, SlotCache
-from gspo_gym.engine.local.plain_model import SLOT_ATTENTION, SlotStep
+from gspo_gym.engine.local.kv_store import AttentionOptions, SingleRows, SlotCache
 from gspo_gym.engine.local.rows import Int64Array
 from gspo_gym.engine.local.shared_model import SharedModel, inner_model, keeps_logits
-from gspo_gym.engine.local.spans import SegmentSpan, group_spans
+from gspo_gym.engine.local.spans import SegmentGroup, SegmentSpan, attend_group, group_spans
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Int32Array
 
@@ -262,3 +262,73 @@ def _check_layers(model: Any) -> None:
     devices = {str(parameter.device).replace("meta", "offloaded") for parameter in model.parameters()}
     if len(devices) > 1 or "offloaded" in devices:
         raise ConfigError(f"{name} is not on one device: its weights are {sorted(devices)}")
+
+
+SLOT_ATTENTION = "gspo_gym_slots"
+"""The name under which models select `slot_attention` (`config._attn_implementation`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStep:
+    """The places of one pass's packed tokens in the cache: `slots` and `positions` [N] int64, on the model's device."""
+
+    cache: SlotCache
+    slots: torch.Tensor
+    positions: torch.Tensor
+    singles: SingleRows | None
+    groups: tuple[SegmentGroup, ...]
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001  # of the interface; here the step says what a token sees
+    *,
+    slot_step: SlotStep | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Store the new keys and values, then attend from the new tokens to all of their sequence.
+
+    All tokens of a step travel as one packed row, [1, N]: first the sequences that add a single token, then those that
+    add several. So every linear layer sees each token once and nothing is padded.
+
+    Args:
+        query: [1, Hq, N, D]; key and value: [1, H, N, D], H a divisor of Hq.
+        attention_mask: ignored.
+        slot_step: says which token sees which; it comes through the keyword arguments of the model's forward.
+        _: what else models hand over (dropout of an eval-mode model, flags of other implementations). Any: untyped.
+
+    Returns:
+        [1, N, Hq, D], as the interface demands.
+
+    Raises:
+        EngineError: the model does not hand the step over, or its attention does something this function does not.
+    """
+    if slot_step is None or s_aux is not None or position_bias is not None:
+        reason = "does not hand the engine's step over" if slot_step is None else "adds sinks or a bias to its scores"
+        raise EngineError(f"the attention of {type(module).__name__} {reason}")
+    options = AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
+    )
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an attribute of every attention module of transformers
+    store = slot_step.cache.write(layer, keys, values, slot_step.slots, slot_step.positions)
+    singles = slot_step.singles
+    if singles is not None and not slot_step.groups:
+        return store.attend_singles(singles, queries, options)[None], None
+    packed = torch.empty(*queries.shape[:2], values.shape[-1], dtype=queries.dtype, device=queries.device)
+    if singles is not None:
+        packed[: singles.num] = store.attend_singles(singles, queries[: singles.num], options)
+    for group in slot_step.groups:
+        packed.index_copy_(0, group.target, attend_group(group, queries, (keys, values), store, options))
+    return packed[None], None
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)

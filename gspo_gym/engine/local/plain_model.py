@@ -1,4 +1,4 @@
-"""The slower way to run a model, unchanged, with its batch; and the attention over slots that the fast way installs.
+"""The slower way to run a model, unchanged, with its batch.
 
 For models with layers that the engine does not know: state-space models and other recurrent ones, attention outside
 transformers' interface, with sinks or in chunks, models spread over several devices. Each sequence keeps the cache that
@@ -16,19 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from gspo_gym.engine.local.batch import Batch, Caching, NextLogits, Request
-from gspo_gym.engine.local.kv_store import AttentionOptions, SingleRows, SlotCache
 from gspo_gym.engine.local.rows import Int64Array
 from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
-from gspo_gym.engine.local.spans import SegmentGroup, attend_group
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Int32Array
 
 _MAX_TOKENS_AT_ONCE = 16384  # of padded rows in one forward pass
 _MAX_LOGITS_AT_ONCE = 1 << 27  # half a GiB in float32, for models that cannot compute only some logits
+_PROBES = (0, 1)  # sequences of random tokens, by their seeds
 _PROBE_LENGTH = 80  # beyond the 64 tokens that linear attention reads at a time
 _MAX_PROBE_LENGTH = 1024
 _TIMES_READING = 4  # a cache may be off by so many times as much as reading sequences together is
@@ -170,8 +168,9 @@ class _Probe:
     def __init__(self, model: PlainModel) -> None:
         self._model = model
         length, vocabulary = model.probe_length(), model.shared.vocab_size
-        places = np.arange(1, length + 1)
-        self._sequences = [(places * step % vocabulary).astype(np.int32) for step in (7919, 104729)]
+        self._sequences = [
+            np.random.default_rng(number).integers(vocabulary, size=length, dtype=np.int32) for number in _PROBES
+        ]
         self._expected = [self._plain(sequence) for sequence in self._sequences]
         self._tolerance = model.shared.tolerance
 
@@ -198,7 +197,7 @@ class _Probe:
         states: list[KeptState | None] = [None, None]
         logits, expected = [], []
         try:
-            for (start, stop), which in itertools.product(parts, (0, 1)):
+            for (start, stop), which in itertools.product(parts, _PROBES):
                 of_last, states[which] = self._model.extend(states[which], self._sequences[which][start:stop])
                 logits.append(of_last)
                 expected.append(self._expected[which][stop - 1])
@@ -218,76 +217,6 @@ class _Probe:
     def _agrees(self, logits: torch.Tensor, expected: list[torch.Tensor]) -> bool:
         self.difference = (logits.float().log_softmax(-1) - torch.stack(expected)).abs().max().item()
         return self.difference <= self._tolerance
-
-
-SLOT_ATTENTION = "gspo_gym_slots"
-"""The name under which models select `slot_attention` (`config._attn_implementation`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStep:
-    """The places of one pass's packed tokens in the cache: `slots` and `positions` [N] int64, on the model's device."""
-
-    cache: SlotCache
-    slots: torch.Tensor
-    positions: torch.Tensor
-    singles: SingleRows | None
-    groups: tuple[SegmentGroup, ...]
-
-
-def slot_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001  # of the interface; here the step says what a token sees
-    *,
-    slot_step: SlotStep | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Store the new keys and values, then attend from the new tokens to all of their sequence.
-
-    All tokens of a step travel as one packed row, [1, N]: first the sequences that add a single token, then those that
-    add several. So every linear layer sees each token once and nothing is padded.
-
-    Args:
-        query: [1, Hq, N, D]; key and value: [1, H, N, D], H a divisor of Hq.
-        attention_mask: ignored.
-        slot_step: says which token sees which; it comes through the keyword arguments of the model's forward.
-        _: what else models hand over (dropout of an eval-mode model, flags of other implementations). Any: untyped.
-
-    Returns:
-        [1, N, Hq, D], as the interface demands.
-
-    Raises:
-        EngineError: the model does not hand the step over, or its attention does something this function does not.
-    """
-    if slot_step is None or s_aux is not None or position_bias is not None:
-        reason = "does not hand the engine's step over" if slot_step is None else "adds sinks or a bias to its scores"
-        raise EngineError(f"the attention of {type(module).__name__} {reason}")
-    options = AttentionOptions(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
-    )
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an attribute of every attention module of transformers
-    store = slot_step.cache.write(layer, keys, values, slot_step.slots, slot_step.positions)
-    singles = slot_step.singles
-    if singles is not None and not slot_step.groups:
-        return store.attend_singles(singles, queries, options)[None], None
-    packed = torch.empty(*queries.shape[:2], values.shape[-1], dtype=queries.dtype, device=queries.device)
-    if singles is not None:
-        packed[: singles.num] = store.attend_singles(singles, queries[: singles.num], options)
-    for group in slot_step.groups:
-        packed.index_copy_(0, group.target, attend_group(group, queries, (keys, values), store, options))
-    return packed[None], None
-
-
-AttentionInterface.register(SLOT_ATTENTION, slot_attention)
 
 
 _MAX_READ_TOKENS = 4096  # of prompts that join in one step, but for the first: those in work wait meanwhile

@@ -11,7 +11,8 @@ import torch
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Counters, Finished, Request
-from gspo_gym.engine.local.batcher import Batcher, PackedModel
+from gspo_gym.engine.local.batcher import Batcher, PackedModel, SlotStep, slot_attention
+from gspo_gym.engine.local.kv_store import SlotCache
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
 
@@ -186,3 +187,14 @@ def test_a_model_that_raises_with_the_engines_cache_is_refused_with_what_it_rais
     monkeypatch.setattr(type(model), "forward", forward)
     with pytest.raises(ConfigError, match=r"does not run with the engine's cache: KeyError\('rotary'\)"):
         packed.verify()
+
+
+def test_attention_that_the_engine_cannot_do_is_refused_by_name() -> None:
+    row = torch.zeros(1, 2, 3, 4)
+    step = SlotStep(SlotCache(max_slots=1, max_len=8), torch.zeros(3), torch.arange(3), None, ())
+    refused = r"the attention of Linear does not hand the engine's step over"
+    with pytest.raises(EngineError, match=refused):
+        slot_attention(torch.nn.Linear(1, 1), row, row, row, None)
+    for extra in ({"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}):
+        with pytest.raises(EngineError, match=r"the attention of Linear adds sinks or a bias to its scores"):
+            slot_attention(torch.nn.Linear(1, 1), row, row, row, None, slot_step=step, **extra)
