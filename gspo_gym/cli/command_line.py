@@ -35,7 +35,11 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
     0 is success, 1 a failed check, 2 a mistake of the caller, 130 an interruption from the keyboard.
     """
-    arguments, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    for i in range(len(words) - 1, 0, -1):
+        if words[i - 1 : i + 1] == ["--resume", "auto"]:
+            words[i - 1 : i + 1] = ["--resume=auto"]  # see `train.add_arguments`
+    arguments, rest = parser.parse_known_args(words)
     if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # section.key=value after an option: argparse takes all of them at once, and that was before it

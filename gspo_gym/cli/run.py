@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import CheckpointError, ConfigError, GymError
+from gspo_gym.learning.optimizer import scheduled_rate
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
 from gspo_gym.policy.manifest import read_manifest
@@ -94,8 +96,12 @@ _INTERRUPTED = 128 + signal.SIGINT
 _FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
 
 
-def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Console | None) -> dict[str, Any]:
+def execute(
+    config: RunConfig, *, resume: bool | Literal["auto"], set_aside: bool, console: Console | None
+) -> dict[str, Any]:
     """Run `train.run_training`."""
+    if resume == "auto" and not (resume := _has_checkpoint(config)):
+        set_aside = True  # what an earlier start left is nothing to go on from, and is kept all the same
     steering = Steering(config.run.stop_grace_seconds)
     if not resume and not set_aside and (taken := folder_is_taken(config)):
         raise ConfigError(taken)
@@ -116,6 +122,12 @@ def execute(config: RunConfig, *, resume: bool, set_aside: bool, console: Consol
     raise SystemExit(steering.exit_code)
 
 
+def _has_checkpoint(config: RunConfig) -> bool:
+    # A kill while a checkpoint was being replaced leaves the older one under another name until it is loaded.
+    folder = config.run_folder / "checkpoints"
+    return bool(_checkpoints(config).steps()) or any(folder.glob(".replaced_*"))
+
+
 def folder_is_taken(config: RunConfig) -> str | None:
     """Return advice about a run that is in the folder already; None if a new one may begin there."""
     folder = config.run_folder
@@ -123,7 +135,7 @@ def folder_is_taken(config: RunConfig) -> str | None:
         return None
     if (holder := holder_of(folder)) is not None:
         return refusal(folder, holder)
-    if is_left_by_a_start(folder) or _ended_without_checkpoint(config):
+    if is_left_by_a_start(folder) or _failed_without_a_step(config):
         return None
     go_on = "go on with it (--resume)" if _checkpoints(config).steps() else "it has no checkpoint to go on from"
     return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
@@ -160,7 +172,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         learner = build.build_learner(config, policy, reference)
         steering.attach()  # from here on, a stop saves what there is
         begin()
-        return await _train(config, player, learner, recorder, progress, TrainState(), weight_sync, judging, steering)
+        return await _train(config, player, learner, recorder, progress, None, weight_sync, judging, steering)
 
 
 async def _resume(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
@@ -174,7 +186,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
     _require_named_run(config.run_folder, checkpoint.folder)
-    _require_same_run(config)
+    _require_same_run(config, num_optimizer_steps=int(checkpoint.learner_counters.get("optimizer.num_attempts", 0)))
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     policy = build.build_policy(config, str(checkpoint.model_folder))
@@ -189,6 +201,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
         recorder = RunRecorder.resume(
             config.run_folder,
             state.step,
+            saved_seq=state.last_seq,
             is_played_again=partial(
                 is_played_again, step=state.step, num_tasks=state.num_tasks, pending_tasks=state.pending_tasks
             ),
@@ -217,7 +230,7 @@ async def _train(
     learner: Learner,
     recorder: RunRecorder,
     progress: Progress,
-    state: TrainState,
+    state: TrainState | None,
     weight_sync: WeightSync,
     judging: Judging | None,
     steering: Steering,
@@ -328,18 +341,38 @@ def _require_named_run(folder: Path, checkpoint: Path) -> None:
         )
 
 
-def _require_same_run(config: RunConfig) -> None:
+def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> None:
     """Refuse to go on under other settings, except those that only set how long or how often.
 
     Raises:
-        ConfigError: names the keys that differ.
+        ConfigError: names the keys that differ, or the schedule of the learning rate, which has taken
+            `num_optimizer_steps`, would bend.
     """
     path = config.run_folder / "config.toml"
-    began, now = _flat(load_config(path)), _flat(config)
+    earlier = load_config(path)
+    began, now = _flat(earlier), _flat(config)
     differing = [key for key in sorted(began.keys() | now.keys()) if began.get(key) != now.get(key)]
     if refused := [key for key in differing if key not in _FREE_ON_RESUME and not key.startswith(_FREE_SECTIONS)]:
         changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
         raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
+    _require_same_rates(earlier, config, num_optimizer_steps)
+
+
+def _require_same_rates(began: RunConfig, now: RunConfig, num_taken: int) -> None:
+    totals = began.size.num_optimizer_steps, now.size.num_optimizer_steps
+    for step in range(max(0, num_taken - 1), min(totals)):
+        was, will_be = (
+            scheduled_rate(step, peak=now.training.learning_rate, settings=now.optimizer, total_steps=total)
+            for total in totals
+        )
+        if not math.isclose(was, will_be, rel_tol=1e-9):
+            raise ConfigError(
+                f"training.iterations_per_epoch, training.num_epochs: {began.size.num_iterations} iterations became "
+                f"{now.size.num_iterations}, and with optimizer.schedule = {now.optimizer.schedule!r} the learning "
+                f"rate would jump: optimizer step {step + 1} takes {was:g} in the run as it began, and would take "
+                f"{will_be:g}. Resume with as many iterations as it began with, or begin another run from its "
+                "checkpoint (model.base)"
+            )
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
@@ -366,9 +399,11 @@ def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any
     }
 
 
-def _ended_without_checkpoint(config: RunConfig) -> bool:
-    """Return whether the folder's run has ended without a checkpoint; another run may then take its place."""
+def _failed_without_a_step(config: RunConfig) -> bool:
+    """Return whether the folder's run ended with nothing to go on from; another run may then take its place."""
     folder = config.run_folder
-    if not (folder / "summary.json").exists() or _checkpoints(config).steps():
+    steps = _checkpoints(config).steps()
+    if not (folder / "summary.json").exists() or any(steps):
         return False
-    return read_summary(folder)["status"] in ("failed", "interrupted")
+    # What failed before the first step fails again, as a rule; what was stopped there can go on.
+    return read_summary(folder)["status"] in (("failed",) if steps else ("failed", "interrupted"))

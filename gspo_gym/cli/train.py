@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.cli.command_line import Parser, parse_and_run
 from gspo_gym.config.apps import with_task_url
@@ -34,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file; configs/ holds examples")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
     add_task_url(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run's folder")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint of the run's folder; --resume auto begins the run where there is none",
+    )
+    # An option of one word, because one with an optional value would swallow the override that follows --resume.
+    parser.add_argument("--resume=auto", dest="resume", action="store_const", const="auto", help=argparse.SUPPRESS)
     parser.add_argument(
         "--set-aside", action="store_true", help="move an earlier run of the same label to LABEL.1, LABEL.2, ... first"
     )
@@ -54,13 +60,18 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def run_training(
-    config: RunConfig, *, resume: bool = False, set_aside: bool = False, console: Console | None = None
+    config: RunConfig,
+    *,
+    resume: bool | Literal["auto"] = False,
+    set_aside: bool = False,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Train and return the contents of summary.json.
 
     Args:
         config: the run's settings.
-        resume: go on from the newest checkpoint in `config.run_folder`; without one, an error.
+        resume: go on from the newest checkpoint in `config.run_folder`; without one, an error, or with "auto" the
+            beginning, and what an earlier start left there is moved away.
         set_aside: move an earlier run of the same label away; without it, its presence is an error.
         console: where progress is printed; None: nowhere.
 

@@ -142,6 +142,7 @@ class RunRecorder:
     Attributes:
         folder: where it writes.
         policy_name: the user's name for the policy; goes into every episode.
+        last_seq: of the last event; 0: there is none.
 
     `sinks` show the numbers of metrics and evaluations elsewhere, too (`run/sinks.py`).
     """
@@ -159,7 +160,7 @@ class RunRecorder:
         self.folder = folder
         self.policy_name = policy_name
         self._last_step = last_step
-        self._last_seq = last_seq
+        self.last_seq = last_seq
         self._lock = threading.Lock()  # a checkpoint is written, and a command obeyed, in another thread
         self._sinks = list(sinks)
         self._clock = clock
@@ -198,6 +199,7 @@ class RunRecorder:
         folder: Path,
         step: int,
         *,
+        saved_seq: int | None = None,
         is_played_again: Callable[[str], bool] = lambda _: False,
         policy_name: str = "policy",
         sinks: Sequence[Sink] = (),
@@ -205,7 +207,9 @@ class RunRecorder:
     ) -> RunRecorder:
         """Go on with a run after the checkpoint of `step`: what was recorded later moves to discarded/.
 
-        `is_played_again` says which trajectory ids of the ledger are played again.
+        `saved_seq` is the `last_seq` of when the checkpoint was taken; None: the steps of events decide. Where a kill
+        came between the checkpoint and its event, that event is written. `is_played_again` says which trajectory ids of
+        the ledger are played again.
 
         Raises:
             ConfigError: the folder holds no run.
@@ -221,12 +225,13 @@ class RunRecorder:
             step,
             metrics=read_metrics(folder),
             events=read_events(folder),
+            saved_seq=saved_seq,
             episode_files=[path for path in episode_paths(folder) if _step_of(path) > step],
             is_played_again=is_played_again,
         )
         recorder = cls(folder, last_step=step, last_seq=seq, policy_name=policy_name, sinks=sinks, clock=clock)
         name = f"step_{step:06d}"
-        told = any(event["kind"] == "checkpoint" and event["step"] == step for event in read_events(folder))
+        told = any(_is_save(event, step) and event["seq"] > (saved_seq or 0) for event in read_events(folder))
         if not told and (folder / "checkpoints" / name).is_dir():  # killed before it could say so
             recorder.event("checkpoint", step, {"folder": name})
         recorder.event("resumed", step, data)
@@ -264,8 +269,8 @@ class RunRecorder:
             raise RecordError(f"event: {kind!r} is not explained in EVENTS; {nearest_name(kind, EVENTS)}")
         line = {"time": self._clock(), "step": step, "kind": kind, "data": dict(data or {})}
         with self._lock:
-            self._append(EVENTS_FILE, {"seq": self._last_seq + 1, **line})
-            self._last_seq += 1  # after it is written: a number that is not in the file would be a gap
+            self._append(EVENTS_FILE, {"seq": self.last_seq + 1, **line})
+            self.last_seq += 1  # after it is written: a number that is not in the file would be a gap
         if kind == "evaluation":
             self._send(step, evaluation_numbers(data or {}))
 
@@ -343,6 +348,7 @@ def discard_later(
     *,
     metrics: Sequence[Line],
     events: Sequence[Line],
+    saved_seq: int | None,
     episode_files: Sequence[Path],
     is_played_again: Callable[[str], bool],
 ) -> dict[str, Any]:
@@ -352,6 +358,7 @@ def discard_later(
         folder: of the run.
         step: after which the checkpoint was saved.
         metrics, events: the lines of the run.
+        saved_seq: the `seq` of the last event before the checkpoint was taken; None: not known.
         episode_files: those of later steps.
         is_played_again: whether the ledger's entries of a trajectory id go: it is played again.
 
@@ -361,7 +368,7 @@ def discard_later(
         What moved, as JSON values; {} if nothing did.
     """
     later_metrics = [line for line in metrics if line["step"] > step]
-    kept_events, later_events = _split_events(events, step)
+    kept_events, later_events = _split_events(events, step, saved_seq)
     path = folder / LEDGER_FILE
     entries = read_ledger(path) if path.exists() else ()
     later_entries = [entry for entry in entries if is_played_again(entry.trajectory_id)]
@@ -391,16 +398,24 @@ def discard_later(
     return data
 
 
-def _split_events(events: Sequence[Line], step: int) -> tuple[list[Line], list[Line]]:
-    """Return the events that stay, and those after the last checkpoint of `step`, which are repeated.
+def _split_events(events: Sequence[Line], step: int, saved_seq: int | None) -> tuple[list[Line], list[Line]]:
+    """Return the events that stay, and those after the checkpoint of `step`, which are repeated."""
+    saves = [event["seq"] for event in events if _is_save(event, step)]
+    if saved_seq is None:  # a checkpoint of an earlier version
+        stay = range(1, 1 + max(saves, default=max((event["seq"] for event in events), default=0)))
+    else:
+        stay = range(1, 1 + saved_seq)
+    own = min((seq for seq in saves if seq not in stay), default=None)  # it says that the checkpoint is complete
+    kept: list[Line] = []
+    later: list[Line] = []
+    for event in events:
+        is_before = event["seq"] in stay or event["seq"] == own or event["kind"] in _LIFE
+        (kept if event["step"] <= step and is_before else later).append(event)
+    return kept, later
 
-    A process that was killed between saving it and saying so leaves no such event; then the steps decide.
-    """
-    saved = [i for i, event in enumerate(events) if event["kind"] == "checkpoint" and event["step"] == step]
-    end = saved[-1] if saved else len(events)
-    is_kept = [event["step"] <= step and (i <= end or event["kind"] in _LIFE) for i, event in enumerate(events)]
-    kept = [event for event, stays in zip(events, is_kept, strict=True) if stays]
-    return kept, [event for event, stays in zip(events, is_kept, strict=True) if not stays]
+
+def _is_save(event: Line, step: int) -> bool:
+    return bool(event["kind"] == "checkpoint" and event["step"] == step)
 
 
 def _write(path: Path, lines: Sequence[Line]) -> None:

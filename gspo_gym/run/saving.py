@@ -44,6 +44,7 @@ class Saver:
         copy: see `CopyCheckpoint`.
         settings: how often, and by when one must be saved.
         on_event: see `OnEvent`.
+        saved: what the run's newest checkpoint holds; None: it has none.
         clock: seconds since the process began.
     """
 
@@ -53,6 +54,7 @@ class Saver:
         settings: LoopSettings,
         *,
         on_event: OnEvent,
+        saved: TrainState | None = None,
         clock: Callable[[], float] = seconds_of_process,
     ) -> None:
         self._copy = copy
@@ -63,7 +65,7 @@ class Saver:
         self._deadline = None if minutes is None else 60 * minutes  # None, too, once it was heeded
         self._writing: asyncio.Task[Path | CheckpointError] | None = None
         self._copied: TrainState | None = None  # what is being written, or was last
-        self._saved: TrainState | None = None  # what the newest complete checkpoint of this process holds
+        self._saved = saved  # what the newest complete checkpoint holds
         self._num_failures = 0  # in a row
         self._step_began = clock()
         self._longest_step = self._longest_write = 0.0

@@ -22,7 +22,8 @@ class TrainState:
     that were played ahead and not trained on: a resumed run plays them again, before all others. `running` are the
     statistics of all returns so far. `score_unit` is what all scores of the run are measured in; None before an
     evaluation decides it, and `undecided` are the summaries of those before. `gradient_steps` counts the steps in which
-    the optimizer had a gradient to go by.
+    the optimizer had a gradient to go by. `last_seq` is that of the run's events when the checkpoint was taken;
+    None: an earlier version took it.
     """
 
     step: int = 0
@@ -40,6 +41,7 @@ class TrainState:
     running: RunningReturns = field(default_factory=RunningReturns)
     score_unit: ScoreUnit | None = None
     undecided: tuple[Mapping[str, Any], ...] = ()
+    last_seq: int | None = None
 
     @property
     def last_evaluated(self) -> int | None:

@@ -44,7 +44,7 @@ class Trainer:
         evaluate: plays the evaluation's episodes.
         saver: saves the learner's weights with a state.
         journal: records what happens, and stops the run if engine and learner disagree.
-        state: where an earlier part of the run stopped; None: at the beginning.
+        state: what the checkpoint holds with which the run goes on; None: it begins.
         while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
         steering: requests from outside, such as to stop; None: there are none.
     """
@@ -92,7 +92,9 @@ class Trainer:
         self._steering.attach()
         self._journal.started()
         try:
+            await self._saver.after_step(self.state)  # a kill during the first evaluation must not lose the warm-up
             await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in
+            await self._saver.after_step(self.state)
             while self.state.step < plan.size.num_iterations and not self.state.has_reached(
                 plan.loop.stop_at_success_rate
             ):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -237,12 +237,12 @@ def build_trainer(
     recorder: RunRecorder,
     checkpoints: CheckpointStore,
     progress: Progress,
-    state: TrainState,
+    state: TrainState | None,
     weight_sync: WeightSync,
     judging: Judging | None = None,
     steering: Steering | None = None,
 ) -> Trainer:
-    """Return the trainer; `learner` and `state` are fresh or restored, as the caller made them.
+    """Return the trainer; `learner` is fresh and `state` None, or both are restored from a checkpoint.
 
     `judging` scores the episodes and writes into the run's folder; None: their environments score them.
 
@@ -259,7 +259,7 @@ def build_trainer(
 
     attempts = AttemptWatch({source.env_name for source in config.sources if source.task_url is not None})
     if judging is not None:
-        judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=state.step)
+        judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
     plan = build_plan(config)
     return Trainer(
         plan,
@@ -273,7 +273,7 @@ def build_trainer(
         learner=learner,
         publish=weight_sync.after_step,
         evaluate=build_evaluate(config, player, recorder.episodes, judging),
-        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder),
+        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, saved=state),
         journal=Journal(
             plan,
             recorder,
@@ -288,16 +288,21 @@ def build_trainer(
 
 
 def _build_saver(
-    plan: TrainPlan, checkpoints: CheckpointStore, policy: Policy, learner: Learner, recorder: RunRecorder
+    plan: TrainPlan,
+    checkpoints: CheckpointStore,
+    policy: Policy,
+    learner: Learner,
+    recorder: RunRecorder,
+    *,
+    saved: TrainState | None,
 ) -> Saver:
     def copy_checkpoint(state: TrainState) -> Callable[[], Path]:
+        taken = replace(state, last_seq=recorder.last_seq).to_dict()
         numbers = state.evaluation_numbers()
-        draft = checkpoints.copy(
-            state.step, policy=policy, learner=learner, trainer_state=state.to_dict(), evaluation=numbers
-        )
+        draft = checkpoints.copy(state.step, policy=policy, learner=learner, trainer_state=taken, evaluation=numbers)
         return partial(checkpoints.write, draft)
 
-    return Saver(copy_checkpoint, plan.loop, on_event=recorder.event)
+    return Saver(copy_checkpoint, plan.loop, on_event=recorder.event, saved=saved)
 
 
 def _more_metrics(

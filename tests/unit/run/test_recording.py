@@ -252,6 +252,22 @@ def test_without_an_event_of_the_checkpoint_the_steps_decide_which_events_stay(r
     assert [e["kind"] for e in read_events(recorder.folder)] == ["started", "evaluation", "evaluation", "resumed"]
 
 
+def test_events_are_cut_where_the_checkpoint_was_taken_also_if_a_kill_came_before_its_event(
+    recorder: RunRecorder,
+) -> None:
+    before = ["started", "checkpoint", "evaluation"]
+    (recorder.folder / "checkpoints" / "step_000000").mkdir(parents=True)
+    recorder.event("checkpoint", 0)
+    recorder.event("evaluation", 0)
+    taken = recorder.last_seq
+    for kind in ("no_update", "judge_paused"):  # played ahead; no "checkpoint" of the second one of step 0
+        recorder.event(kind, 0)
+    RunRecorder.resume(recorder.folder, 0, saved_seq=taken)
+    assert [event["kind"] for event in read_events(recorder.folder)] == [*before, "checkpoint", "resumed"]
+    RunRecorder.resume(recorder.folder, 0, saved_seq=taken)
+    assert [event["kind"] for event in read_events(recorder.folder)] == [*before, "checkpoint", "resumed", "resumed"]
+
+
 def test_a_resumed_ledger_has_each_attempt_once_and_with_an_end(recorder: RunRecorder) -> None:
     path = recorder.folder / "ledger.jsonl"
     earlier = Ledger(path)

@@ -11,6 +11,8 @@ import hashlib
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from safetensors.torch import load_file
 
 from gspo_gym.base.files import take_lock, whole_lines
 from gspo_gym.cli.doctor import diagnose, read_run
-from gspo_gym.cli.train import run_training
+from gspo_gym.cli.train import main, run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
@@ -81,9 +83,12 @@ def test_a_run_writes_every_promised_file(tmp_path):
         assert summary[name]["seeds"] == [0, 1, 2, 3]
     assert (summary["status"], summary["steps"], summary["episodes"]) == ("completed", 2, 16)  # 2 steps of 8 episodes
     assert [line["step"] for line in read_metrics(folder)] == [1, 2]
-    kinds = [line["kind"] for line in read_events(folder)]
+    told = [(line["kind"], line["step"]) for line in read_events(folder)]
     # evaluations before the first step and after the last, which is step 2, where a checkpoint is due
-    assert kinds == ["started", "warmup", "evaluation", "evaluation", "checkpoint", "finished"]
+    assert [kind for kind, _ in told if kind != "checkpoint"] == [
+        "started", "warmup", "evaluation", "evaluation", "finished",
+    ]  # fmt: skip
+    assert [step for kind, step in told if kind == "checkpoint"] == [0, 0, 2]  # with the warm-up, and the evaluation
     episodes = read_episodes(folder / "episodes" / "step_000002.jsonl.gz")
     assert len(episodes) == 8
     assert sum(line["rollout/sampled_tokens"] for line in read_metrics(folder)) == summary["sampled_tokens"]
@@ -155,7 +160,7 @@ def test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one(tmp_path
 
 
 def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
-    """Steps 2, 4, 6, and 8 are evaluated."""
+    """Steps 0, 2, 4, 6, and 8 are evaluated."""
     keys = {
         "keep_last": 1,
         "keep_best": 1,
@@ -168,11 +173,10 @@ def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
     run_training(config)
     events = read_events(tmp_path / "test")
     returns = {event["step"]: event["data"]["mean_return"] for event in events if event["kind"] == "evaluation"}
-    del returns[0]  # no checkpoint is of step 0
     best = min(returns, key=lambda step: (returns[step], step))
     folders = sorted(path.name for path in (tmp_path / "test" / "checkpoints").iterdir())
-    assert folders == [f"step_{step:06d}" for step in sorted({best, 4, 8})]
-    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == list(range(1, 9))
+    assert folders == [f"step_{step:06d}" for step in sorted({0, best, 4, 8})]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [0, *range(9)]
 
 
 def test_a_lora_run_resumes_from_its_adapter(tmp_path):
@@ -239,14 +243,14 @@ def test_a_run_that_cannot_start_leaves_everything_as_it_was(tmp_path):
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_can_be_started_again(tmp_path):
+def test_a_run_that_failed_before_its_first_step_can_be_started_again(tmp_path):
     config = make_config(tmp_path)
     values = config.model_dump(exclude_none=True, exclude={"warmup"})
     values["rollout"]["max_model_len"] = 20
     with pytest.raises(RolloutError, match="context_overflow"):
         run_training(RunConfig.from_dict(values))
     assert "context_overflow" in json.loads((tmp_path / "test" / "summary.json").read_text())["error"]
-    with pytest.raises(CheckpointError, match="begin again, without --resume"):
+    with pytest.raises(RolloutError, match="context_overflow"):  # the same again, from the checkpoint before it
         run_training(RunConfig.from_dict(values), resume=True)
     values["rollout"]["max_model_len"] = 256
     assert run_training(RunConfig.from_dict(values))["status"] == "completed"
@@ -255,13 +259,50 @@ def test_a_run_that_failed_before_its_first_checkpoint_can_be_started_again(tmp_
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_refused_with_advice_that_works(tmp_path):
     config = make_config(tmp_path)
-    RunRecorder.create(config.run_folder, config.to_toml()).close()  # all that a SIGKILL leaves of a run's first steps
+
+    def leave_what_a_kill_leaves():
+        RunRecorder.create(config.run_folder, config.to_toml()).close()
+
+    leave_what_a_kill_leaves()
     with pytest.raises(ConfigError, match=r"holds a run: it has no checkpoint to go on from, move .*--set-aside"):
         run_training(config)
     with pytest.raises(CheckpointError, match="without --resume: with --set-aside"):
         run_training(config, resume=True)
     assert run_training(config, set_aside=True)["status"] == "completed"
     assert (tmp_path / "test.1" / "config.toml").exists()
+
+
+def test_resume_auto_begins_a_run_where_there_is_none_and_goes_on_where_there_is_one(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(make_config(tmp_path, iterations=1).to_toml())
+    RunRecorder.create(tmp_path / "test", "left by a kill").close()
+    for more in (["run.seed=0"], ["training.iterations_per_epoch=2"]):
+        assert main([str(path), "--resume", "auto", *more]) == 0
+    assert (tmp_path / "test.1" / "config.toml").read_text().endswith("left by a kill")
+    assert [line["step"] for line in read_metrics(tmp_path / "test")] == [1, 2]
+    kinds = [event["kind"] for event in read_events(tmp_path / "test")]
+    assert (kinds.count("started"), kinds.count("resumed"), kinds.count("warmup")) == (1, 1, 1)
+    checkpoints = tmp_path / "test" / "checkpoints"
+    (checkpoints / "step_000002").rename(checkpoints / ".replaced_step_000002")  # killed while it was replaced
+    shutil.rmtree(checkpoints / "step_000001")
+    assert main([str(path), "--resume=auto", "training.iterations_per_epoch=2"]) == 0
+    assert not (tmp_path / "test.2").exists()
+
+
+def test_a_learning_rate_that_decays_keeps_its_shape_or_the_resumed_run_is_refused(tmp_path):
+    decaying = make_config(tmp_path).model_dump(exclude_none=True, exclude={"warmup", "evaluation"})
+    decaying |= {"optimizer": {"schedule": "linear"}, "evaluation": {"seeds": "0:1"}}
+    run_training(RunConfig.from_dict(decaying))
+    decaying["training"]["iterations_per_epoch"] = 4
+    with pytest.raises(ConfigError, match=r"2 iterations became 4, .* the learning rate would jump") as refused:
+        run_training(RunConfig.from_dict(decaying), resume=True)
+    step, was, would_be = map(
+        float, re.findall(r"step (\d) takes (\S+) .* would take ([0-9.e-]+)\.", str(refused.value))[0]
+    )
+    # two optimizer steps an iteration: a line from 1e-3 to a tenth of it over 4 steps, or over 8
+    assert (was, would_be) == pytest.approx([1e-3 * (1 - 0.9 * (step - 1) / last) for last in (3, 7)], rel=1e-5)
+    decaying["training"]["iterations_per_epoch"] = 2
+    assert run_training(RunConfig.from_dict(decaying), resume=True)["steps"] == 2
 
 
 def test_a_resumed_run_says_which_checkpoint_it_passed_over(tmp_path):

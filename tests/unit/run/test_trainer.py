@@ -224,7 +224,7 @@ def train(
         learner=parts,  # type: ignore[arg-type]
         publish=parts.publish,
         evaluate=parts.evaluate,
-        saver=Saver(parts.copy_checkpoint, plan.loop, on_event=recorder.event),
+        saver=Saver(parts.copy_checkpoint, plan.loop, on_event=recorder.event, saved=state),
         journal=Journal(plan, recorder, progress or QuietProgress(lambda text: None), clock=lambda: float(next(ticks))),
         state=state,
         while_learning=parts.asleep,
@@ -366,7 +366,7 @@ def test_an_evaluation_in_which_the_judge_stopped_is_made_when_the_run_goes_on(t
 
 def test_a_run_that_is_made_shorter_ends_with_an_evaluation_of_its_last_step(tmp_path: Path) -> None:
     parts, _ = train(tmp_path, make_plan(checkpoint_every_n_iters=1))
-    at_three = parts.saved[2]
+    at_three = parts.saved[4]  # twice before the first step, and after each
     assert at_three.step == 3
     later, state = train(tmp_path, make_plan(num_steps=2), state=at_three)
     assert (later.evaluations, later.saved) == (["eval_000003"], [state])
@@ -405,7 +405,7 @@ def test_tasks_are_counted_on_from_step_to_step_and_none_is_played_twice(tmp_pat
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     parts, state = train(whole, plan)
     shutil.copytree(whole, resumed)
-    train(resumed, plan, state=parts.saved[0])
+    train(resumed, plan, state=parts.saved[2])
     refilled = sum(int(line["batch/refilled_groups"]) for line in read_metrics(whole))
     assert refilled > 0
     assert state.num_tasks == 4 * 4 + refilled
@@ -431,7 +431,7 @@ def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_pat
     assert parts.batches == []
     assert parts.versions == [1, 2, 3, 4]  # the weights are the same and carry the step's number
     assert parts.evaluations == ["eval_000000", "eval_000002", "eval_000004"]
-    assert [saved.step for saved in parts.saved] == [2, 4]
+    assert [saved.step for saved in parts.saved] == [0, 0, 2, 4]
     assert (state.step, state.num_episodes, state.trained_tokens) == (4, 0, 0)
     assert state.sampled_tokens > 0
     events = [(e["step"], e["data"]) for e in read_events(tmp_path) if e["kind"] == "no_update"]
@@ -524,8 +524,9 @@ def test_a_run_played_ahead_says_what_was_pending_and_a_resumed_one_plays_it_fir
     plan = make_plan(max_staleness=2, num_steps=6)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     parts, _ = train(whole, plan)
-    saved = TrainState.from_dict(json.loads(json.dumps(parts.saved[0].to_dict())))
-    assert saved == parts.saved[0]
+    saved = TrainState.from_dict(json.loads(json.dumps(parts.saved[2].to_dict())))
+    assert saved == parts.saved[2]
+    assert saved.step == 2
     before, first = seeds_of(whole, (1, 2)), training_seed(0, 0)
     pending = {first + number for number in saved.pending_tasks}
     assert len(pending) == 2 * 4  # two steps ahead
