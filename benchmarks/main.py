@@ -1,7 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
-`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `mutants` and `runs` are other measurements, in files of their
-names.
+`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `mutants`, `runs` and `crash` are other measurements, each in a
+file of its name.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.crash import run_crash
 from benchmarks.faults import run_faults
 from benchmarks.gateway import run_gateway
 from benchmarks.isolation import run_isolation
@@ -239,11 +240,11 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights", "mutants", "runs"]
+    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights", "mutants", "runs", "crash"]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
-    parser.add_argument("--count", type=int, help="mutants: how many a file (20); runs: how many (200)")
-    parser.add_argument("--seed", type=int, default=0, help="mutants: which ones (default: %(default)s)")
+    parser.add_argument("--count", type=int, help="mutants: how many a file (20); runs: how many (200); crash: kills (50)")
+    parser.add_argument("--seed", type=int, default=0, help="mutants, crash: which ones (default: %(default)s)")
     parser.add_argument(
         "--tests",
         nargs="+",
@@ -279,6 +280,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_runs(arguments.count or 200)
     if arguments.what == "gateway":
         return run_gateway()
+    if arguments.what == "crash":
+        return run_crash(arguments.count or 50, arguments.seed)
     if arguments.what == "isolation":
         return run_isolation(arguments.episodes or 200)
     torch.set_num_threads(arguments.threads)
