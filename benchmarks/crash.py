@@ -39,7 +39,7 @@ from gspo_gym.seeding import generator
 
 NUM_STEPS = 20
 # Of the life of a process, and of no step.
-_LIFE = ("started", "resumed", "finished")
+_LIFE = ("started", "resumed", "stopped", "finished")
 _OF_TIME = ("time", "rollout/sampled_tokens_per_second")
 
 # Names of what is compared, each with a digest.

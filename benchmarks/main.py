@@ -243,7 +243,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights", "mutants", "runs", "crash"]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
-    parser.add_argument("--count", type=int, help="mutants: how many a file (20); runs: how many (200); crash: kills (50)")
+    parser.add_argument(
+        "--count", type=int, help="mutants: how many a file (20); runs: how many (200); crash: kills (50)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="mutants, crash: which ones (default: %(default)s)")
     parser.add_argument(
         "--tests",
