@@ -106,7 +106,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
                 said = read("you> ")
             except EOFError:
                 break
-            _, reward, _, _, info = wrapper.step(_as_sampled(wrapper, said))
+            _, reward, _, _, info = wrapper.step(as_sampled(wrapper, said))
             _show_messages(console, info["new_messages"])
             console.print(f"[dim]reward {reward}  {dict(wrapper.episode().turns[-1].reward_terms)}[/dim]")
             _show_tokens(console, wrapper, tokenizer, tokens=arguments.tokens, mask=arguments.mask)
@@ -116,7 +116,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
     return 0
 
 
-def _as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
+def as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
     """Return the token ids of what was typed; `name(key=value, ...)` calls a tool of the environment."""
 
     call = _tool_call(said, {schema["function"]["name"] for schema in wrapper.session.tool_schemas})

@@ -20,6 +20,7 @@ _COMMANDS = {
     "search": ("gspo_gym.cli.search.command", "try many values of some keys, and keep the best"),
     "config": ("gspo_gym.cli.config", "check, show and translate configurations"),
     "jobs": ("gspo_gym.cli.jobs.command", "serve training as jobs, to clients of the hosted trainer"),
+    "models": ("gspo_gym.cli.models", "export, push, serve and talk with what runs have trained"),
     "serve": ("gspo_gym.cli.serve_engine", "serve a model to training runs"),
     "env": ("gspo_gym.cli.env", "list, check and play environments"),
     "app": ("gspo_gym.cli.app", "check task apps before training on them"),

@@ -26,11 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key for samples")
     where.add_argument("--start-seconds", type=float, default=900.0, help="it must answer within (default 900)")
     where.add_argument("--log", type=Path, metavar="FILE", help="for its output (default: shown if it fails)")
-    _add_engine_arguments(parser.add_argument_group("how it runs the model"))
+    add_engine_arguments(parser.add_argument_group("how it runs the model"))
     parser.set_defaults(run=serve)
 
 
-def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments that `settings_of` reads, but for the model."""
     group.add_argument("--max-model-len", type=int, default=4096, help="longest prompt + completion (default 4096)")
     group.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="default: as in the files"

@@ -485,6 +485,28 @@ def is_quantized(model: Any) -> bool:
     return getattr(base, "hf_quantizer", None) is not None
 
 
+def dequantize(model: Any) -> None:
+    """Replace quantized layers by plain ones with the weights that they compute with, in place (Any: untyped).
+
+    An adapter stays where it is. The layers agree up to rounding, except that int8 ones also round their inputs.
+    """
+    import bitsandbytes as bnb
+
+    for path, layer in list(model.named_modules()):
+        if not isinstance(layer, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            continue
+        weight = layer.weight
+        if isinstance(layer, bnb.nn.Linear4bit):
+            values = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        else:  # scales of the rows: the layer takes them over from the weight at its first forward
+            scales = weight.SCB if layer.state.SCB is None else layer.state.SCB
+            values = weight.data.float() * scales.float().view(-1, 1) / 127
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain.weight = torch.nn.Parameter(values, requires_grad=False)
+        plain.bias = layer.bias
+        model.set_submodule(path, plain)
+
+
 def keep_differentiable(model: Any) -> None:
     """Forbid bitsandbytes to repack weights on a CPU.
 

@@ -11,6 +11,7 @@ or not there. Not for resuming a run, which needs the optimizer too (`checkpoint
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -116,16 +117,29 @@ class Staging:
         model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[ADAPTER])
 
     def _write_full(self, folder: Path) -> None:
-        model = self._policy.model
-        _require_whole(model)
-        base = model.get_base_model() if is_adapter(model) else model
-        once = frozenset(_names_once(model))  # cast, tied weights would no longer be seen to be one
-        weights = {name: _cast(tensor, self._dtype) for name, tensor in full_weights(model) if name in once}
-        with no_progress_bars():
-            base.save_pretrained(folder, state_dict=weights, max_shard_size=self._max_shard_size)
-        self._policy.tokenizer.save_pretrained(folder)
-        if self._dtype is not None:
-            _say_dtype(folder / "config.json", self._dtype)
+        _require_whole(self._policy.model)
+        write_full(self._policy, folder, dtype=self._dtype, max_shard_size=self._max_shard_size)
+
+
+def write_full(policy: Policy, folder: Path, *, dtype: torch.dtype | None, max_shard_size: str = "5GB") -> None:
+    """Write all weights of a policy in transformers layout; a LoRA is merged into copies.
+
+    Quantized layers must have been replaced (`load.dequantize`); `dtype` None writes weights as they are.
+    """
+    model = policy.model
+    base = model.get_base_model() if is_adapter(model) else model
+    once = frozenset(_names_once(model))  # cast, tied weights would no longer be seen to be one
+    weights = {name: _cast(tensor, dtype) for name, tensor in full_weights(model) if name in once}
+    if is_quantized(model):  # transformers would write how it was quantized, too
+        config = copy.deepcopy(base.config)
+        del config.quantization_config
+        with torch.device("meta"):
+            base = type(base)(config)
+    with no_progress_bars():
+        base.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
+    policy.tokenizer.save_pretrained(folder)
+    if dtype is not None:
+        _say_dtype(folder / "config.json", dtype)
 
 
 class Handover:

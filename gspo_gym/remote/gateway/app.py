@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,17 +27,9 @@ from weakref import WeakKeyDictionary
 from starlette.requests import ClientDisconnect, Request
 
 from gspo_gym.errors import (
-    ConfigError,
-    ContextOverflowError,
-    EngineError,
-    EnginePoisonedError,
-    EngineTimeoutError,
     GymError,
-    RecordError,
-    TemplateError,
     UnknownNameError,
 )
-from gspo_gym.remote.gateway.capture import ForcedCallError, SessionClosedError, SessionLimitError
 from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.openai_wire import (
     RequestError,
@@ -48,16 +39,13 @@ from gspo_gym.remote.gateway.openai_wire import (
     read_flag,
 )
 from gspo_gym.remote.gateway.openai_wire_answers import (
-    JSON_TYPE,
     STREAM_TYPE,
     Envelope,
     answer_id,
     chat_chunks,
     chat_completion,
     chat_logprobs,
-    error_object,
     event_stream,
-    json_bytes,
     models,
     read_responses_request,
     response_events,
@@ -66,7 +54,8 @@ from gspo_gym.remote.gateway.openai_wire_answers import (
     text_completion,
     text_logprobs,
 )
-from gspo_gym.remote.gateway.replay import Asked, Exchange, KeyReuseError, Replays, Reply, digest_of
+from gspo_gym.remote.gateway.replay import Asked, Exchange, Replays, Reply, digest_of
+from gspo_gym.remote.gateway.replies import failure_reply, json_reply, live, send_reply
 from gspo_gym.remote.gateway.session import GatewaySession
 from gspo_gym.remote.guard import Guard, Receive, Scope, Send
 from gspo_gym.types import Message
@@ -118,18 +107,18 @@ class GatewayApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await live(receive, send)
         if scope["type"] != "http":
             return
         target = read_target(scope["path"], scope["query_string"].decode("latin-1"))
         # HEAD, because some clients ask it of a base URL first.
         if scope["method"] in ("GET", "HEAD"):
-            await _send(send, self._look(scope["path"], target))
+            await send_reply(send, self._look(scope["path"], target))
         elif scope["method"] == "POST":
             await self._post(target, Request(scope, receive), send)
         else:
             error = RequestError(f"method {scope['method']}: expected POST", code="method_not_allowed")
-            await _send(send, failure_reply(error, status=405))
+            await send_reply(send, failure_reply(error, status=405))
 
     def replays_of(self, session: GatewaySession) -> Replays:
         """Return the session's exchanges, to count retries."""
@@ -143,7 +132,7 @@ class GatewayApp:
 
     def _look(self, path: str, target: Target) -> Reply:
         if path in ("/", "/health"):
-            return _json_reply({"status": "ok"})
+            return json_reply({"status": "ok"})
         if target.api != "models":
             return failure_reply(UnknownNameError(f"GET {path}: expected POST, or GET of /v1/models"))
         try:
@@ -151,7 +140,7 @@ class GatewayApp:
                 self._gateway.session(target.session_id)
         except GymError as error:
             return failure_reply(error)
-        return _json_reply(models(self._model, created=int(self._now())))
+        return json_reply(models(self._model, created=int(self._now())))
 
     async def _post(self, target: Target, request: Request, send: Send) -> None:
         try:
@@ -165,7 +154,7 @@ class GatewayApp:
             exchange, reply = await state.replays.answer(asked, lambda: self._work(session, target, body, request))
         except Exception as error:
             # Whatever it was, the app gets OpenAI's error object and not the server's.
-            await _send(send, failure_reply(error))
+            await send_reply(send, failure_reply(error))
             return
         await _deliver(session, exchange, reply, asked, send)
 
@@ -194,7 +183,7 @@ class GatewayApp:
         if request.options.stream:
             chunks = chat_chunks(call, around, request.options, logprobs=logprobs)
             return Reply(200, STREAM_TYPE, event_stream(chunks), call_index=call.index)
-        return _json_reply(chat_completion(call, around, logprobs=logprobs), call.index)
+        return json_reply(chat_completion(call, around, logprobs=logprobs), call.index)
 
     async def _complete(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
         request = read_completion_request(body)
@@ -204,7 +193,7 @@ class GatewayApp:
         if request.options.stream:
             chunks = text_chunks(call, around, request.options, logprobs=logprobs)
             return Reply(200, STREAM_TYPE, event_stream(chunks), call_index=call.index)
-        return _json_reply(text_completion(call, around, logprobs=logprobs), call.index)
+        return json_reply(text_completion(call, around, logprobs=logprobs), call.index)
 
     async def _respond(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
         # `previous_response_id` continues what the gateway said itself, so each answer is kept.
@@ -216,7 +205,7 @@ class GatewayApp:
         response = response_object(call, around, body)
         if request.options.stream:
             return Reply(200, STREAM_TYPE, response_events(response), call_index=call.index)
-        return _json_reply(response, call.index)
+        return json_reply(response, call.index)
 
     def _envelope(self, prefix: str, session: GatewaySession, index: int) -> Envelope:
         return Envelope(answer_id(prefix, session.id, index), int(self._now()), self._model)
@@ -258,87 +247,11 @@ async def _has_gone(receive: Receive) -> bool:
 async def _deliver(session: GatewaySession, exchange: Exchange, reply: Reply, asked: Asked, send: Send) -> None:
     has_gone = await asked.has_gone()
     if not has_gone:
-        await _send(send, reply)
+        await send_reply(send, reply)
     # An answer that reached no caller is asked for again, or its call is no part of the episode.
     exchange.finish(asked, is_delivered=not has_gone)
     if reply.call_index is not None:
         session.note_delivery(reply.call_index, is_delivered=exchange.is_delivered)
-
-
-def _json_reply(value: Json, call_index: int | None = None) -> Reply:
-    return Reply(200, JSON_TYPE, json_bytes(value), call_index=call_index)
-
-
-async def _send(send: Send, reply: Reply) -> None:
-    headers = {"content-type": reply.content_type, "content-length": str(len(reply.body)), **dict(reply.headers)}
-    wire = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": reply.status, "headers": wire})
-    await send({"type": "http.response.body", "body": reply.body})
-
-
-async def _live(receive: Receive, send: Send) -> None:
-    while True:
-        event = (await receive())["type"]
-        await send({"type": f"{event}.complete"})
-        if event == "lifespan.shutdown":
-            return
-
-
-_LOG = logging.getLogger(__name__)
-_BAD_REQUEST, _SERVER = "invalid_request_error", "server_error"
-_FINAL = (("x-should-retry", "false"),)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    error: type[Exception]
-    status: int
-    code: str
-    kind: str = _BAD_REQUEST
-    param: str | None = None
-    may_retry: bool = False
-
-
-# The first that fits counts, so a class stands before its bases.
-_KINDS = (
-    _Kind(KeyReuseError, 400, "idempotency_key_reused"),
-    _Kind(ContextOverflowError, 400, "context_length_exceeded", param="messages"),
-    _Kind(TemplateError, 400, "conversation_not_renderable", param="messages"),
-    _Kind(ConfigError, 400, "unsupported_value"),
-    _Kind(RecordError, 400, "invalid_value"),
-    _Kind(UnknownNameError, 404, "not_found"),
-    _Kind(SessionClosedError, 409, "session_closed"),
-    _Kind(SessionLimitError, 429, "session_limit_exceeded", "rate_limit_error"),
-    _Kind(ForcedCallError, 422, "invalid_tool_call", _SERVER),
-    _Kind(EnginePoisonedError, 503, "engine_poisoned", _SERVER),
-    _Kind(EngineTimeoutError, 503, "engine_timeout", _SERVER, may_retry=True),
-    _Kind(EngineError, 503, "engine_error", _SERVER, may_retry=True),
-)
-
-
-def failure_reply(error: Exception, *, status: int = 400) -> Reply:
-    """Return the answer to a request that failed; `status` is a RequestError's.
-
-    An unexpected error is logged with its traceback, and its text is not sent. A sampled answer that cannot be used (a
-    forced call) stays the same for a retry; everything else is worked on anew.
-    """
-    if isinstance(error, RequestError):
-        wire = error_object(str(error), kind=_BAD_REQUEST, code=error.code, param=error.param)
-        return _reply(status, wire, may_retry=False)
-    known = next((kind for kind in _KINDS if isinstance(error, kind.error)), None)
-    if known is None:
-        # The text may hold what a client must not read.
-        _LOG.error("the gateway failed to answer a request", exc_info=error)
-        return _reply(500, error_object("the gateway failed", kind=_SERVER, code="internal_error"), may_retry=True)
-    wire = error_object(str(error), kind=known.kind, code=known.code, param=known.param)
-    index = error.call.index if isinstance(error, ForcedCallError) else None
-    return _reply(known.status, wire, may_retry=known.may_retry, call_index=index)
-
-
-def _reply(status: int, wire: object, *, may_retry: bool, call_index: int | None = None) -> Reply:
-    # OpenAI's clients retry 409, 429 and 5xx by themselves, which a refusal does not need.
-    headers = () if may_retry else _FINAL
-    return Reply(status, JSON_TYPE, json_bytes(wire), headers, call_index, is_final=call_index is not None)
 
 
 Api = Literal["chat", "completions", "responses", "models", "unknown"]

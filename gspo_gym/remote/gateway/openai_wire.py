@@ -77,13 +77,16 @@ def read_body(body: bytes) -> Mapping[str, Json]:
     return value
 
 
-def read_chat_request(body: Mapping[str, Json]) -> ChatRequest:
-    """Read a request to /v1/chat/completions.
+def read_chat_request(body: Mapping[str, Json], *, max_choices: int = 1) -> ChatRequest:
+    """Read a request to /v1/chat/completions; the caller reads `n` if it allows several choices.
 
     Raises:
         RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
-    require_one_choice(body)
+    if max_choices == 1:
+        require_one_choice(body)
+    elif (read_count(body, "n") or 1) > max_choices:
+        raise RequestError(f"n: expected at most {max_choices}, got {body['n']}", param="n")
     tools = read_tools(body.get("tools"))
     call = ChatCall(
         messages=read_messages(body.get("messages"), param="messages"),

@@ -14,10 +14,10 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from gspo_gym.chat.renderer import Renderer, RendererCache
-from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.engine.base import Capabilities, SamplingParams
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.remote.gateway.capture import (
     Answer,
@@ -44,11 +44,31 @@ from gspo_gym.remote.gateway.capture_prompts import (
     raw_prompt,
 )
 from gspo_gym.seeding import child_seed
-from gspo_gym.types import Completion, Sampling
+from gspo_gym.types import Completion, Sampling, TokenIds
 
 SESSION_IS_OVER = "the session is over: its episode has ended, and nothing more is sampled for it"
 _MAX_ERROR_CHARACTERS = 500
 _ID_BYTES = 24  # 192 bits, because an id is all that opens a session
+
+
+class Sampler(Protocol):
+    """The part of an `Engine` that a session uses."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def generate(
+        self,
+        prompt_token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion: ...
+
+    async def abort(self, session_id: str) -> None: ...
+
+    async def end_session(self, session_id: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +118,7 @@ class GatewaySession:
         self,
         settings: GatewaySessionSettings,
         *,
-        engine: Engine,
+        engine: Sampler,
         renderers: RendererCache,
         clock: Callable[[], float],
         forget: Callable[[str], None],

@@ -1,0 +1,180 @@
+"""`gspo-gym models ...`: list, show, export, merge, push, talk with and serve what runs have trained.
+
+MODEL is everywhere a run (its folder, or its label below --runs), which means its newest checkpoint; RUN@best, the one
+with the best evaluation; RUN@20, that of step 20; a checkpoint's folder; or any name that `model.base` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.base.keys import read_key
+from gspo_gym.cli import models_chat, models_serve
+from gspo_gym.cli.command_line import package_version
+from gspo_gym.errors import UsageError
+
+if TYPE_CHECKING:
+    from gspo_gym.run.models import Model
+
+_MODEL = "RUN, RUN@best, RUN@STEP, a checkpoint's folder, a hub id, or tiny:NAME"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `models`."""
+    commands = parser.add_subparsers(dest="models_command", required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="the checkpoints of all runs, with their evaluations")
+    _add_runs(listing)
+    listing.add_argument("--json", action="store_true", help="print a JSON list")
+    listing.set_defaults(run=list_command)
+
+    show = commands.add_parser("show", help="one model: its files verified, evaluation and lineage")
+    _add_model(show)
+    show.add_argument("--json", action="store_true", help="print one JSON object")
+    show.set_defaults(run=show_command)
+
+    export = commands.add_parser("export", help="write a transformers folder, or a PEFT folder of a LoRA, with a card")
+    _add_export(export, "of the weights (default: as they are)")
+    export.set_defaults(run=export_command, is_merged=False)
+    merge = commands.add_parser("merge", help="write a LoRA merged into its base, as a transformers folder with a card")
+    _add_export(merge, "of the weights (default: in which the run trained)")
+    merge.set_defaults(run=export_command, is_merged=True)
+
+    push = commands.add_parser("push", help="push an exported folder to the hub (HF_ENDPOINT may name another)")
+    push.add_argument("folder", type=Path, help="that `export` or `merge` wrote")
+    push.add_argument("repo", metavar="OWNER/NAME", help="made if missing")
+    push.add_argument("--private", action="store_true", help="if it is made")
+    push.add_argument("--token-env", metavar="NAME", help="variable with the token (default: HF_TOKEN, or the login's)")
+    push.set_defaults(run=push_command)
+
+    chat = commands.add_parser("chat", help="talk with a model, or watch it play an environment")
+    _add_model(chat)
+    models_chat.add_arguments(chat)
+    serve = commands.add_parser("serve", help="serve a model over OpenAI's protocol")
+    _add_model(serve)
+    models_serve.add_arguments(serve)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=_MODEL)
+    _add_runs(parser)
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="of runs (default runs)")
+
+
+def _add_export(parser: argparse.ArgumentParser, dtype_help: str) -> None:
+    _add_model(parser)
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument("--dtype", choices=_DTYPES, help=dtype_help)
+    parser.add_argument("--force", action="store_true", help="replace what is in the folder")
+
+
+def list_command(arguments: argparse.Namespace) -> int:
+    """Print all complete checkpoints; return 0, also if there are none."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from gspo_gym.run.models import list_models
+
+    found = list_models(arguments.runs)
+    if arguments.json:
+        print(json.dumps([{**model.to_json(), "marks": sorted(marks)} for model, marks in found], indent=2))
+        return 0
+    if not found:
+        print(f"{arguments.runs}: no run there has a checkpoint")
+        return 0
+    table = Table("model", "", "base", "score", "95% interval", "episodes")
+    for model, marks in found:
+        about = model.to_json()
+        table.add_row(model.name, " ".join(sorted(marks)), str(about["base"] or ""), *_score(about["evaluation"]))
+    Console().print(table)
+    return 0
+
+
+def show_command(arguments: argparse.Namespace) -> int:
+    """Print a model after its files were compared with the manifest."""
+    from gspo_gym.policy.export import CARD, Weights, layout_of
+    from gspo_gym.policy.manifest import verify
+    from gspo_gym.run.model_card import model_card
+    from gspo_gym.run.models import find_model
+
+    model = find_model(arguments.model, runs=arguments.runs)
+    about = model.to_json()
+    digests: dict[str, str] = {}
+    if model.run is not None:
+        files = verify(Path(model.base)).files
+        about["files"] = dict(files)
+        digests = {name: entry["sha256"] for name, entry in files.items() if _is_weights(name)}
+    if arguments.json:
+        print(json.dumps(about, indent=2))
+        return 0
+    folder = Path(model.base).expanduser()
+    if not folder.is_dir():
+        print(f"{model.base}: no folder here; `models export` loads it")
+        return 0
+    print(f"{model.name}: {model.base}" + (", every file as its manifest says" if model.run else ""))
+    if (folder / CARD).is_file() and model.run is None:
+        print((folder / CARD).read_text(encoding="utf-8"))
+        return 0
+    weights = Weights(layout_of(folder), None, None, digests)
+    card = model_card(model, weights, version=package_version())
+    print(card.split("---\n", 2)[2].strip())  # without the hub's metadata, which say the same
+    return 0
+
+
+def export_command(arguments: argparse.Namespace) -> int:
+    """Write the folder; print where it is and what it holds."""
+    from gspo_gym.policy.export import export
+    from gspo_gym.run.model_card import model_card
+    from gspo_gym.run.models import find_model
+
+    model = find_model(arguments.model, runs=arguments.runs)
+    weights = export(
+        model.base,
+        arguments.out,
+        describe=lambda weights: model_card(model, weights, version=package_version()),
+        is_merged=arguments.is_merged,
+        dtype=arguments.dtype,
+        load_dtype=dtype_of(model),
+        force=arguments.force,
+    )
+    what = "merged, " if weights.merged_from else ""
+    dtype = weights.dtype or "as in the checkpoint"
+    print(f"{model.name}: {what}{weights.layout} layout, dtype {dtype} -> {arguments.out}")
+    return 0
+
+
+def push_command(arguments: argparse.Namespace) -> int:
+    """Push; print the repository's URL."""
+    from gspo_gym.policy.hub import push
+
+    if not arguments.folder.is_dir():
+        raise UsageError(f"{arguments.folder}: expected a folder that `gspo-gym models export` or `merge` wrote")
+    token = read_key(arguments.token_env, "--token-env")
+    print(push(arguments.folder, arguments.repo, is_private=arguments.private, token=token))
+    return 0
+
+
+def dtype_of(model: Model) -> str:
+    """Return the dtype in which the model's run loads its weights; float32 without a run."""
+    return str(model.config.get("model", {}).get("dtype", "float32"))
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith("resume/")
+
+
+def _score(evaluation: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Return the cells of the score, its interval and its episodes."""
+    if evaluation is None:
+        return "", "", ""
+    name = evaluation["score"]
+    interval = evaluation.get("success_interval" if name == "success_rate" else "mean_return_interval")
+    told = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+    return f"{name.replace('_', ' ')} {evaluation[name]:.3f}", told, str(evaluation["num_episodes"])

@@ -1,0 +1,197 @@
+"""Write a model for others to use: a folder in transformers or PEFT layout, verified, with the digests of its files.
+
+    FOLDER/
+        config.json, model*.safetensors, ...                 transformers layout, a LoRA merged into its base
+        adapter_config.json, adapter_model.safetensors, ...  PEFT layout: the adapter, and base/ where it has no name
+        README.md                                            the model card
+        SHA256SUMS                                           digest of every other file, for `sha256sum --check`
+
+A folder is complete or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gspo_gym.base.files import sync, sync_tree, writing
+from gspo_gym.errors import ConfigError, StorageError
+from gspo_gym.policy.load import (
+    Policy,
+    dequantize,
+    is_quantized,
+    load_policy,
+    quantization_of,
+    save_policy,
+)
+from gspo_gym.policy.lora import is_adapter
+from gspo_gym.policy.manifest import MANIFEST, verify
+from gspo_gym.policy.staging import write_full
+
+Layout = Literal["transformers", "peft"]
+
+CARD = "README.md"
+SUMS = "SHA256SUMS"
+_OF_THE_RUN = ("resume", MANIFEST)  # of a checkpoint: what only going on with the run needs
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights as they were written, for the model card.
+
+    Attributes:
+        layout: of the folder.
+        dtype: of the tensors; None: as they were in the checkpoint, byte for byte.
+        merged_from: None: nothing was merged; else "lora", or the kind of quantized weights under it.
+        sha256: digests of the files of weights, by name.
+    """
+
+    layout: Layout
+    dtype: str | None
+    merged_from: str | None
+    sha256: Mapping[str, str]
+
+
+def layout_of(folder: Path) -> Layout:
+    """Return the layout of a model's folder."""
+    return "peft" if (folder / "adapter_config.json").is_file() else "transformers"
+
+
+def export(
+    base: str,
+    target: Path,
+    *,
+    describe: Callable[[Weights], str],
+    is_merged: bool = False,
+    dtype: str | None = None,
+    load_dtype: str = "float32",
+    force: bool = False,
+) -> Weights:
+    """Write the model that `base` names into the folder `target`, and return what was written.
+
+    Args:
+        base: as `load_policy` takes it. A run's checkpoint is compared with its manifest first.
+        describe: returns the model card's text.
+        is_merged: merge the LoRA. One on quantized weights is merged into those that it was trained on, dequantized:
+            merged into the original ones it would be another function.
+        dtype: of the written weights; None: as they are, copied byte for byte if `base` is a folder that is not merged.
+        load_dtype: in which the run trained; merging adds in float32, and rounds once.
+        force: replace what is in `target`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; names the file.
+        ConfigError: nothing to merge, or a dtype for an adapter; or `target` holds something, and `force` is not set.
+        StorageError: the disk refuses (full, read-only).
+    """
+    if not force and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: already holds something; choose another folder, or replace it with --force")
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".draft-{target.name}-", dir=target.parent))
+    try:
+        with writing(target):
+            merged_from = _write_weights(base, draft, is_merged=is_merged, dtype=dtype, load_dtype=load_dtype)
+            digests = file_digests(draft)
+            tensors = {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
+            weights = Weights(layout_of(draft), dtype, merged_from, tensors)
+            (draft / CARD).write_text(describe(weights), encoding="utf-8")
+            lines = [f"{digest}  {name}\n" for name, digest in file_digests(draft).items()]
+            (draft / SUMS).write_text("".join(lines), encoding="utf-8")
+            draft.chmod(0o755)  # mkdtemp's folder is its owner's alone
+            sync_tree(draft)
+            _publish(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return weights
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file in a folder, by path in it."""
+    digests = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def require_sums(folder: Path) -> None:
+    """Compare an exported folder with its SHA256SUMS.
+
+    Raises:
+        StorageError: it has none, or a file is missing, changed or not listed; names one.
+    """
+    path = folder / SUMS
+    if not path.is_file():
+        raise StorageError(f"{path}: is missing; export the model into a folder first")
+    lines = (line.partition("  ") for line in path.read_text(encoding="utf-8").splitlines())
+    listed = {name: digest for digest, _, name in lines}
+    found = {name: digest for name, digest in file_digests(folder).items() if name != SUMS}
+    wrong = sorted(name for name in listed.keys() | found.keys() if listed.get(name) != found.get(name))
+    if wrong:
+        raise StorageError(f"{folder / wrong[0]}: is missing, changed or not listed in {SUMS}; export the model again")
+
+
+def _write_weights(base: str, draft: Path, *, is_merged: bool, dtype: str | None, load_dtype: str) -> str | None:
+    """Write the model into the folder; return what was merged, as in `Weights.merged_from`."""
+    folder = Path(base).expanduser()
+    if folder.is_dir() and not is_merged and dtype is None:
+        _copy_model(folder, draft)
+        return None
+    policy = load_policy(base, dtype=load_dtype)
+    if is_merged != is_adapter(policy.model):
+        if is_merged:
+            raise ConfigError(f"{base}: has no adapter to merge; export it as it is")
+        if dtype is not None:
+            raise ConfigError(f"{base}: is an adapter, which stays in float32; --dtype is for merging it")
+    if not is_merged:
+        save_policy(policy, draft) if dtype is None else write_full(policy, draft, dtype=getattr(torch, dtype))
+        return None
+    return _write_merged(policy, draft, dtype or load_dtype)
+
+
+def _write_merged(policy: Policy, draft: Path, dtype: str) -> str:
+    kind = "lora"
+    if is_quantized(policy.model):
+        kind = quantization_of(policy.model)
+        dequantize(policy.model)
+    # Weights of 16 bits go to float32 before the adapter is added, or the sum would be rounded to 16 bits as well.
+    for parameter in policy.model.parameters():
+        parameter.data = parameter.data.float()
+    write_full(policy, draft, dtype=getattr(torch, dtype))
+    return kind
+
+
+def _copy_model(folder: Path, draft: Path) -> None:
+    if (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
+        verify(folder)
+    for path in sorted(folder.iterdir()):
+        if path.name in (*_OF_THE_RUN, CARD, SUMS):
+            continue
+        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, draft / path.name)
+
+
+def _publish(draft: Path, target: Path) -> None:
+    """Rename the draft to the target; what is there goes only after the draft has its place."""
+    replaced = draft.with_name(draft.name.replace(".draft-", ".replaced-", 1))
+    if target.exists():
+        target.rename(replaced)
+    draft.rename(target)
+    sync(target.parent)
+    if replaced.is_dir():
+        shutil.rmtree(replaced)
+    else:
+        replaced.unlink(missing_ok=True)
+
+
+def adapter_base(folder: Path) -> str | None:
+    """Return the name of the base under an adapter; None if the folder holds no adapter."""
+    path = folder / "adapter_config.json"
+    return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None

@@ -1,0 +1,145 @@
+"""Sample an answer a few tokens at a time, to show it as it grows and to end it at a stop string.
+
+Each slice continues the prompt and what was sampled so far, which an engine that keeps a session's keys and values does
+not compute again; every token is drawn as in one long call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gspo_gym.chat.parsing import ParseFailure
+from gspo_gym.chat.renderer import Renderer
+from gspo_gym.engine.base import Capabilities, Engine, SamplingParams, token_list
+from gspo_gym.seeding import child_seed
+from gspo_gym.types import Completion, FinishReason, Message, TokenIds
+
+_SLICE = 16  # tokens: a few times a second even on a slow processor, and little beside a prompt
+_LONGEST_TAG = len("</tool_call>")
+_UNREADABLE = "\ufffd"
+
+Grown = Callable[[Sequence[int]], None]
+"""Told all tokens so far, after each slice."""
+
+
+class SlicedEngine:
+    """The part of an engine that a session uses; `generate` samples in slices.
+
+    Args:
+        engine: samples.
+        grown: is told what there is; None: nobody.
+        ends: returns whether these tokens hold a stop string, which ends the answer.
+    """
+
+    def __init__(
+        self, engine: Engine, *, grown: Grown | None = None, ends: Callable[[Sequence[int]], bool] | None = None
+    ) -> None:
+        self._engine = engine
+        self._grown, self._ends = grown, ends
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the engine."""
+        return self._engine.capabilities
+
+    async def generate(
+        self,
+        prompt_token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        session_id: str | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Engine.generate`. The deadline is each slice's."""
+        prompt, ids, parts = token_list(prompt_token_ids), list[int](), list[Completion]()
+        left = min(sampling.max_tokens, self.capabilities.max_model_len - len(prompt))
+        # A schema is obeyed from the beginning of a call on, so an answer under one is one call.
+        size = sampling.max_tokens if sampling.json_schema is not None else _SLICE
+        while True:
+            count = max(1, min(size, left - len(ids)))  # 1: the engine says why there is no room for one
+            own = replace(
+                sampling,
+                max_tokens=count,
+                min_tokens=min(count, max(0, sampling.min_tokens - len(ids))),
+                seed=child_seed(sampling.seed, "slice", len(parts)),
+            )
+            part = await self._engine.generate(
+                [*prompt, *ids], own, session_id=session_id, deadline_seconds=deadline_seconds
+            )
+            parts.append(part)
+            ids += part.token_ids.tolist()
+            is_over = part.finish_reason is FinishReason.STOP or len(ids) >= left
+            is_over = is_over or (self._ends is not None and self._ends(ids))
+            if self._grown is not None:
+                self._grown(ids)
+            if is_over:
+                return Completion(
+                    token_ids=np.concatenate([part.token_ids for part in parts]),
+                    logprobs=np.concatenate([part.logprobs for part in parts]),
+                    finish_reason=part.finish_reason,
+                    weight_version=np.concatenate([part.weight_version for part in parts]),
+                )
+
+    async def abort(self, session_id: str) -> None:
+        """Give up the session's calls in flight."""
+        await self._engine.abort(session_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget a session."""
+        await self._engine.end_session(session_id)
+
+
+class GrowingText:
+    """Turn growing token ids into pieces of reasoning and content that are never taken back.
+
+    A piece waits while it may still turn out to be something else: a part of a character, of a tag or of a stop string.
+
+    Args:
+        renderer: of the conversation.
+        stops: texts that end the answer and are not part of it.
+        has_tools: content then waits for the end, because it may be a call.
+    """
+
+    def __init__(self, renderer: Renderer, stops: Sequence[str] = (), *, has_tools: bool = False) -> None:
+        self._renderer = renderer
+        self._stops = [stop for stop in stops if stop]
+        self._has_tools = has_tools
+        self.reasoning = self.content = ""
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the text of these tokens holds a stop string."""
+        if not self._stops:
+            return False
+        text = self._renderer.decode(token_ids)
+        return any(stop in text for stop in self._stops)
+
+    def grow(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """Return what is new of reasoning and content, after all tokens so far."""
+        text = self._settled(self._renderer.decode(token_ids))
+        parsed = self._renderer.parse(text, is_truncated=True)
+        if isinstance(parsed, ParseFailure):
+            return "", ""
+        return self.rest(
+            Message("assistant", "", reasoning_content=parsed.reasoning_content) if self._has_tools else parsed
+        )
+
+    def rest(self, message: Message) -> tuple[str, str]:
+        """Return what of a message was not returned yet; nothing of a part that does not continue what was."""
+        reasoning, content = message.reasoning_content or "", message.content
+        more = reasoning.removeprefix(self.reasoning) if reasoning.startswith(self.reasoning) else ""
+        said = content.removeprefix(self.content) if content.startswith(self.content) else ""
+        self.reasoning, self.content = self.reasoning + more, self.content + said
+        return more, said
+
+    def _settled(self, text: str) -> str:
+        ends = [text.find(stop) for stop in self._stops if stop in text]
+        if ends:
+            return text[: min(ends)]
+        kept = len(text.rstrip(_UNREADABLE))
+        tag = text.rfind("<", max(0, kept - _LONGEST_TAG), kept)
+        kept = kept if tag < 0 else tag
+        longest = max((len(stop) for stop in self._stops), default=1)
+        return text[: max(0, min(kept, len(text) - longest + 1))]

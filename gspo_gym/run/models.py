@@ -1,0 +1,186 @@
+"""The models of runs: find the checkpoint that a person means, and what the run's records say of it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.errors import CheckpointError, RecordError, UnknownNameError, nearest_name
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.export import adapter_base, layout_of
+from gspo_gym.policy.load import check_base
+from gspo_gym.policy.manifest import read_manifest, step_of
+from gspo_gym.policy.tiny import TINY_PREFIX
+from gspo_gym.run.recording import read_events, read_run_id
+
+LATEST, BEST = "latest", "best"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as it was named.
+
+    Attributes:
+        base: what `load_policy` takes: a checkpoint's folder, or the name as it was given.
+        run: the folder of its run; None: it is of no run.
+        step: of the checkpoint; None without a run.
+        evaluation: that the run made at this step, as its event holds it (JSON); None: it made none.
+    """
+
+    base: str
+    run: Path | None = None
+    step: int | None = None
+    evaluation: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """A name for cards and lists."""
+        return self.base if self.run is None else f"{self.run.name}@{self.step}"
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's settings (JSON values, hence Any); {} without a run.
+
+        Raises:
+            RecordError: the run's config.toml cannot be read.
+        """
+        if self.run is None:
+            return {}
+        path = self.run / "config.toml"
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"{path}: cannot be read: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known of it, without the evaluation's single episodes."""
+        folder = Path(self.base).expanduser()
+        about: dict[str, Any] = {"name": self.name, "path": self.base, "run": None, "step": self.step}
+        if folder.is_dir():
+            about |= {"layout": layout_of(folder), "adapter_base": adapter_base(folder)}
+        if self.run is not None:
+            manifest = read_manifest(folder)
+            about |= {"run": str(self.run), "run_id": manifest.run, "base": self.config["model"].get("base")}
+            about["bytes"] = sum(entry["bytes"] for entry in manifest.files.values())
+        evaluation = None if self.evaluation is None else without_rows(self.evaluation)
+        return about | {"evaluation": evaluation}
+
+
+def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
+    """Return the model that `name` means.
+
+    A run is its folder, or its label below `runs`; `RUN` and `RUN@latest` mean its newest checkpoint, `RUN@best` the
+    one with the best evaluation (the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder, and all
+    that `load_policy` takes, mean themselves.
+
+    Raises:
+        UnknownNameError: there is no such run, step or model.
+        CheckpointError: the run has no complete checkpoint, or for "best" none that was evaluated.
+    """
+    if name.startswith(TINY_PREFIX):
+        check_base(name)
+        return Model(name)
+    whole, (label, at, which) = _folder_of(name, runs), name.rpartition("@")
+    if whole is not None:
+        return _of_run(whole, LATEST) if (whole / "checkpoints").is_dir() else _of_folder(whole)
+    folder = _folder_of(label, runs) if at else None
+    if folder is not None and (folder / "checkpoints").is_dir():
+        return _of_run(folder, which)
+    labels = [path.parent.name for path in runs.glob("*/checkpoints")]
+    if "/" not in name and name.partition("@")[0] not in labels and labels:
+        raise UnknownNameError(f"model {name!r}: no run in {runs} is called so; {nearest_name(label or name, labels)}")
+    check_base(name)
+    return Model(name)
+
+
+def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
+    """Return all complete checkpoints of all runs below a folder, each with "latest" and "best" where it is that.
+
+    A run whose records are damaged is an error, unless it has no checkpoint.
+    """
+    listed = []
+    for checkpoints in sorted(runs.glob("*/checkpoints")):
+        folder = checkpoints.parent
+        steps = _steps(folder)
+        best = _best_of(folder, steps)
+        for step in steps:
+            marks = {LATEST} if step == steps[-1] else set()
+            marks |= {BEST} if step == best else set()
+            listed.append((_at_step(folder, step), frozenset(marks)))
+    return listed
+
+
+def without_rows(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an evaluation, and its parts, without single episodes (JSON values, hence Any)."""
+    kept = {key: value for key, value in evaluation.items() if key not in ("rows", "parts")}
+    parts = {name: without_rows(part) for name, part in evaluation.get("parts", {}).items()}
+    return {**kept, "parts": parts} if parts else kept
+
+
+def _folder_of(name: str, runs: Path) -> Path | None:
+    """Return the folder of that path, or of that label below `runs`; None if there is none."""
+    for path in (Path(name).expanduser(), runs / name):
+        if path.is_dir():
+            return path
+    return None
+
+
+def _of_folder(folder: Path) -> Model:
+    """Return the model in a folder that is no run's: a checkpoint knows its run by its place."""
+    run, step = folder.absolute().parent.parent, step_of(folder)
+    if step is not None and folder.absolute().parent.name == "checkpoints" and (run / "config.toml").is_file():
+        return _at_step(folder.parent.parent, step)
+    check_base(str(folder))
+    return Model(str(folder))
+
+
+def _of_run(folder: Path, which: str) -> Model:
+    steps = _steps(folder)
+    if not steps:
+        raise CheckpointError(f"{folder}: there is no complete checkpoint yet")
+    if which == LATEST:
+        return _at_step(folder, steps[-1])
+    if which == BEST:
+        step = _best_of(folder, steps)
+        if step is None:
+            raise CheckpointError(
+                f"{folder}: none of its checkpoints (steps {list(steps)}) was evaluated; take @{steps[-1]}"
+            )
+        return _at_step(folder, step)
+    if not which.isdecimal() or int(which) not in steps:
+        raise UnknownNameError(
+            f"{folder}@{which}: expected {LATEST}, {BEST} or a step with a checkpoint, which are {list(steps)}"
+        )
+    return _at_step(folder, int(which))
+
+
+def _steps(folder: Path) -> tuple[int, ...]:
+    return CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder)).steps()
+
+
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step_{step:06d}"
+
+
+def _at_step(folder: Path, step: int) -> Model:
+    made = (event["data"] for event in read_events(folder) if (event["kind"], event["step"]) == ("evaluation", step))
+    *_, last = (None, *made)  # of an evaluation that was made again after a resume, the last
+    return Model(str(_checkpoint(folder, step)), folder, step, last)
+
+
+def _best_of(folder: Path, steps: tuple[int, ...]) -> int | None:
+    """Return the step with the best score of those with a checkpoint; None if none was evaluated."""
+    if not steps:
+        return None
+    # From the newest checkpoint and not from the events: there all scores are in the run's one unit.
+    path = _checkpoint(folder, steps[-1]) / "resume" / "state.json"
+    try:
+        curve = json.loads(path.read_text(encoding="utf-8"))["trainer"]["curve"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    scores = {step: score for step, score in curve if step in steps}
+    return max(sorted(scores), key=lambda step: scores[step]) if scores else None
