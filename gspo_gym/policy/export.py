@@ -93,12 +93,23 @@ def export(
     """
     if not force and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already holds something; choose another folder, or replace it with --force")
+    folder = Path(base).expanduser()
+    policy = None  # then the folder is copied
+    if is_merged or dtype is not None or not folder.is_dir():
+        policy = _load(base, is_merged=is_merged, dtype=dtype, load_dtype=load_dtype)
+    elif (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
+        verify(folder)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".draft-{target.name}-", dir=target.parent))
     try:
         with writing(target):
-            merged_from = _write_weights(base, draft, is_merged=is_merged, dtype=dtype, load_dtype=load_dtype)
+            dtype = load_dtype if is_merged and dtype is None else dtype
+            merged_from = None
+            if policy is None:
+                _copy_model(folder, draft)
+            else:
+                merged_from = _write(policy, draft, is_merged, dtype)
             digests = file_digests(draft)
             tensors = {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
             weights = Weights(layout_of(draft), dtype, merged_from, tensors)
@@ -139,43 +150,36 @@ def require_sums(folder: Path) -> None:
         raise StorageError(f"{folder / wrong[0]}: is missing, changed or not listed in {SUMS}; export the model again")
 
 
-def _write_weights(base: str, draft: Path, *, is_merged: bool, dtype: str | None, load_dtype: str) -> str | None:
-    """Write the model into the folder; return what was merged, as in `Weights.merged_from`."""
-    folder = Path(base).expanduser()
-    if folder.is_dir() and not is_merged and dtype is None:
-        _copy_model(folder, draft)
-        return None
+def _load(base: str, *, is_merged: bool, dtype: str | None, load_dtype: str) -> Policy:
     policy = load_policy(base, dtype=load_dtype)
-    if is_merged != is_adapter(policy.model):
-        if is_merged:
-            raise ConfigError(f"{base}: has no adapter to merge; export it as it is")
-        if dtype is not None:
-            raise ConfigError(f"{base}: is an adapter, which stays in float32; --dtype is for merging it")
-    if not is_merged:
-        save_policy(policy, draft) if dtype is None else write_full(policy, draft, dtype=getattr(torch, dtype))
+    if is_merged and not is_adapter(policy.model):
+        raise ConfigError(f"{base}: has no adapter to merge; export it as it is")
+    if not is_merged and dtype is not None and is_adapter(policy.model):
+        raise ConfigError(f"{base}: is an adapter, which stays in float32; a dtype is for merging it")
+    return policy
+
+
+def _write(policy: Policy, draft: Path, is_merged: bool, dtype: str | None) -> str | None:
+    """Write a policy into the folder; return what was merged, as in `Weights.merged_from`."""
+    if dtype is None:
+        save_policy(policy, draft)
         return None
-    return _write_merged(policy, draft, dtype or load_dtype)
-
-
-def _write_merged(policy: Policy, draft: Path, dtype: str) -> str:
-    kind = "lora"
-    if is_quantized(policy.model):
-        kind = quantization_of(policy.model)
-        dequantize(policy.model)
-    # Weights of 16 bits go to float32 before the adapter is added, or the sum would be rounded to 16 bits as well.
-    for parameter in policy.model.parameters():
-        parameter.data = parameter.data.float()
+    kind = None
+    if is_merged:
+        kind = quantization_of(policy.model) if is_quantized(policy.model) else "lora"
+        if kind != "lora":
+            dequantize(policy.model)
+        # Weights of 16 bits go to float32 before the adapter is added, or the sum would be rounded twice.
+        for parameter in policy.model.parameters():
+            parameter.data = parameter.data.float()
     write_full(policy, draft, dtype=getattr(torch, dtype))
     return kind
 
 
 def _copy_model(folder: Path, draft: Path) -> None:
-    if (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
-        verify(folder)
     for path in sorted(folder.iterdir()):
-        if path.name in (*_OF_THE_RUN, CARD, SUMS):
-            continue
-        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, draft / path.name)
+        if path.name not in (*_OF_THE_RUN, CARD, SUMS):
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, draft / path.name)
 
 
 def _publish(draft: Path, target: Path) -> None:

@@ -45,6 +45,7 @@ from gspo_gym.policy.reference.wire import TOKEN_HEADER, ScoringSettings
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
 from gspo_gym.remote.gateway.gateway import Gateway
+from gspo_gym.remote.gateway.model_app import Served, create_model_app
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.served_env import ServedEnv, served_app
 from gspo_gym.remote.serve.task_app_server import create_task_app
@@ -179,6 +180,22 @@ def gateway() -> Iterator[tuple[str, list[Good]]]:
             Good(f"{base}/v1/responses", {"model": "m", "input": user("Hi."), "text": {"format": {"type": "text"}}}),
             Good("/v1/models", method="GET"),
             Good(f"/v1/chat/completions?cid={session.id}", {**chat, "response_format": {"type": "text"}}),
+        ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def model() -> Iterator[tuple[str, list[Good]]]:
+    served = Served(replying(lambda prompt: "Fine."), tiny_tokenizer(), "m", 16, Sampling(), {})
+    with BackgroundServer(create_model_app(served)) as server:
+        options = {"temperature": 0.5, "top_p": 0.9, "stop": ["x"], "seed": 3, "n": 2}
+        chat = {"model": "m", "messages": user("Hi.", "There."), "max_tokens": 4, **options}
+        path = "/v1/chat/completions"
+        yield server.url, [
+            Good(path, {**chat, "logprobs": True}),
+            Good(path, {**chat, "stream": True, "stream_options": {"include_usage": True}, "tools": [LOOK]}),
+            Good("/v1/completions", {"model": "m", "prompt": "Once", "max_tokens": 4, "logprobs": 1}),
+            Good("/v1/responses", {"model": "m", "input": "Hi.", "max_output_tokens": 4, "instructions": "Be."}),
+            Good("/v1/models/m", method="GET"),
         ]  # fmt: skip
 
 
@@ -321,6 +338,7 @@ def example_app() -> Iterator[tuple[str, list[Good]]]:
 
 SERVERS: dict[str, Server] = {
     "gateway": gateway,
+    "model": model,
     "task app, text": task_app,
     "task app, tools": lambda: task_app(Echo),
     "OpenEnv": openenv_server,
@@ -345,6 +363,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/remote/serve/openenv_server.py": ("OpenEnv", "both protocols on one port"),
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
     "gspo_gym/remote/gateway/app.py": ("gateway",),
+    "gspo_gym/remote/gateway/model_app.py": ("model",),
     "gspo_gym/judge/service/server.py": ("judge",),
     "gspo_gym/judge/service/fake_server.py": ("fake judge",),
     "gspo_gym/policy/reference/server.py": ("reference",),

@@ -1,0 +1,184 @@
+"""Exported models: the same function as the learner's, verified, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agreement import nudge, plain_logprobs
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gspo_gym.errors import CheckpointError, ConfigError, StorageError
+from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.export import Weights, export, require_sums
+from gspo_gym.policy.load import Policy, Quantization, adapt_policy, load_policy
+
+PROMPT, SAMPLED = list(range(40, 60)), [72, 105, 10, 200, 33, 7, 91, 120]
+# transformers' loader imports torch's compiler, which uses deprecated parts of torch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+
+
+class Learner:
+    """Nothing to resume."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+def trained(quantization: Quantization = "as_saved", *, is_lora: bool = True) -> Policy:
+    """A tiny policy that is not as it began."""
+    policy = load_policy("tiny:qwen3-64", seed=3, quantization=quantization)
+    if is_lora:
+        policy = adapt_policy(policy, LoraSettings(r=4, alpha=8), seed=0)
+    nudge(policy.model, 7, scale=0.1 if is_lora else 0.02)
+    return policy
+
+
+def saved(policy: Policy, folder: Path) -> str:
+    return str(CheckpointStore(folder).save(3, policy=policy, learner=Learner(), trainer_state={}))
+
+
+def scored(policy: Policy) -> np.ndarray[Any, Any]:
+    """The learner's logprobs of SAMPLED after PROMPT."""
+    tokens = torch.tensor([[*PROMPT, *SAMPLED]])
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    acted = mask.clone()
+    acted[:, : len(PROMPT)] = False
+    with torch.no_grad():
+        logprobs = Scorer(policy.model).score(tokens, mask, acted).logprobs
+    return logprobs[0, len(PROMPT) :].double().numpy()
+
+
+def card(weights: Weights) -> str:
+    return f"{weights.layout} {weights.dtype}"
+
+
+def plain(folder: Path, **options: Any) -> Any:
+    """The model as a user of transformers loads it, without anything of ours."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    AutoTokenizer.from_pretrained(folder).apply_chat_template([{"role": "user", "content": "Hi."}], tokenize=False)
+    return model
+
+
+def test_a_peft_folder_in_transformers_has_the_learners_logprobs(tmp_path: Path) -> None:
+    policy = trained()
+    weights = export(saved(policy, tmp_path / "run"), tmp_path / "out", describe=card)
+    model = PeftModel.from_pretrained(plain(tmp_path / "out" / "base"), tmp_path / "out").eval()
+    expected = scored(policy)
+    np.testing.assert_allclose(plain_logprobs(model, PROMPT, SAMPLED), expected, atol=1e-5)
+    bare = plain_logprobs(plain(tmp_path / "out" / "base"), PROMPT, SAMPLED)
+    assert np.abs(bare - expected).max() > 1e-2  # an adapter that was left out would be seen
+    assert (weights.layout, weights.dtype, weights.merged_from) == ("peft", None, None)
+
+
+def test_a_full_model_is_copied_byte_for_byte_and_nothing_of_the_run_with_it(tmp_path: Path) -> None:
+    policy = trained(is_lora=False)
+    checkpoint = Path(saved(policy, tmp_path / "run"))
+    export(str(checkpoint), tmp_path / "out", describe=card)
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert not {"resume", "manifest.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+    assert (tmp_path / "out" / "README.md").read_text() == "transformers None"
+    np.testing.assert_allclose(plain_logprobs(plain(tmp_path / "out"), PROMPT, SAMPLED), scored(policy), atol=1e-5)
+
+
+# Weights are rounded to 24, 8 and 11 significant bits, by at most 2**-24, 2**-9 and 2**-12 of each. A logprob here is a
+# difference of logits that seven matrices in each of two layers, and the head, had part in; errors of single weights
+# have random signs. 16 times the rounding leaves room for them to add up, and an adapter that was left out or merged
+# twice changes these logprobs by more than 0.1.
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 24), ("bfloat16", 9), ("float16", 12)])
+def test_a_merged_model_agrees_with_the_adapter_as_closely_as_its_dtype_allows(
+    tmp_path: Path, dtype: str, bits: int
+) -> None:
+    policy = trained()
+    weights = export(saved(policy, tmp_path / "run"), tmp_path / "out", describe=card, is_merged=True, dtype=dtype)
+    assert (weights.dtype, weights.merged_from) == (dtype, "lora")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    assert plain(tmp_path / "out", dtype="auto").dtype == getattr(torch, dtype)
+    # Computed in float32, so that nothing but the written weights differs.
+    merged = plain_logprobs(plain(tmp_path / "out", dtype=torch.float32), PROMPT, SAMPLED)
+    gap = np.abs(merged - scored(policy)).max()
+    print(f"{dtype}: {gap:.2e} nats")
+    assert gap < max(1e-5, 16 * 2.0**-bits)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("nf4", 1e-4), ("int8", 0.1)])
+def test_a_qlora_is_merged_into_the_weights_that_it_was_trained_on(
+    tmp_path: Path, kind: Quantization, tolerance: float
+) -> None:
+    policy = trained(kind)
+    weights = export(saved(policy, tmp_path / "run"), tmp_path / "out", describe=card, is_merged=True)
+    assert weights.merged_from == kind
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    gap = np.abs(plain_logprobs(plain(tmp_path / "out"), PROMPT, SAMPLED) - scored(policy)).max()
+    # int8 layers also round their inputs, to 1/127 of the largest in a token.
+    original = np.abs(
+        plain_logprobs(load_policy("tiny:qwen3-64", seed=3).model, PROMPT, SAMPLED) - scored(policy)
+    ).max()
+    print(f"{kind}: {gap:.2e} nats; without the adapter {original:.2e}")
+    assert gap < tolerance < original
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
+    checkpoint = Path(saved(trained(), tmp_path / "run"))
+    path = checkpoint / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    for is_merged in (False, True):
+        with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: is damaged"):
+            export(str(checkpoint), tmp_path / "out", describe=card, is_merged=is_merged)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_that_holds_something_is_replaced_only_by_force_and_only_by_a_whole_export(tmp_path: Path) -> None:
+    base, out = saved(trained(), tmp_path / "run"), tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"already holds something.*--force"):
+        export(base, out, describe=card)
+
+    def fail(_: Weights) -> str:
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        export(base, out, describe=fail, force=True)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    export(base, out, describe=card, force=True)
+    assert (out / "adapter_config.json").exists()
+    assert not (out / "mine.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize(
+    ("is_lora", "options", "message"),
+    [
+        (False, {"is_merged": True}, "no adapter to merge"),
+        (True, {"dtype": "float16"}, "is an adapter, which stays in float32"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, is_lora: bool, options: Any, message: str) -> None:
+    base = saved(trained(is_lora=is_lora), tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        export(base, tmp_path / "out", describe=card, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_sums_are_those_of_sha256sum_and_name_what_was_changed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(saved(trained(), tmp_path / "run"), out, describe=card)
+    checked = subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=out, check=False)
+    assert checked.returncode == 0
+    require_sums(out)
+    (out / "more.txt").write_text("more")
+    with pytest.raises(StorageError, match=r"more\.txt: is missing, changed or not listed"):
+        require_sums(out)
