@@ -10,15 +10,12 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspo_gym.base.keys import read_key
 from gspo_gym.cli import models_chat, models_serve
 from gspo_gym.cli.command_line import package_version
 from gspo_gym.errors import UsageError
-
-if TYPE_CHECKING:
-    from gspo_gym.run.models import Model
 
 _MODEL = "RUN, RUN@best, RUN@STEP, a checkpoint's folder, a hub id, or tiny:NAME"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -141,7 +138,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         describe=lambda weights: model_card(model, weights, version=package_version()),
         is_merged=arguments.is_merged,
         dtype=arguments.dtype,
-        load_dtype=dtype_of(model),
+        load_dtype=model.dtype,
         force=arguments.force,
     )
     what = "merged, " if weights.merged_from else ""
@@ -159,11 +156,6 @@ def push_command(arguments: argparse.Namespace) -> int:
     token = read_key(arguments.token_env, "--token-env")
     print(push(arguments.folder, arguments.repo, is_private=arguments.private, token=token))
     return 0
-
-
-def dtype_of(model: Model) -> str:
-    """Return the dtype in which the model's run loads its weights; float32 without a run."""
-    return str(model.config.get("model", {}).get("dtype", "float32"))
 
 
 def _is_weights(name: str) -> bool:

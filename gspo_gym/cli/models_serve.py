@@ -86,13 +86,12 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
     Raises:
         ConfigError, EngineError, MissingExtraError: see the engines.
     """
-    from gspo_gym.cli.models import dtype_of
     from gspo_gym.policy.load import load_policy, load_tokenizer
 
     if arguments.engine == "local":
         from gspo_gym.engine.local.engine import LocalEngine
 
-        dtype = dtype_of(model) if arguments.dtype == "auto" else arguments.dtype
+        dtype = model.dtype if arguments.dtype == "auto" else arguments.dtype
         policy = load_policy(model.base, dtype=dtype, device=arguments.device)
         longest = getattr(policy.model.config, "max_position_embeddings", None) or arguments.max_model_len
         length = min(arguments.max_model_len, longest)
@@ -109,7 +108,7 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
         folder = Path(temporary) / "model"
         is_merged = layout_of(Path(model.base)) == "peft"
         await asyncio.to_thread(
-            export, model.base, folder, describe=lambda _: "", is_merged=is_merged, load_dtype=dtype_of(model)
+            export, model.base, folder, describe=lambda _: "", is_merged=is_merged, load_dtype=model.dtype
         )
         settings = replace(serve_engine.settings_of(arguments), model=str(folder))
         engine = await VllmEngine.start(settings)

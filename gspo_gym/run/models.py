@@ -56,6 +56,11 @@ class Model:
         except (OSError, ValueError) as error:
             raise RecordError(f"{path}: cannot be read: {error}") from error
 
+    @property
+    def dtype(self) -> str:
+        """The dtype in which its run loads weights; float32 without a run."""
+        return str(self.config.get("model", {}).get("dtype", "float32"))
+
     def to_json(self) -> dict[str, Any]:
         """Return what is known of it, without the evaluation's single episodes."""
         folder = Path(self.base).expanduser()

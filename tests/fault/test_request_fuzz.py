@@ -50,6 +50,7 @@ from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.served_env import ServedEnv, served_app
 from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
+from gspo_gym.types import Sampling
 
 ROOT = Path(__file__).parents[2]
 Server = Callable[[], AbstractContextManager[tuple[str, list[Good]]]]

@@ -57,10 +57,12 @@ _KINDS = (
 
 
 def json_reply(value: Json, call_index: int | None = None) -> Reply:
+    """Return an answer with status 200; `call_index` as in `Reply`."""
     return Reply(200, JSON_TYPE, json_bytes(value), call_index=call_index)
 
 
 async def send_reply(send: Send, reply: Reply) -> None:
+    """Send a whole answer."""
     headers = {"content-type": reply.content_type, "content-length": str(len(reply.body)), **dict(reply.headers)}
     wire = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": reply.status, "headers": wire})
@@ -68,6 +70,7 @@ async def send_reply(send: Send, reply: Reply) -> None:
 
 
 async def live(receive: Receive, send: Send) -> None:
+    """Answer the server's start and end, on which nothing here depends."""
     while True:
         event = (await receive())["type"]
         await send({"type": f"{event}.complete"})

@@ -69,6 +69,11 @@ def next_steps(folder: Path) -> list[tuple[list[str], str]]:
         play = [*cli, "env", "play", rollout["env_name"], "--mask", *options]
         steps.append((play, "play yourself, and see what is trained on"))
     if any((folder / "checkpoints").glob("step_*")):
+        chat = [*cli, "models", "chat", str(folder)]
+        if len(steps) > 1:  # its environment is here
+            steps.insert(0, ([*chat, "--env"], "watch it play, or take over its turns"))
+        else:
+            steps.insert(0, (chat, "talk with it"))
         evaluate = [python, "-m", "gspo_gym.evaluate", str(path), "--model", str(folder), "--seeds", "1000:1200"]
         steps.append((evaluate, "other held-out tasks"))
     label = f"model.label={folder.name[:50]}-seed{seed}"
