@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import adapter_base, layout_of
 from gspo_gym.policy.load import check_base
 from gspo_gym.policy.manifest import read_manifest, step_of
+from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.policy.tiny import TINY_PREFIX
 from gspo_gym.run.recording import read_events, read_run_id
 
@@ -39,7 +39,7 @@ class Model:
     @property
     def name(self) -> str:
         """A name for cards and lists."""
-        return self.base if self.run is None else f"{self.run.name}@{self.step}"
+        return self.base if self.run is None else f"{self.run.absolute().name}@{self.step}"
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -79,8 +79,8 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     """Return the model that `name` means.
 
     A run is its folder, or its label below `runs`; `RUN` and `RUN@latest` mean its newest checkpoint, `RUN@best` the
-    one with the best evaluation (the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder, and all
-    that `load_policy` takes, mean themselves.
+    one with the best evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A
+    checkpoint's folder, and all that `load_policy` takes, mean themselves.
 
     Raises:
         UnknownNameError: there is no such run, step or model.
@@ -110,8 +110,8 @@ def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
     listed = []
     for checkpoints in sorted(runs.glob("*/checkpoints")):
         folder = checkpoints.parent
-        steps = _steps(folder)
-        best = _best_of(folder, steps)
+        steps = _store(folder).steps()
+        best = _best_of(folder)
         for step in steps:
             marks = {LATEST} if step == steps[-1] else set()
             marks |= {BEST} if step == best else set()
@@ -138,19 +138,19 @@ def _of_folder(folder: Path) -> Model:
     """Return the model in a folder that is no run's: a checkpoint knows its run by its place."""
     run, step = folder.absolute().parent.parent, step_of(folder)
     if step is not None and folder.absolute().parent.name == "checkpoints" and (run / "config.toml").is_file():
-        return _at_step(folder.parent.parent, step)
+        return _at_step(run, step)
     check_base(str(folder))
     return Model(str(folder))
 
 
 def _of_run(folder: Path, which: str) -> Model:
-    steps = _steps(folder)
+    steps = _store(folder).steps()
     if not steps:
         raise CheckpointError(f"{folder}: there is no complete checkpoint yet")
     if which == LATEST:
         return _at_step(folder, steps[-1])
     if which == BEST:
-        step = _best_of(folder, steps)
+        step = _best_of(folder)
         if step is None:
             raise CheckpointError(
                 f"{folder}: none of its checkpoints (steps {list(steps)}) was evaluated; take @{steps[-1]}"
@@ -163,10 +163,6 @@ def _of_run(folder: Path, which: str) -> Model:
     return _at_step(folder, int(which))
 
 
-def _steps(folder: Path) -> tuple[int, ...]:
-    return CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder)).steps()
-
-
 def _checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:06d}"
 
@@ -177,15 +173,13 @@ def _at_step(folder: Path, step: int) -> Model:
     return Model(str(_checkpoint(folder, step)), folder, step, last)
 
 
-def _best_of(folder: Path, steps: tuple[int, ...]) -> int | None:
-    """Return the step with the best score of those with a checkpoint; None if none was evaluated."""
-    if not steps:
-        return None
-    # From the newest checkpoint and not from the events: there all scores are in the run's one unit.
-    path = _checkpoint(folder, steps[-1]) / "resume" / "state.json"
-    try:
-        curve = json.loads(path.read_text(encoding="utf-8"))["trainer"]["curve"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-    scores = {step: score for step, score in curve if step in steps}
-    return max(sorted(scores), key=lambda step: scores[step]) if scores else None
+def _best_of(folder: Path) -> int | None:
+    """Return the step with the best evaluation, as the run's own keep_best goes by; None if none has one."""
+    best = _store(folder).best()
+    return None if best is None else step_of(best)
+
+
+def _store(folder: Path) -> CheckpointStore:
+    training = Model(str(folder), folder).config.get("training", {})
+    retention = RetentionSettings(**{key: training[key] for key in RetentionSettings.model_fields if key in training})
+    return CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder), retention=retention)
