@@ -13,7 +13,8 @@ from gspo_gym.policy.export import require_sums
 
 Result = TypeVar("Result")
 
-_ATTEMPTS = 3  # at making the repository
+# At making the repository and at the push: the library tries again what it uploads, but not the first and the last request.
+_ATTEMPTS = 3
 _ADVICE = {
     401: "the token is missing or wrong: set HF_TOKEN, or run `hf auth login`",
     403: "the token may not write there: create one with the right to write to this repository",
@@ -58,12 +59,12 @@ def push(
         message = f"Upload {folder.name} from gspo-gym"
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
 
-    url = _trying(create, f"create {repo}", attempts=_ATTEMPTS, sleep=sleep)
-    _trying(upload, f"push to {repo}", attempts=1, sleep=sleep)  # the library tries each request of this again itself
+    url = _trying(create, f"create {repo}", sleep)
+    _trying(upload, f"push to {repo}", sleep)
     return url
 
 
-def _trying(call: Callable[[], Result], doing: str, *, attempts: int, sleep: Callable[[float], None]) -> Result:
+def _trying(call: Callable[[], Result], doing: str, sleep: Callable[[float], None]) -> Result:
     """Return the call's result; server errors and lost connections are tried again.
 
     Raises:
@@ -72,13 +73,13 @@ def _trying(call: Callable[[], Result], doing: str, *, attempts: int, sleep: Cal
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
     failure: Exception
-    for attempt in range(attempts):
+    for attempt in range(_ATTEMPTS):
         if attempt:
             sleep(2.0 ** (attempt - 1))
         try:
             return call()
         except HFValidationError as error:
-            raise ConfigError(f"--push: {error}") from error
+            raise ConfigError(f"OWNER/NAME: {error}") from error
         except LocalTokenNotFoundError as error:
             raise ServiceError(f"{doing}: {_ADVICE[401]}") from error
         except (OSError, RuntimeError) as error:  # the library's errors of HTTP are OSErrors, or the cause of another
@@ -92,7 +93,8 @@ def _trying(call: Callable[[], Result], doing: str, *, attempts: int, sleep: Cal
                 raise
             failure = error
     status = _status_of(failure)
-    told = f"answered {status}" if status else f"cannot be reached ({shortened(str(failure), 300)})"
+    reason = shortened(": ".join(str(error) for error in (failure, failure.__cause__) if error is not None), 300)
+    told = f"answered {status}" if status else f"cannot be reached ({reason})"
     raise ServiceError(f"{doing}: the hub {told}; the export is whole in its folder: push it again later") from failure
 
 
