@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -248,12 +249,15 @@ def _asked(model: Model) -> Mapping[str, Any]:
 
 
 def _read(read: Read, prompt: str) -> str | None:
-    """Return a line; None at the end of the input."""
+    """Return a line; None at the end of the input. What came through a pipe is shown, as a terminal shows it."""
     try:
-        return read(prompt).strip()
+        said = read(prompt).strip()
     except EOFError:
         print()
         return None
+    if not sys.stdin.isatty():
+        print(said)
+    return said
 
 
 def _show(pieces: tuple[str, str]) -> None:

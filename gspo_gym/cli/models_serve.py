@@ -59,9 +59,12 @@ def serve(arguments: argparse.Namespace) -> int:
 async def _serve(arguments: argparse.Namespace) -> None:
     from gspo_gym.remote.gateway.loop_server import LoopServer
     from gspo_gym.remote.gateway.model_app import Served, create_model_app
+    from gspo_gym.remote.serving import bind
     from gspo_gym.run.models import find_model
 
     key = read_key(arguments.api_key_env, "--api-key-env")
+    # An address that cannot be served on is refused before a model is loaded.
+    bind(arguments.host, arguments.port, has_key=key is not None).close()
     model = find_model(arguments.model, runs=arguments.runs)
     async with running_engine(model, arguments) as (engine, tokenizer):
         name = arguments.name or model.name

@@ -13,7 +13,7 @@ from gspo_gym.policy.export import require_sums
 
 Result = TypeVar("Result")
 
-# At making the repository and at the push: the library tries again what it uploads, but not the first and the last request.
+# At making the repository and at the push, whose first and last requests the library does not try again itself.
 _ATTEMPTS = 3
 _ADVICE = {
     401: "the token is missing or wrong: set HF_TOKEN, or run `hf auth login`",
