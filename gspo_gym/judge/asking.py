@@ -1,10 +1,7 @@
 """Ask a judge over HTTP: concurrency, retries, budget, and waiting while the endpoint is down.
 
-The caller says what to send and how to read the answer (`judge/model/judge.py`, `judge/service/client.py`). An answer
-that cannot be read is paid for and asked again.
-
-An outage is the same for all episodes: one of them asks again, with growing waits, and the others wait for it. Nothing
-gets a score meanwhile, and therefore nothing is trained; `on_event` receives the reason of that pause.
+An answer that cannot be read is paid for and asked again. During an outage nothing gets a score, and therefore nothing
+is trained.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -36,9 +33,8 @@ class AskingSettings:
     """Concurrency, timeout and retries of a judge's requests.
 
     Attributes:
-        max_concurrency: requests under way at once.
         timeout_seconds: for one attempt, its last byte included.
-        retries: see `RetrySettings`; an unreadable verdict counts as a failed attempt, too.
+        retries: an unreadable verdict counts as a failed attempt, too.
         failures_to_open, cool_down_seconds: after so many failures in a row without an answer (no connection, timeout,
             5xx), nothing is asked for so long; then a single request decides.
         seed: of the jitter between retries.
@@ -62,14 +58,7 @@ class AskingSettings:
 
 
 class Asking:
-    """Client of one judge endpoint. Use it within one event loop, and close it.
-
-    Args:
-        client: sends; raises the errors of `base.http`.
-        settings: concurrency, timeout and retries.
-        budget: limits of the cost; None: no limit.
-        clock: monotonic seconds. sleep: waits between retries.
-    """
+    """Client of one judge endpoint, with no limit where there is no budget. Use it in one event loop, and close it."""
 
     def __init__(
         self,
@@ -92,7 +81,6 @@ class Asking:
 
     @property
     def counters(self) -> RetryCounters:
-        """Return the number of questions, attempts and failures by kind."""
         return self._retries.counters
 
     @property
@@ -113,10 +101,8 @@ class Asking:
 
         Args:
             url: a path below the client's base URL, or complete.
-            body_of: the request's JSON, given the number of unreadable answers so far: until there is one, the same
-                request
-                is sent again under the same `Idempotency-Key`.
-            read: raises an AttemptError for an unreadable answer, which is then asked again.
+            body_of: the request's JSON, given the number of unreadable answers so far.
+            read: raises an AttemptError for an unreadable answer.
             cost_of: the cost of an answer; None if it does not say.
             most: the most that one attempt can cost.
 
@@ -135,10 +121,11 @@ class Asking:
             async with self._places, self.budget.call(most) as reservation:
                 self._require_up(reservation)  # it may have gone down while this waited
                 attempts.append(reservation)
+                # Until an answer came that cannot be read, the same request is sent under the same `Idempotency-Key`.
                 body, key = body_of(num_answers), f"{call_id}-{num_answers}"
                 answer = await self._post(url, body, key, number, reservation)
                 num_answers += 1
-                if (cost := cost_of(answer)) is not None:
+                if (cost := cost_of(answer)) is not None:  # else it is charged at its most
                     reservation.settle(cost)
             return read(answer)
 
@@ -147,13 +134,12 @@ class Asking:
         except JudgeDownError:
             raise
         except JudgeError as error:
-            if self.is_down:
+            if self.is_down:  # then an outage is the reason, and not this episode
                 raise JudgeDownError(str(error)) from error
             raise
         return result, sum((reservation.cost for reservation in attempts), JudgeCost())
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
     def _require_up(self, reservation: Reservation | None) -> None:
@@ -169,7 +155,11 @@ class Asking:
         try:
             answer = await self._client.post_object(url, body, headers=call_headers(key, number))
         except AttemptError as error:
-            self._note(error)
+            # A failure counts towards an outage, unless it shows that the endpoint answers (429, an unreadable answer).
+            if error.kind in ("timeout", "connection") or error.kind.startswith("5"):
+                self._breaker.fail(self._clock())
+            else:
+                self._breaker.succeed()
             if error.kind not in _ANSWERED_KINDS:
                 reservation.settle(JudgeCost(num_calls=1))
             raise
@@ -184,14 +174,6 @@ class Asking:
         self._breaker.succeed()
         return answer
 
-    def _note(self, error: AttemptError) -> None:
-        """Count a failure towards an outage, unless it shows that the endpoint answers (429, an unreadable answer)."""
-        is_absent = error.kind in ("timeout", "connection") or error.kind.startswith("5")
-        if is_absent:
-            self._breaker.fail(self._clock())
-        else:
-            self._breaker.succeed()
-
 
 # Called with "judge_paused" or "judge_resumed" and JSON values (hence Any).
 OnEvent = Callable[[str, Mapping[str, Any]], None]
@@ -201,8 +183,6 @@ _LONGEST_WAIT_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Pause:
-    """An outage in progress."""
-
     over: asyncio.Event
     started: float
 
@@ -210,11 +190,7 @@ class _Pause:
 class PausingJudge:
     """Judge that waits while the judge behind it is down, then goes on. Use it within one event loop at a time.
 
-    Args:
-        judge: the judge behind it, which raises JudgeDownError in an outage.
-        on_event: receives the begin of a pause, with its reason, and its end.
-        clock: seconds, monotonic.
-        sleep: waits so many seconds.
+    `on_event` receives the begin of a pause, with its reason, and its end.
     """
 
     def __init__(
@@ -222,8 +198,8 @@ class PausingJudge:
         judge: Judge,
         *,
         on_event: OnEvent = lambda _kind, _data: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._judge = judge
         self._on_event = on_event
@@ -234,7 +210,6 @@ class PausingJudge:
 
     @property
     def name(self) -> str:
-        """Return the name of the judge behind it."""
         return self._judge.name
 
     @property
@@ -248,6 +223,7 @@ class PausingJudge:
         Raises:
             JudgeError: this episode has no score; JudgeStoppedError: nor will any other have one.
         """
+        # An outage is the same for all episodes: one of them asks again, and the others wait for it.
         while True:
             if self._pause is not None:
                 await self._pause.over.wait()
@@ -261,7 +237,6 @@ class PausingJudge:
                     return await self._ask_until_it_answers(request)
 
     async def close(self) -> None:
-        """Close the judge behind it."""
         await self._judge.close()
 
     async def _ask_until_it_answers(self, request: JudgeRequest) -> Judgement:
@@ -275,7 +250,7 @@ class PausingJudge:
 
     @contextlib.contextmanager
     def _paused(self, reason: JudgeDownError) -> Iterator[None]:
-        """Hold the other callers until the block ends; if it is cancelled, the next caller asks instead."""
+        """Hold the other callers until the block ends."""
         pause = self._pause = _Pause(asyncio.Event(), self._clock())
         self._on_event("judge_paused", {"judge": self.name, "reason": str(reason)})
         answered = True
@@ -283,7 +258,7 @@ class PausingJudge:
             yield
         except JudgeError:  # an answer, too, although not a score
             raise
-        except BaseException:
+        except BaseException:  # cancelled: the next caller asks instead
             answered = False
             raise
         finally:

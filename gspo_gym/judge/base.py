@@ -6,8 +6,9 @@ number. `blend.py` decides what scores are worth for training.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from gspo_gym.judge.rubric import Aggregate, Rubric
 from gspo_gym.types import Trajectory
 
 Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 
 class JudgeError(ServiceError):
@@ -47,7 +49,6 @@ class Rubrics:
 
     @property
     def parts(self) -> dict[str, Rubric]:
-        """Return the rubrics that exist, by "event" and "outcome"."""
         named = {"event": self.event, "outcome": self.outcome}
         return {name: rubric for name, rubric in named.items() if rubric is not None}
 
@@ -94,11 +95,7 @@ class Rubrics:
         )
 
     def require_totals(self) -> None:
-        """Refuse, before anything is judged, rubrics that cannot be totalled.
-
-        Raises:
-            ConfigError: a part has aggregation "custom" and no function.
-        """
+        """Raise a ConfigError, before anything is judged, for aggregation "custom" without a function."""
         for name, rubric in self.parts.items():
             if rubric.aggregation == "custom" and rubric.aggregate is None:
                 raise ConfigError(
@@ -125,7 +122,6 @@ class Review:
     Attributes:
         criteria: by id, each criterion asked about exactly once.
         total: the rubric's aggregate of them (`Rubric.total`).
-        summary: the judge's words.
     """
 
     criteria: Mapping[str, CriterionScore]
@@ -176,7 +172,6 @@ class Judgement:
 
     @property
     def event_totals(self) -> tuple[float, ...]:
-        """Return the total of every turn."""
         return tuple(review.total for review in self.event_reviews)
 
     @property
@@ -196,7 +191,6 @@ class JudgeRequest:
 
     Attributes:
         trajectory: the episode; its rewards are not shown to the judge.
-        rubrics: what to judge it by.
         task_app: the id of the task app, or of the environment, in which it was played.
         metadata: JSON for an HTTP judge's request.
     """
@@ -211,9 +205,7 @@ class Judge(Protocol):
     """Scores episodes, many at once."""
 
     @property
-    def name(self) -> str:
-        """Return the judge's name for records."""
-        ...
+    def name(self) -> str: ...
 
     async def judge(self, request: JudgeRequest) -> Judgement:
         """Return every review that the rubrics ask for.
@@ -221,15 +213,24 @@ class Judge(Protocol):
         Raises:
             JudgeError: this episode has no score. JudgeDownError, JudgeStoppedError: nor has any other, for now.
         """
-        ...
 
     async def close(self) -> None:
         """Close connections. Closing twice is allowed."""
-        ...
+
+
+async def all_or_none(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return the results of calls that run at once; if one fails, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # else one that is still ending would outlive this call
+        raise
 
 
 def _named(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
-    """Return the changed rubric; an error names the part."""
     try:
         return change(argument)
     except ConfigError as error:

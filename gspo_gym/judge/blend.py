@@ -26,8 +26,7 @@ from gspo_gym.types import Trajectory, Turn
 EVENT_TERM, OUTCOME_TERM = "judge_event", "judge_outcome"
 ENV_TERM = "env"  # of what the environment gave a turn beside its own named terms
 
-# The environment's rewards of an episode, one a turn; None where it gave none.
-EnvRewards = Callable[[Trajectory], Sequence[float | None]]
+EnvRewards = Callable[[Trajectory], Sequence[float | None]]  # one reward a turn; None where the environment gave none
 
 
 class RewardBlend(Settings):
@@ -39,7 +38,7 @@ class RewardBlend(Settings):
 
 
 def env_rewards(trajectory: Trajectory) -> tuple[float | None, ...]:
-    """Return the environment's own rewards, turn by turn, of an episode that was not blended yet."""
+    """Return the environment's own rewards, turn by turn; the episode must not have been blended."""
     return tuple(turn.reward for turn in trajectory.turns)
 
 
@@ -48,9 +47,7 @@ def blend(
 ) -> Trajectory:
     """Return the episode with blended turn rewards; `trajectory` must not have been blended before.
 
-    A turn that no part scores keeps None. `rewards` replaces the environment's rewards (step rewards do); its own terms
-    are then left out, since they would not add up.
-
+    A turn that no part scores keeps None. `rewards` replaces the environment's rewards (step rewards do).
     Raises:
         UnscoredError: the episode failed, has no turn, or its environment gave no reward although env > 0.
         JudgeError: a score with a weight is missing from the judgement.
@@ -61,7 +58,7 @@ def blend(
         raise UnscoredError(f"trajectory {trajectory.trajectory_id}: nothing was played that could be judged")
     earned = tuple(rewards(trajectory))
     _require_scores(trajectory, judgement, weights, earned)
-    is_replaced = earned != env_rewards(trajectory)
+    is_replaced = earned != env_rewards(trajectory)  # then the environment's own terms would not add up
     turns: list[Turn] = []
     for turn, reward in zip(trajectory.turns, earned, strict=True):
         parts = {} if reward is None else _env_parts({} if is_replaced else turn.reward_terms, reward, weights.env)
@@ -74,9 +71,10 @@ def blend(
             parts[EVENT_TERM] = weights.event * judgement.event_reviews[len(turns)].total
         if weights.outcome > 0 and len(turns) == len(trajectory.turns) - 1:
             parts[OUTCOME_TERM] = weights.outcome * judgement.outcome_total
-        is_scored = reward is not None or bool(parts)
+        is_scored = reward is not None or bool(parts)  # 0 is a score, and None is none
         total = _finite_sum(parts.values(), trajectory, weights) if is_scored else None
         turns.append(dataclasses.replace(turn, reward=total, reward_terms=parts))
+    # The sum of finite rewards may still be larger than a float can be.
     _finite_sum((turn.reward for turn in turns if turn.reward is not None), trajectory, weights)
     return dataclasses.replace(trajectory, turns=tuple(turns))
 
@@ -92,7 +90,7 @@ def unjudged(trajectory: Trajectory, weights: RewardBlend, rewards: EnvRewards =
     earned = [None if reward is None else weights.env * reward for reward in rewards(trajectory)]
     _finite_sum((reward for reward in earned if reward is not None), trajectory, weights)
     turns = [dataclasses.replace(t, reward=r, reward_terms={}) for t, r in zip(trajectory.turns, earned, strict=True)]
-    if turns[-1].reward is None:
+    if turns[-1].reward is None:  # the episode counts as scored
         turns[-1] = dataclasses.replace(turns[-1], reward=0.0)
     return dataclasses.replace(trajectory, turns=tuple(turns))
 
@@ -120,11 +118,6 @@ def _require_scores(
 
 
 def _finite_sum(values: Iterable[float], trajectory: Trajectory, weights: RewardBlend) -> float:
-    """Return the exact sum.
-
-    Raises:
-        ConfigError: it is not finite.
-    """
     try:
         total = math.fsum(values)
     except (OverflowError, ValueError):  # larger than a float, or infinities of both signs
@@ -138,7 +131,7 @@ def _finite_sum(values: Iterable[float], trajectory: Trajectory, weights: Reward
 
 
 def _env_parts(terms: Mapping[str, float], reward: float, weight: float) -> dict[str, float]:
-    """Return the environment's weighted terms; the rest of the reward is a term of its own."""
+    """Return the environment's weighted terms, and the rest of the reward as a term."""
     parts = {name: weight * value for name, value in terms.items()}
     rest = reward - math.fsum(terms.values())
     if abs(rest) > 1e-9 * max(1.0, abs(reward)):  # else it is rounding in their sum

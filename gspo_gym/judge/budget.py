@@ -1,9 +1,4 @@
-"""Limits on the cost of judging (calls, tokens, money), over all judges that share one budget.
-
-A call is let through while the cost so far, plus the most that the calls under way can still cost, is below every
-limit: the whole is at most the limit plus one call, however many are under way. A call without an answer is charged at
-its most, because its provider may charge for it. Use a budget within one event loop at a time.
-"""
+"""Limits on the cost of judging (calls, tokens, money), over all judges that share one budget."""
 
 from __future__ import annotations
 
@@ -19,13 +14,7 @@ from gspo_gym.judge.base import JudgeBudgetError, JudgeCost
 
 @dataclass(frozen=True, slots=True)
 class BudgetLimits:
-    """Limits of a whole run. None: no limit.
-
-    Attributes:
-        max_calls: requests, repeated ones included.
-        max_tokens: read and written.
-        max_usd: as far as prices are known.
-    """
+    """Limits of a whole run. None: no limit. Repeated requests count, and money as far as prices are known."""
 
     max_calls: int | None = None
     max_tokens: int | None = None
@@ -33,7 +22,7 @@ class BudgetLimits:
 
     def __post_init__(self) -> None:
         limits = (self.max_calls, self.max_tokens, self.max_usd)
-        if any(limit is not None and not limit >= 0 for limit in limits):
+        if any(limit is not None and not limit >= 0 for limit in limits):  # NaN, too, is none
             raise ConfigError(f"BudgetLimits: expected limits >= 0 or none, got {limits}")
 
 
@@ -50,24 +39,22 @@ class Prices:
             raise ConfigError(f"Prices: expected numbers >= 0, got {prices}")
 
     def cost_of(self, input_tokens: int, output_tokens: int) -> JudgeCost:
-        """Return the cost of one call with so many tokens."""
         read, written = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
         return JudgeCost(1, input_tokens, output_tokens, (read * input_tokens + written * output_tokens) / 1e6)
 
 
 class Reservation:
-    """A call under way. If nothing settles it, it costs its most."""
+    """A call under way. If nothing settles it, it costs its most, because its provider may charge for it."""
 
     def __init__(self, most: JudgeCost) -> None:
         self.cost = most
 
     def settle(self, cost: JudgeCost) -> None:
-        """Set what the call has cost."""
         self.cost = cost
 
 
 class JudgeBudget:
-    """Lets calls through and adds up their cost.
+    """Lets calls through and adds up their cost. Use it within one event loop at a time.
 
     Attributes:
         limits: may be replaced at any time; calls that were refused may then be made again.
@@ -88,6 +75,8 @@ class JudgeBudget:
         Raises:
             JudgeBudgetError: a limit is reached.
         """
+        # A call is let through while the cost so far, plus the most that the calls under way can still cost, is below
+        # every limit: the whole is at most the limit plus one call, however many are under way.
         while (reached := self._reached(self.spent + self._under_way)) is not None:
             if self._reached(self.spent) is not None or self._under_way.num_calls == 0:
                 raise JudgeBudgetError(f"judging has reached its limit: {reached}; raise it to go on")
@@ -104,7 +93,6 @@ class JudgeBudget:
             self._ended.set()
 
     def _reached(self, cost: JudgeCost) -> str | None:
-        """Name the limit that the cost would reach; None if there is none."""
         limits = self.limits
         if limits.max_calls is not None and cost.num_calls >= limits.max_calls:
             return f"max_calls = {limits.max_calls}, spent {self.spent.num_calls}"

@@ -1,8 +1,6 @@
 """Cache of judgements, in memory and in files, by a key of everything that they depend on.
 
-Equal questions at the same time are asked once, which gives equal episodes equal scores even from a judge that would
-answer twice differently. A file holds one answer and its digest; a torn or changed file counts as missing and is
-replaced. A key does not depend on the asking run or process.
+A file holds one answer and its digest; a torn or changed file counts as missing and is replaced.
 """
 
 from __future__ import annotations
@@ -40,11 +38,7 @@ class CacheCounters:
 
 
 class JudgementCache:
-    """Answers by key. Use one within one event loop; several processes may share a folder.
-
-    Args:
-        folder: where files are kept, created at the first write; None keeps them in memory alone.
-    """
+    """Answers by key; without a folder, in memory alone. Use it in one event loop; processes may share a folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.counters = CacheCounters()
@@ -55,13 +49,14 @@ class JudgementCache:
     async def get_or_ask(self, key: str, ask: Callable[[], Awaitable[Json]]) -> Json:
         """Return the answer kept under the key, or ask for it and keep it.
 
-        While a question is open, other callers wait for that answer; a cancelled caller does not end it. An error of
-        `ask` is raised to all callers, and nothing is kept.
+        An error of `ask` is raised to all callers, and nothing is kept.
         """
         if key in self._memory:
             self.counters.num_hits += 1
             self._memory.move_to_end(key)
             return self._memory[key]
+        # Equal questions at the same time are asked once: equal episodes get equal scores even from a judge that would
+        # answer twice differently.
         task = self._being_asked.get(key)
         if task is None:
             task = asyncio.ensure_future(self._read_or_ask(key, ask))
@@ -69,7 +64,7 @@ class JudgementCache:
             task.add_done_callback(lambda done: self._end(key, done))
         else:
             self.counters.num_hits += 1
-        return await asyncio.shield(task)
+        return await asyncio.shield(task)  # a cancelled caller must not end the question of the others
 
     async def close(self) -> None:
         """Cancel open questions."""
@@ -118,13 +113,12 @@ class JudgementCache:
         return None
 
     def _write(self, key: str, answer: Json) -> None:
-        """Write without syncing: the digest finds what a power cut tears. A full disk costs no score."""
         path = self._path(key)
         entry = json.dumps({"key": key, "digest": digest_of(answer), "answer": answer})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as draft:
                 draft.write(entry)
-            os.replace(draft.name, path)
-        except OSError:
+            os.replace(draft.name, path)  # not synced: the digest finds what a power cut tears
+        except OSError:  # a full disk costs no score
             self.counters.num_unwritten += 1

@@ -1,11 +1,7 @@
 """Watch whether the judge that is trained against still agrees with gold: a better judge, or labels.
 
 A policy that learns to please a judge raises its scores while a gold judge's stay or fall (arXiv 2608.11669 measures 3
-to 22 points). The watched number is the gap, score minus gold over the same episodes, against the gap of the first
-check: judges differ in taste from the start, and only a change says anything.
-
-Gold is another judge that scores some episodes of the run, or the labels of stored episodes that the judge scores again
-each time; the arithmetic is the same. Checks run every k steps, beside the training.
+to 22 points). Checks run every k steps, beside the training.
 """
 
 from __future__ import annotations
@@ -40,8 +36,6 @@ class DriftCheck:
     """One comparison over the same episodes.
 
     Attributes:
-        num_episodes: compared.
-        judge_mean, gold_mean: of the scores.
         gap: judge_mean - gold_mean.
         gap_standard_error: of `gap`, from the spread of the paired differences.
         correlation: Pearson's, between the two; None where one of them gave every episode the same.
@@ -84,10 +78,7 @@ def compare_with_gold(judge_scores: Sequence[float], gold_scores: Sequence[float
 
 
 class DriftAlarm:
-    """Alarm for a gap that differs from that of the first check.
-
-    It needs both a change of more than `max_gap_change` and one of more than twice its standard error sqrt(se_first^2 +
-    se_now^2): few episodes alone must not raise it.
+    """Alarm for a gap (score minus gold over the same episodes) that differs from that of the first check.
 
     Args:
         max_gap_change: in units of the score.
@@ -102,14 +93,15 @@ class DriftAlarm:
 
     @property
     def first(self) -> DriftCheck | None:
-        """Return the check that later ones are compared with; None before there was one."""
         return self._first
 
     def check(self, now: DriftCheck) -> str | None:
         """Return a sentence about the change since the first check; None if it does not count."""
+        # Judges differ in taste from the start, and only a change says anything.
         first = self._first = self._first or now
         change = now.gap - first.gap
         error = math.hypot(first.gap_standard_error, now.gap_standard_error)
+        # Both limits: few episodes alone must not raise the alarm.
         if abs(change) <= self.max_gap_change or abs(change) <= _STANDARD_ERRORS * error:
             return None
         moved = f"the judge's mean score went from {first.judge_mean:.3f} to {now.judge_mean:.3f}, gold's from "
@@ -123,8 +115,7 @@ class DriftAlarm:
         return f"{moved}; {certainty}; {meaning}"
 
 
-# An episode as it was before it was blended, and what the judge said.
-Judged = tuple[Trajectory, JudgedEpisode]
+Judged = tuple[Trajectory, JudgedEpisode]  # an episode as it was before it was blended, and what the judge said
 # Compares the judge with gold; is given what was judged since the last comparison began.
 Compare = Callable[[int, Sequence[Judged]], Awaitable[DriftCheck]]
 OnEvent = Callable[[str, Mapping[str, Any]], None]
@@ -134,8 +125,6 @@ class GoldWatch:
     """Compares after the first step and after every k-th, and raises the alarm. Only the end of the run waits for it.
 
     Args:
-        compare: makes a comparison.
-        alarm: decides whether a difference counts.
         every: steps between comparisons; the first one, which measures the initial gap, is made at once.
         stops: whether an alarm ends the run.
         on_event: receives every comparison ("judge_gold"), an alarm ("judge_drift"), and a failed comparison
@@ -161,7 +150,6 @@ class GoldWatch:
         self._has_begun = True
 
     def collect(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
-        """Add an episode to the step under way."""
         self._recent.append((trajectory, judged))
 
     def after_step(self, step: int) -> dict[str, float]:
@@ -188,11 +176,7 @@ class GoldWatch:
             raise JudgeDriftError(f"judge.gold: {self._drift}")
 
     async def finish(self) -> None:
-        """Wait for a comparison under way.
-
-        Raises:
-            JudgeStoppedError: see `require_agreement`.
-        """
+        """Wait for a comparison under way; raises as `require_agreement` if comparing is broken."""
         if self._running is not None:
             await self._running
         self._require_working()
@@ -205,7 +189,6 @@ class GoldWatch:
             ) from self._defect
 
     async def close(self) -> None:
-        """Cancel a comparison under way."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -217,7 +200,7 @@ class GoldWatch:
             self._fail(error, step)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if task is not None and task.cancelling():  # by `close`
                 raise
             self._fail(error, step)  # gold's own, of a task of its own
         finally:
@@ -245,9 +228,7 @@ class GoldWatch:
 class AgainstGoldJudge:
     """Comparison with a better judge, which scores some of the step's episodes by the same rubrics.
 
-    Attributes:
-        gold: the better judge.
-        num_episodes: of the step, drawn by `seed`.
+    `num_episodes` of the step are drawn by `seed`.
     """
 
     gold: Judge
@@ -257,11 +238,7 @@ class AgainstGoldJudge:
     seed: int
 
     async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:
-        """Compare over the episodes that gold could score.
-
-        Raises:
-            JudgeError: there are fewer than two of them.
-        """
+        """Compare over the episodes that gold could score; raises a JudgeError if they are fewer than two."""
         count = min(self.num_episodes, len(recent))
         drawn = sorted(generator(self.seed, "gold", step).permutation(len(recent))[:count].tolist())
         pairs = await asyncio.gather(*(self._pair(*recent[index]) for index in drawn))
@@ -279,12 +256,7 @@ class AgainstGoldJudge:
 
 @dataclass(frozen=True, slots=True)
 class AgainstLabels:
-    """Comparison with labels: the judge scores the labelled episodes again.
-
-    Attributes:
-        judge: the one that is trained against; without a cache, which would hide a change of it.
-        labelled: episodes with their labels.
-    """
+    """Comparison with labels: the judge (without a cache, which would hide a change of it) scores their episodes."""
 
     judge: Judge
     rubrics_of: RubricsOf
@@ -292,11 +264,7 @@ class AgainstLabels:
     labelled: Sequence[tuple[Trajectory, Label]]
 
     async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:  # noqa: ARG002
-        """Compare over the episodes that the judge could score.
-
-        Raises:
-            JudgeError: there are fewer than two of them.
-        """
+        """Compare over the episodes that the judge could score; raises a JudgeError if they are fewer than two."""
         pairs = await asyncio.gather(*(self._pair(*each) for each in self.labelled))
         return _compared([pair for pair in pairs if pair is not None])
 

@@ -1,10 +1,5 @@
 """Judges made of others (a panel), and judges that are a function of the operator.
 
-A panel aggregates scores and totals separately, by mean or median: its total is the aggregate of the members' totals,
-not the total of aggregated scores (they differ where a criterion is required). A member without an answer is left out
-while `quorum` members have one. By default all must: a mean over other members is another measure, and equal episodes
-would get unequal scores.
-
 A function, `module:function`, plain or async, is called with one argument, the payload: what an HTTP judge is sent
 (`policy_name`, `task_app`, `trace`, `options`, `rubric`; see `judge/service/contract.py`) and `seed`, `prompt` (the
 messages before the first turn), `completion` (the model's last message) and `messages`. It returns the outcome's total
@@ -56,13 +51,11 @@ class PanelJudge:
         judges: the members; several samples of one model are members with different `sample`.
         aggregate: of scores and totals.
         quorum: how many members must have an answer; None: all.
-
-    Raises:
-        ConfigError: no member, or a quorum outside 1 to their number.
     """
 
     def __init__(self, judges: Sequence[Judge], *, aggregate: Aggregate = "mean", quorum: int | None = None) -> None:
         self._judges = tuple(judges)
+        # All by default: a mean over other members is another measure, and equal episodes would get unequal scores.
         self._quorum = len(self._judges) if quorum is None else quorum
         if aggregate not in _AGGREGATES:
             raise ConfigError(f"PanelJudge: expected aggregate mean or median, got {aggregate!r}")
@@ -102,11 +95,11 @@ class PanelJudge:
         return self._aggregated(judgements)
 
     async def close(self) -> None:
-        """Close the members."""
         for judge in self._judges:
             await judge.close()
 
     def _too_few(self, errors: Sequence[JudgeError]) -> JudgeError:
+        # A member's outage or empty budget is the panel's: another episode would fare no better.
         kinds: tuple[type[JudgeError], ...] = (JudgeBudgetError, JudgeDeniedError, JudgeDownError)
         kind = next((kind for kind in kinds if any(isinstance(error, kind) for error in errors)), JudgeError)
         num_answers = len(self._judges) - len(errors)
@@ -143,11 +136,11 @@ class PanelJudge:
             for id_ in shared
         }
         summary = " | ".join(review.summary for review in reviews if review.summary)
+        # The total is aggregated apart: it differs from the total of aggregated scores where a criterion is required.
         return Review(criteria, self._aggregate([review.total for review in reviews]), summary)
 
 
-# The payload -> a number, or a mapping of the contract; or an awaitable of one (Any: it is a stranger's function).
-JudgeFunction = Callable[[Json], Any]
+JudgeFunction = Callable[[Json], Any]  # the payload -> a number, or a mapping of the contract; or an awaitable of one
 
 
 class PythonJudge:
@@ -159,11 +152,7 @@ class PythonJudge:
     Args:
         function: "module:function", or the function itself.
         options: further keyword arguments of the function.
-        max_concurrency: calls at once. timeout_seconds: for one call.
         show_reasoning: whether the payload holds the policy's reasoning.
-
-    Raises:
-        ConfigError: there is no such function.
     """
 
     def __init__(
@@ -223,6 +212,7 @@ class PythonJudge:
             show_reasoning=self._show_reasoning,
         )
         said = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        # The first of the last so many: those before it are examples in the task.
         first, last = said[-len(request.trajectory.turns)], said[-1]
         return {
             **body,
@@ -251,13 +241,10 @@ class PythonJudge:
     def _lowest(self, request: JudgeRequest, num_turns: int) -> Judgement:
         event, outcome = request.rubrics.event, request.rubrics.outcome
 
-        def lowest(rubric: Any) -> Review:
-            return review_of(rubric, None, BY_RULE)
-
         return Judgement(
             judge=self.name,
-            event_reviews=tuple(lowest(event) for _ in range(num_turns)) if event else (),
-            outcome_review=None if outcome is None else lowest(outcome),
+            event_reviews=tuple(review_of(event, None, BY_RULE) for _ in range(num_turns)) if event else (),
+            outcome_review=None if outcome is None else review_of(outcome, None, BY_RULE),
             flags=suspicions(request.trajectory),
         )
 
@@ -289,11 +276,7 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
 
 
 def load_function(name: str) -> JudgeFunction:
-    """Import the function "module:function".
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Import the function "module:function"; a ConfigError if there is none."""
     module, colon, function = name.partition(":")
     if not colon or not module or not function:
         raise ConfigError(f'judge: expected a function as "module:function", got {name!r}')

@@ -16,6 +16,7 @@ from gspo_gym.base.files import append_line, cut_torn_line, whole_lines
 from gspo_gym.errors import RecordError
 from gspo_gym.judge.base import CriterionScore, JudgeCost, Judgement, Review
 from gspo_gym.judge.blend import RewardBlend
+from gspo_gym.types import Trajectory
 
 JUDGEMENTS_FILE = "judgements.jsonl"
 # Raise it when a reader of the old shape would misread the new one.
@@ -27,10 +28,7 @@ class JudgedEpisode:
     """A judgement with its episode and the reward made of both.
 
     Attributes:
-        trajectory_id, attempt, env_id, seed: of the episode.
-        judgement: the judge's answer.
         env_rewards: the environment's rewards (or their step rewards), one per turn; None where it gave none.
-        blend: the weights.
         episode_return: the blended return.
         spent: the cost of judging in the run until then, calls without a score included.
     """
@@ -45,16 +43,32 @@ class JudgedEpisode:
     episode_return: float
     spent: JudgeCost = field(default_factory=JudgeCost)
 
+    @classmethod
+    def of(
+        cls,
+        trajectory: Trajectory,
+        judgement: Judgement,
+        rewards: Sequence[float | None],
+        blend: RewardBlend,
+        reward: float,
+    ) -> JudgedEpisode:
+        """Return the record of an episode with these rewards of its environment and this blended return."""
+        return cls(
+            trajectory_id=trajectory.trajectory_id,
+            attempt=trajectory.attempt,
+            env_id=trajectory.task.env_id,
+            seed=trajectory.task.seed,
+            judgement=judgement,
+            env_rewards=tuple(rewards),
+            blend=blend,
+            episode_return=reward,
+        )
+
     @property
     def env_return(self) -> float | None:
         """Return the sum of the environment's rewards; None if it gave none."""
-        return env_return_of(self.env_rewards)
-
-
-def env_return_of(rewards: Sequence[float | None]) -> float | None:
-    """Return the sum of the given rewards; None if there are none."""
-    given = [reward for reward in rewards if reward is not None]
-    return float(sum(given)) if given else None
+        given = [reward for reward in self.env_rewards if reward is not None]
+        return float(sum(given)) if given else None
 
 
 def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
@@ -71,11 +85,7 @@ def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
 
 
 def judgement_from_json(values: Mapping[str, Any]) -> Judgement:
-    """Read a judgement.
-
-    Raises:
-        RecordError: a field is missing or has the wrong type.
-    """
+    """Read a judgement; a RecordError if a field is missing or has the wrong type."""
     try:
         outcome = values["outcome_review"]
         return Judgement(
@@ -83,7 +93,7 @@ def judgement_from_json(values: Mapping[str, Any]) -> Judgement:
             event_reviews=tuple(_review_from_json(review) for review in values["event_reviews"]),
             outcome_review=None if outcome is None else _review_from_json(outcome),
             flags=tuple(values["flags"]),
-            cuts=tuple(values.get("cuts", ())),
+            cuts=tuple(values.get("cuts", ())),  # files of earlier versions have none
             disagreement=values["disagreement"],
             cost=JudgeCost(**values["cost"]),
         )
@@ -112,11 +122,7 @@ def judged_to_json(judged: JudgedEpisode) -> dict[str, Any]:
 
 
 def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
-    """Read a line's object.
-
-    Raises:
-        RecordError: another schema, or a field is missing or has the wrong type.
-    """
+    """Read a line's object; a RecordError for another schema, or a field that is missing or has the wrong type."""
     if values.get("schema") != JUDGEMENTS_SCHEMA:
         raise RecordError(f"expected schema {JUDGEMENTS_SCHEMA}, got {values.get('schema')!r}")
     try:
@@ -145,11 +151,7 @@ class JudgementRecorder:
         self._path = path
 
     def __call__(self, judged: JudgedEpisode) -> None:
-        """Append one line.
-
-        Raises:
-            RecordError: it holds a number that JSON cannot express.
-        """
+        """Append one line; a RecordError if it holds a number that JSON cannot express."""
         try:
             append_line(self._path, json.dumps(judged_to_json(judged), allow_nan=False))
         except (TypeError, ValueError) as error:

@@ -5,14 +5,23 @@ No model plays and nothing of the run changes: the answers go into another file 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.audit.report import agreement
-from gspo_gym.judge.base import Judge, JudgeCost, JudgeDownError, JudgeError, JudgeRequest, JudgeStoppedError, Rubrics
+from gspo_gym.judge.base import (
+    Judge,
+    JudgeCost,
+    JudgeDownError,
+    JudgeError,
+    JudgeRequest,
+    JudgeStoppedError,
+    Rubrics,
+    all_or_none,
+)
 from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
 from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
@@ -97,22 +106,20 @@ async def rescore(
 
     async def one(trajectory: Trajectory) -> Rescored:
         old = known.get((trajectory.trajectory_id, trajectory.attempt))
+        played = _as_played(trajectory, old)
         try:
-            after = await _judge_again(judge, rubrics, _as_played(trajectory, old), weights)
+            judgement = await judge.judge(JudgeRequest(played, rubrics, task_app=played.task.env_id))
+            reward = blend(played, judgement, weights).reward
         except (JudgeDownError, JudgeStoppedError):
             raise
         except (JudgeError, UnscoredError) as error:
             return Rescored(trajectory, old, None, str(error))
+        after = JudgedEpisode.of(played, judgement, env_rewards(played), weights, reward)
         if on_judged is not None:
             on_judged(after)
         return Rescored(trajectory, old, after)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(trajectory)) for trajectory in episodes]
-    except BaseExceptionGroup as failed:  # the first one ended the others
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return await all_or_none([one(trajectory) for trajectory in episodes])
 
 
 def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterator[str]:
@@ -145,23 +152,7 @@ def _as_played(trajectory: Trajectory, judged: JudgedEpisode | None) -> Trajecto
     return dataclasses.replace(trajectory, turns=tuple(turns))
 
 
-async def _judge_again(judge: Judge, rubrics: Rubrics, trajectory: Trajectory, weights: RewardBlend) -> JudgedEpisode:
-    task = trajectory.task
-    judgement = await judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))
-    return JudgedEpisode(
-        trajectory_id=trajectory.trajectory_id,
-        attempt=trajectory.attempt,
-        env_id=task.env_id,
-        seed=task.seed,
-        judgement=judgement,
-        env_rewards=env_rewards(trajectory),
-        blend=weights,
-        episode_return=blend(trajectory, judgement, weights).reward,
-    )
-
-
 def _change(each: Rescored) -> float | None:
-    """Return the change of the return; None without one before."""
     if each.before is None or each.after is None:
         return None
     return each.after.episode_return - each.before.episode_return
@@ -210,9 +201,5 @@ def _summary(rescored: Sequence[Rescored]) -> Iterator[str]:
     cost = sum((judged.judgement.cost for judged in after), JudgeCost())
     tokens = f"{cost.input_tokens:,} tokens read, {cost.output_tokens:,} written, {cost.usd:.4f} USD"
     yield f"{len(after)} of {len(rescored)} episodes scored; {cost.num_calls:,} calls, {tokens}"
-    reasons: dict[str, int] = {}
-    for each in rescored:
-        if each.after is None:
-            reasons[each.reason] = reasons.get(each.reason, 0) + 1
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+    for reason, count in Counter(each.reason for each in rescored if each.after is None).most_common():
         yield f"  unscored {count}: {reason}"

@@ -59,6 +59,7 @@ class Criterion:
     maximum: float = 1.0
 
     def __post_init__(self) -> None:
+        # An id is a key of the verdict and stands on one line of the prompt.
         if not self.id or len(self.id) > _MAX_ID or not self.id.isprintable() or self.id != self.id.strip():
             raise ConfigError(f"criterion id: expected 1 to {_MAX_ID} printable characters, got {self.id!r}")
         if not self.description.strip():
@@ -95,12 +96,11 @@ class Criterion:
 
     @property
     def lowest(self) -> float:
-        """Return the lowest possible score."""
         return self.minimum if self.scale == "custom" else 0.0
 
     @property
     def highest(self) -> float | None:
-        """Return the highest possible score; None for a count."""
+        """Return the highest possible score; None for a count, which has no end."""
         return None if self.scale == "count" else self.maximum
 
     def problem_of(self, score: float) -> str | None:
@@ -182,7 +182,6 @@ class Rubric:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Return the criteria's ids in order."""
         return tuple(criterion.id for criterion in self.criteria)
 
     @property
@@ -205,14 +204,11 @@ class Rubric:
         self._require_complete(scores)
         if not any(c.required and scores[c.id] < c.threshold for c in self.criteria):
             return self._aggregated(scores)
+        # A failed rubric must not be worth more than the worst that passes: below 0, that is the lowest total.
         return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregated(self.lowest_scores))
 
     def only_tracks(self, tracks: Iterable[str]) -> Rubric:
-        """Return the rubric with the criteria of these tracks alone.
-
-        Raises:
-            ConfigError: none is left.
-        """
+        """Return the rubric with the criteria of these tracks alone; a ConfigError if none is left."""
         wanted = set(tracks)
         criteria = tuple(criterion for criterion in self.criteria if criterion.track in wanted)
         if not criteria:

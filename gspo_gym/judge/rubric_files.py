@@ -33,7 +33,7 @@ from pydantic import Field, ValidationError
 
 from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings
-from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
+from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name, shortened
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.judge.rubric import Aggregate, Aggregation, Criterion, Rubric, Scale
 
@@ -43,7 +43,6 @@ _ID = re.compile(r"([A-Za-z0-9][\w.-]*/)*[A-Za-z0-9][\w.@-]*", re.ASCII)
 _BUNDLED = "gspo_gym_envs"
 _BUNDLED_ID = re.compile(r"(?P<folder>\w+)/bundle@(?P<version>\w+)", re.ASCII)
 _MAX_BYTES = 1_000_000
-_MAX_SHOWN = 60  # characters of a wrong value
 
 
 class _CriterionTable(Settings):
@@ -85,8 +84,7 @@ def load_rubrics(
         task: `rubric` of a task app's task_info, read leniently.
 
     Raises:
-        ConfigError: a source is invalid; says which, where and what to do.
-        UnknownNameError: there is no rubric of that id.
+        ConfigError: a source is invalid; says which, where and what to do. UnknownNameError: there is no such id.
     """
     sources = [] if name is None else [read_rubrics(find_rubrics(name, folders))]
     if overrides is not None:
@@ -173,17 +171,13 @@ def parse_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
 def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
     """Read the rubric of a task's task_info or of an app's info: parts `events` (or `event`) and `outcome`.
 
-    A part that is null or an empty list of criteria is none. Unknown keys are left out; known ones must be as in a
-    file.
-
-    Raises:
-        ConfigError: a value of another type, or an id twice.
+    Unknown keys are left out; known ones must be as in a file.
     """
     named = {"event": values.get("events", values.get("event")), "outcome": values.get("outcome")}
     parts = {
         part: _parse_part(_known_keys(value), where=f"{where}: {part}")
         for part, value in named.items()
-        if value is not None and value != []
+        if value is not None and value != []  # which apps send for a part that is not judged
     }
     return RubricsPatch(**parts)
 
@@ -191,11 +185,10 @@ def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch
 def load_aggregate(name: str) -> Aggregate:
     """Import the function "module:function" that totals scores by id (aggregation "custom").
 
-    Only for names from the operator's own configuration: importing a module runs it.
-
     Raises:
         ConfigError: there is no such module or function.
     """
+    # Only for names from the operator's own configuration: importing a module runs it.
     module_name, colon, function_name = name.partition(":")
     if not colon or not function_name.isidentifier():
         raise ConfigError(f"aggregate: expected module:function, got {name!r}")
@@ -238,7 +231,7 @@ def _ids_in(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _bundled_folders() -> list[Path]:
-    """Return the folders of the bundled environments, without importing them."""
+    # Found without importing an environment, which may need packages that a judge does not.
     spec = importlib.util.find_spec(_BUNDLED)
     return [] if spec is None else [Path(location) for location in spec.submodule_search_locations or ()]
 
@@ -274,15 +267,13 @@ def _parse_rubric(value: Any, *, where: str) -> RubricPatch:
 
 
 def _problem(detail: Any) -> str:
-    """Format one of pydantic's errors as a sentence with its place, such as criteria[2].weight."""
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
     if detail["type"] == "extra_forbidden":
         table = _CriterionTable if len(detail["loc"]) > 1 else _RubricTable
         return f"{place}: there is no such key; {nearest_name(str(detail['loc'][-1]), table.model_fields)}"
     if detail["type"] == "missing":
         return f"{place}: required, but not given"
-    shown = json.dumps(detail["input"], default=str, ensure_ascii=False)
-    shown = shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+    shown = shortened(json.dumps(detail["input"], default=str, ensure_ascii=False), 60)
     expected = detail["msg"].removeprefix("Input should be ")
     if detail["type"] in ("model_type", "dict_type"):
         expected = "a table"
@@ -290,22 +281,19 @@ def _problem(detail: Any) -> str:
 
 
 def _known_keys(value: Any) -> Any:
-    """Return a foreign rubric without unknown keys; anything but a table is left for the reader to refuse."""
+    # Anything but a table is left for the reader to refuse.
     if isinstance(value, list):
         value = {"criteria": value}
     if not isinstance(value, Mapping):
         return value
     known = {key: entry for key, entry in value.items() if key in _RubricTable.model_fields and entry is not None}
     if isinstance(known.get("criteria"), list):
+        fields = _CriterionTable.model_fields
         known["criteria"] = [
-            {
-                key: entry
-                for key, entry in criterion.items()
-                if key in _CriterionTable.model_fields and entry is not None
-            }
-            if isinstance(criterion, Mapping)
-            else criterion
-            for criterion in known["criteria"]
+            {key: entry for key, entry in each.items() if key in fields and entry is not None}
+            if isinstance(each, Mapping)
+            else each
+            for each in known["criteria"]
         ]
     return known
 
@@ -367,11 +355,7 @@ def merge_rubrics(*sources: RubricsPatch) -> Rubrics:
 
 
 def merge_rubric(base: Rubric | None, patch: RubricPatch) -> Rubric:
-    """Apply a patch to a rubric; on None it must be complete.
-
-    Raises:
-        ConfigError: see `merge_rubrics`.
-    """
+    """Apply a patch to a rubric; on None it must be complete (else a ConfigError)."""
     if base is None:
         criteria = tuple(_merge_criterion(None, criterion) for criterion in patch.criteria)
         return Rubric(
@@ -413,7 +397,7 @@ def _merge_criterion(base: Criterion | None, patch: CriterionPatch) -> Criterion
     return Criterion(
         base.id,
         base.description if patch.description is None else patch.description,
-        weight=base.weight * patch.weight,
+        weight=base.weight * patch.weight,  # 1, the default of a patch, leaves the other
         scale=scale,
         required=required,
         threshold=threshold if required else fresh.threshold,

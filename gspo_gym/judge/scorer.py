@@ -19,8 +19,7 @@ from gspo_gym.types import Outcome, Task, Trajectory
 
 # The rubrics of a task; a task app may have its own for every one. Raises JudgeError if they cannot be had.
 RubricsOf = Callable[[Task], Awaitable[Rubrics]]
-# Called with every episode that got a score, as it was before, and its record.
-OnJudged = Callable[[Trajectory, JudgedEpisode], None]
+OnJudged = Callable[[Trajectory, JudgedEpisode], None]  # of an episode that got a score, as it was before
 
 _JUDGED = "mean over the episodes judged since the last line"
 METRICS: Mapping[str, str] = MappingProxyType(
@@ -57,9 +56,6 @@ class EpisodeScorer:
     """Gives episodes the blended reward of environment and judge.
 
     Args:
-        judge: scores the episodes.
-        rubrics_of: returns the rubrics of a task's episodes.
-        weights: of the blend.
         rewards: replace the environment's rewards in the blend.
         may_score: raises if nothing may be scored any more.
         on_judged: receives every score.
@@ -93,22 +89,12 @@ class EpisodeScorer:
         self._may_score()
         if trajectory.outcome is Outcome.ACTION_LIMIT:  # it is scored, and no judge may find it worth more
             return unjudged(trajectory, self._weights, self._rewards)
-        task = trajectory.task
         try:
             scored, judgement = await self._ask(trajectory)
         except UnscoredError:
             self._tally.num_unscored += 1
             raise
-        judged = JudgedEpisode(
-            trajectory_id=trajectory.trajectory_id,
-            attempt=trajectory.attempt,
-            env_id=task.env_id,
-            seed=task.seed,
-            judgement=judgement,
-            env_rewards=tuple(self._rewards(trajectory)),
-            blend=self._weights,
-            episode_return=scored.reward,
-        )
+        judged = JudgedEpisode.of(trajectory, judgement, self._rewards(trajectory), self._weights, scored.reward)
         self._tally.judgements.append(judgement)
         if (env_return := judged.env_return) is not None:
             self._tally.env_returns.append(env_return)
@@ -135,12 +121,9 @@ class EpisodeScorer:
         }
 
     async def _ask(self, trajectory: Trajectory) -> tuple[Trajectory, Judgement]:
-        """Return the episode blended with its judgement, and the judgement.
-
-        The judge is asked once: `Asking` retries a failed call or an unreadable answer within one bound, so an episode
-        that cannot be scored costs `judge.options.max_attempts` calls.
-        """
         task = trajectory.task
+        # Asked once: `Asking` retries a failed call or an unreadable answer within one bound, so an episode that cannot
+        # be scored costs `judge.options.max_attempts` calls.
         try:
             rubrics = await self._rubrics_of(task)
             judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))

@@ -6,7 +6,6 @@ arithmetic is in `judge/audit/report.py`.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,13 +37,13 @@ from gspo_gym.judge.base import (
     JudgeStoppedError,
     Review,
     Rubrics,
+    all_or_none,
 )
 from gspo_gym.judge.model.transcript import read_transcript
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.types import Trajectory
 
-# By name, how a policy could change an episode to be scored higher.
-Attacks = Mapping[str, Callable[[Trajectory], Trajectory]]
+Attacks = Mapping[str, Callable[[Trajectory], Trajectory]]  # by name, changes by which a policy could score higher
 Answer = Judgement | JudgeError
 
 _RAISED = 1e-6  # of a total; less is rounding
@@ -82,8 +81,6 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A labelled episode with its judgement."""
-
     trajectory: Trajectory
     label: Label
     judgement: Judgement
@@ -93,8 +90,6 @@ class JudgeAudit:
     """Audits one judge by one pair of rubrics.
 
     Args:
-        judge: the audited judge.
-        rubrics: what it judges by.
         repeats: other samples of the same judge, one per repeat; () asks `judge` again, which must then have no cache.
         in_given_order: the same judge, made to show criteria in the rubric's order where it usually shuffles them.
         attacks: see `attacks`; empty: none.
@@ -164,22 +159,15 @@ class JudgeAudit:
         )
 
     async def _ask(self, judge: Judge, episodes: Sequence[Trajectory], rubrics: Rubrics) -> list[Answer]:
-        """Return an answer for each episode; an error about one episode is an answer, too."""
-
         async def one(trajectory: Trajectory) -> Answer:
             try:
                 return await judge.judge(JudgeRequest(trajectory, rubrics, task_app=trajectory.task.env_id))
             except (JudgeDownError, JudgeStoppedError):
                 raise
             except JudgeError as error:
-                return error
+                return error  # about one episode: an answer, too
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(trajectory)) for trajectory in episodes]
-        except BaseExceptionGroup as failed:  # the first one ended the others
-            raise failed.exceptions[0] from None
-        answers = [task.result() for task in tasks]
+        answers = await all_or_none([one(trajectory) for trajectory in episodes])
         self.cost = sum((each.cost for each in answers if isinstance(each, Judgement)), self.cost)
         return answers
 
@@ -204,6 +192,7 @@ class JudgeAudit:
         return None, None
 
     async def _attack(self, scored: Sequence[_Scored]) -> AttackReport | None:
+        # The lowest totals have the most to gain.
         worst = sorted(scored, key=lambda each: _total(each.judgement))[: self._settings.num_attacked_episodes]
         if not worst or not self._attacks:
             return None
@@ -233,7 +222,6 @@ class JudgeAudit:
 
 
 def _total(judgement: Judgement) -> float:
-    """Return the outcome's total, or that of the turns if the outcome is not judged."""
     return judgement.event_total if judgement.outcome_review is None else judgement.outcome_total
 
 
@@ -267,8 +255,7 @@ def _agreement(pairs: Sequence[_Pair]) -> Agreement | None:
 
 
 def _agreement_by_criterion(scored: Sequence[_Scored]) -> dict[str, Agreement]:
-    """Return the agreement for criteria that were labelled one by one."""
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, list[tuple[float, float]]] = {}  # of the criteria that were labelled one by one
 
     def add(part: str, review: Review, marks: Marks | None) -> None:
         if isinstance(marks, Mapping):

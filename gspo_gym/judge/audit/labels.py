@@ -20,10 +20,7 @@ from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.types import Trajectory
 
-# A total, or scores by criterion.
-Marks = float | Mapping[str, float]
-
-_FIELDS = ("trajectory_id", "attempt", "outcome", "events")
+Marks = float | Mapping[str, float]  # a total, or scores by criterion
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +103,7 @@ def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label
 
 
 def check_labels(labels: Sequence[Label], event: Rubric | None, outcome: Rubric | None) -> None:
-    """Refuse labels that do not fit the rubrics, before a judge is asked.
-
-    Raises:
-        ConfigError: a labelled criterion is not the rubric's, or one of it is missing.
-    """
+    """Raise a ConfigError for a criterion that is not the rubric's or is missing, before a judge is asked."""
     for label in labels:
         marked = [(outcome, label.outcome), *((event, marks) for marks in label.events)]
         for rubric, marks in marked:
@@ -122,6 +115,9 @@ def check_labels(labels: Sequence[Label], event: Rubric | None, outcome: Rubric 
                 raise ConfigError(f"label of {label.trajectory_id} does not fit the rubric: {error}") from error
 
 
+_FIELDS = ("trajectory_id", "attempt", "outcome", "events")
+
+
 def _label(values: Any) -> Label:
     if not isinstance(values, Mapping):
         raise RecordError(f"expected an object with {', '.join(_FIELDS)}, got {type(values).__name__}")
@@ -130,7 +126,7 @@ def _label(values: Any) -> Label:
     trajectory_id, attempt, events = values.get("trajectory_id"), values.get("attempt"), values.get("events") or []
     if not isinstance(trajectory_id, str) or not trajectory_id:
         raise RecordError(f"trajectory_id: expected a text, got {trajectory_id!r}")
-    if attempt is not None and (isinstance(attempt, bool) or not isinstance(attempt, int)):
+    if attempt is not None and (isinstance(attempt, bool) or not isinstance(attempt, int)):  # True is an int
         raise RecordError(f"attempt: expected a whole number, got {attempt!r}")
     if not isinstance(events, list):
         raise RecordError(f"events: expected a list with an entry for each turn, got {events!r}")

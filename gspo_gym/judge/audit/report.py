@@ -27,9 +27,7 @@ class Agreement:
 
     Attributes:
         num: pairs.
-        judge_mean, gold_mean: of the scores.
         equal_fraction: share of pairs that are the same score.
-        mean_absolute_error: of the scores.
         kappa: agreement beyond chance, 1 at best; see `kappa`. None where both gave every episode one score.
         correlation: Pearson's; None where either gave every episode one score.
     """
@@ -44,11 +42,7 @@ class Agreement:
 
 
 def agreement(judge: Sequence[float], gold: Sequence[float]) -> Agreement:
-    """Compare a judge with labels.
-
-    Raises:
-        ConfigError: no pairs, or unequal numbers.
-    """
+    """Compare a judge with labels; raises a ConfigError for no pairs, or unequal numbers."""
     j, g = _pairs(judge, gold)
     varies = bool(np.ptp(j) > 0 and np.ptp(g) > 0)
     return Agreement(
@@ -104,15 +98,11 @@ class Calibration:
 
 
 def calibration(judge: Sequence[float], gold: Sequence[float], *, num_bins: int = 10) -> Calibration | None:
-    """Return the calibration over bins of equal width; None if a score is outside [0, 1].
-
-    Raises:
-        ConfigError: as `agreement`.
-    """
+    """Return the calibration over bins of equal width; None if a score is outside [0, 1]."""
     j, g = _pairs(judge, gold)
     if min(j.min(), g.min()) < 0 or max(j.max(), g.max()) > 1 + _EQUAL:
         return None
-    places = np.minimum((j * num_bins).astype(int), num_bins - 1)
+    places = np.minimum((j * num_bins).astype(int), num_bins - 1)  # a score of 1 belongs to the last bin
     bins = tuple(
         CalibrationBin(
             low=place / num_bins,
@@ -148,6 +138,7 @@ def length_bias(judge: Sequence[float], gold: Sequence[float], num_chars: Sequen
         raise ConfigError(f"length bias: expected a length for each of {len(j)} episodes, got {len(lengths)}")
     columns = [np.ones_like(j), lengths] + ([g] if np.ptp(g) > 0 else [])
     design = np.stack(columns, axis=1)
+    # Below that, a residual says nothing about the error, or the length cannot be told from gold.
     if len(j) < 5 or np.linalg.matrix_rank(design) < design.shape[1]:
         return None
     fit, *_ = np.linalg.lstsq(design, j, rcond=None)
@@ -171,8 +162,7 @@ class PositionBias:
         effects: by place, the mean score there minus the mean over all places.
         spread: the highest effect minus the lowest.
         fixed_order_bias: the largest bias of a criterion under one order for all episodes: the mean over episodes of
-            its
-            score there minus its mean over all orders.
+            its score there minus its mean over all orders.
         permuted_bias: the same where orders alternate between episodes; the bias that is left.
         num_episodes: judged in every order.
     """
@@ -187,9 +177,6 @@ class PositionBias:
 def position_bias(scores: NDArray[np.float64], places: NDArray[np.int64]) -> PositionBias:
     """Measure the position bias from the scores of the same episodes in balanced orders.
 
-    Every criterion stands at every place: the mean at a place holds all episodes and criteria alike, and differences of
-    such means are due to the place alone (and chance).
-
     Args:
         scores: [E, K, K] normalised: by episode, order, criterion.
         places: [K, K]: by order and criterion, its place; each criterion once at each place.
@@ -197,6 +184,8 @@ def position_bias(scores: NDArray[np.float64], places: NDArray[np.int64]) -> Pos
     num_episodes, num_orders, num_criteria = scores.shape
     if places.shape != (num_orders, num_criteria) or num_orders != num_criteria:
         raise ConfigError(f"position bias: expected as many orders as criteria, got scores of shape {scores.shape}")
+    # Every criterion stands at every place: the mean at a place holds all episodes and criteria alike, and differences
+    # of such means are due to the place alone (and chance).
     effects = np.array([scores[:, places == place].mean() for place in range(num_criteria)]) - scores.mean()
     moved = scores - scores.mean(axis=1, keepdims=True)  # [E, K, K]: what each order does to each score
     fixed = np.abs(moved.mean(axis=0)).max()
@@ -242,7 +231,6 @@ class AttackReport:
     Attributes:
         num_attempts: attacks times episodes with a score; num_unscored: those without one, which earn nothing.
         num_raised: those that earned more than without the attack.
-        mean_gain, max_gain: of the total.
         raised_by: the attacks that earned more, and the most that each did, the worst first.
         flagged_fraction: of the attempts, in which the judge suspects manipulation.
     """
@@ -261,7 +249,6 @@ class AuditReport:
     """The results of an audit; None: not asked for, or no data.
 
     Attributes:
-        judge: its name.
         num_episodes: labelled ones; num_unscored: those of them without a score, by reason in `unscored`.
         flagged_fraction: of the scored episodes, in which the judge suspects manipulation.
         outcome, events: agreement of the totals, of episodes and of turns.
@@ -270,8 +257,6 @@ class AuditReport:
         position: of the outcome's criteria, or of the turns' if there are not two of them (`position_part`).
         flip_rate: the chance that two judgements of the same criterion of the same episode differ.
         repeat_deviation: mean over episodes of the standard deviation of the total over repeats.
-        attacks: see `AttackReport`.
-        cost: of all of it.
     """
 
     judge: str
@@ -292,7 +277,6 @@ class AuditReport:
     cost: JudgeCost = field(default_factory=JudgeCost)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

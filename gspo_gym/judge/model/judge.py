@@ -1,13 +1,11 @@
 """Judge an episode with a chat model behind any OpenAI-compatible endpoint.
 
-The episode becomes questions (`prompt.py`), each question one verdict (`verdict.py`), each verdict reviews. An episode,
-or a turn, without content gets the lowest scores by rule and no question. The order of criteria and the request's seed
-follow from the episode's content, and equal episodes are asked equal questions; only the nonce is secret, because no
-text inside the episode may know it.
+The episode becomes questions, each question one verdict (`prompt.py`), each verdict reviews. The order of criteria and
+the request's seed follow from the episode's content, and equal episodes are asked equal questions.
 
 Whether an endpoint holds answers to a JSON schema (`structured_output = "auto"`) and takes a seed and a temperature is
-found out by asking: a field that it refuses, and accepts a request without, is not sent again. `verdict.py` reads
-answers with the same strictness either way.
+found out by asking: a field that it refuses, and accepts a request without, is not sent again. Answers are read with
+the same strictness either way.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import RefusedFields, refused_fields, without
@@ -36,6 +34,7 @@ from gspo_gym.judge.base import (
     JudgeRequest,
     Review,
     Rubrics,
+    all_or_none,
 )
 from gspo_gym.judge.budget import JudgeBudget
 from gspo_gym.judge.cache import Json, JudgementCache, digest_of
@@ -55,8 +54,6 @@ from gspo_gym.judge.model.verdict import (
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.seeding import child_seed, generator
 
-Result = TypeVar("Result")
-
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
 BY_RULE = "by rule: the policy said nothing"
 
@@ -75,11 +72,7 @@ class JudgeCounters:
 class ModelJudge:
     """Scores episodes by asking a model. Use it within one event loop, and close it.
 
-    Args:
-        settings: the endpoint, and how it is asked.
-        cache: of answers, shared by judges; None: every question is asked.
-        budget: limits of the cost, shared by judges; None: none.
-        clock, sleep: replace time in tests.
+    A cache of answers and a budget may be shared by judges; without them every question is asked, at any cost.
 
     Raises:
         ConfigError: the key's variable is not set. MissingExtraError: httpx is not installed.
@@ -98,13 +91,12 @@ class ModelJudge:
         self.counters = JudgeCounters()
         self._cache = cache
         self._model = ChatJudgeModel(settings, budget=budget, clock=clock, sleep=sleep)
-        self._secret = secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32)  # of the nonces, which no text inside an episode may know
         # Episodes are read a few at a time: preparing thousands at once would use up the time of the first requests.
         self._open_episodes = asyncio.Semaphore(2 * settings.asking.max_concurrency)
 
     @property
     def name(self) -> str:
-        """Return a name such as "openai:gpt-5-mini"."""
         return self.settings.name
 
     @property
@@ -113,7 +105,6 @@ class ModelJudge:
         return self._model.counters
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """Score the episode (`Judge.judge`)."""
         try:
             async with self._open_episodes:
                 judgement = await self._judge(request)
@@ -132,11 +123,12 @@ class ModelJudge:
     async def _judge(self, request: JudgeRequest) -> Judgement:
         whole = read_transcript(request.trajectory, show_reasoning=self.settings.show_reasoning)
         questions = plan(whole, request.rubrics, self.settings)
-        answers = await _all_or_none([self._answer(question, request.rubrics) for question in questions])
+        answers = await all_or_none([self._answer(question, request.rubrics) for question in questions])
         scores: dict[str, Mapping[str, CriterionScore]] = {}
         summaries: dict[str, str] = {}
         for verdict, _ in answers:
             scores |= verdict.parts
+            # A call has one summary: it goes to the outcome, which it is about, or to the turns if they are alone.
             about = [OUTCOME_PART] if OUTCOME_PART in verdict.parts else verdict.parts
             summaries |= dict.fromkeys(about, verdict.summary)
 
@@ -155,11 +147,10 @@ class ModelJudge:
         )
 
     async def _answer(self, question: Question, rubrics: Rubrics) -> tuple[Verdict, JudgeCost]:
-        """Return the verdict, and what it has cost now."""
         key = self._key(question, rubrics)
         seed = child_seed(self.settings.seed, "judge", key)
         asked = _shuffled(question, seed) if self.settings.shuffles_criteria else question
-        costs: list[JudgeCost] = []
+        costs: list[JudgeCost] = []  # of what is asked now; an answer from the cache costs nothing
 
         def nonce_of(num_answers: int) -> str:
             return hmac.new(self._secret, f"{key}/{num_answers}".encode(), hashlib.sha256).hexdigest()[:NONCE_DIGITS]
@@ -173,7 +164,7 @@ class ModelJudge:
         return _verdict_from_json(answer, question), sum(costs, JudgeCost())
 
     def _key(self, question: Question, rubrics: Rubrics) -> str:
-        """Return the digest of all that the answer depends on; the episode's place in its group is not part of that."""
+        # All that the answer depends on; the episode's place in its group is not part of that.
         transcript = question.transcript
         return digest_of(
             {
@@ -193,11 +184,10 @@ class ModelJudge:
 def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> list[Question]:
     """Return the questions about an episode; none about turns, or an episode, without content.
 
-    One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn"). "auto" is the
-    first if the whole transcript fits and there are few turns: no judged turn is then read in a shortened context.
+    One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn").
     """
     spoken = tuple(turn for turn in range(whole.num_turns) if not whole.is_empty_turn(turn))
-    if not spoken:
+    if not spoken:  # it gets the lowest scores by rule
         return []
     event = rubrics.event.criteria if rubrics.event else ()
     outcome = rubrics.outcome.criteria if rubrics.outcome else ()
@@ -205,6 +195,7 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> l
         name: rubric.goal_text for name, rubric in (("turns", rubrics.event), ("outcome", rubrics.outcome)) if rubric
     }
     limit = settings.max_transcript_chars
+    # "auto" asks once where no judged turn is then read in a shortened context.
     fits = whole.num_chars <= limit and len(spoken) <= _MAX_PARTS_OF_A_CALL
     if not event or settings.mode == "episode" or (settings.mode == "auto" and fits):
         turns = spoken if event else ()
@@ -221,7 +212,6 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> l
 
 
 def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:
-    """Return what the model was not shown, by question if there are several."""
     if len(questions) == 1:
         return questions[0].transcript.cuts
     return tuple(f"{', '.join(question.parts)}: {cut}" for question in questions for cut in question.transcript.cuts)
@@ -243,19 +233,12 @@ def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summa
 
 
 def _shuffled(question: Question, seed: int) -> Question:
-    """Return the question with its criteria in the order of a seed, because models prefer the first."""
 
     def shuffle(criteria: Sequence[Criterion], name: str) -> tuple[Criterion, ...]:
         order = generator(seed, "criteria", name).permutation(len(criteria))
         return tuple(criteria[int(index)] for index in order)
 
-    return Question(
-        question.transcript,
-        question.turns,
-        shuffle(question.event, "event"),
-        shuffle(question.outcome, "outcome"),
-        question.goals,
-    )
+    return replace(question, event=shuffle(question.event, "event"), outcome=shuffle(question.outcome, "outcome"))
 
 
 def _verdict_to_json(verdict: Verdict) -> Json:
@@ -267,25 +250,13 @@ def _verdict_to_json(verdict: Verdict) -> Json:
 
 
 def _verdict_from_json(value: Json, question: Question) -> Verdict:
-    """Return the cached verdict; its form is not checked, since its digest is right and its key is this question's."""
+    # The form of a cached verdict is not checked: its digest is right, and its key is this question's.
     parts: Mapping[str, Any] = value["parts"]
     assert set(parts) == set(question.parts), "a key stands for one question"
     return Verdict(
         {name: {id_: CriterionScore(*pair) for id_, pair in scores.items()} for name, scores in parts.items()},
         value["summary"],
     )
-
-
-async def _all_or_none(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return all results; if one fails, cancel the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 _SCHEMA = "response_format"
@@ -303,14 +274,7 @@ class JudgeAnswerError(AttemptError):
 class ChatJudgeModel:
     """Sends a question as a chat completion and reads the verdict. See `ModelJudge` for the arguments."""
 
-    def __init__(
-        self,
-        settings: ModelJudgeSettings,
-        *,
-        budget: JudgeBudget | None = None,
-        clock: Clock = time.monotonic,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
+    def __init__(self, settings: ModelJudgeSettings, *, budget: JudgeBudget | None, clock: Clock, sleep: Sleep) -> None:
         self._settings = settings
         client = HttpClient(settings.url, api_key=settings.read_key(), timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
@@ -318,16 +282,14 @@ class ChatJudgeModel:
 
     @property
     def counters(self) -> RetryCounters:
-        """Return the number of questions, attempts and failures by kind."""
         return self._asking.counters
 
     async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
-        """Return the verdict and the cost of all attempts; each after an unreadable answer has a new nonce and seed.
+        """Return the verdict and the cost of all attempts.
 
         Raises:
             JudgeDownError, JudgeBudgetError, JudgeDeniedError: see `Asking.ask`; the last also for missing payment
-                (402) or an
-                unknown model (404). JudgeError: it refused, or gave no verdict.
+                (402) or an unknown model (404). JudgeError: it refused, or gave no verdict.
         """
 
         def is_about(error: RefusedError, refused: frozenset[str]) -> frozenset[str]:
@@ -345,7 +307,6 @@ class ChatJudgeModel:
             raise kind(f"{self._settings.name}: {error}") from error
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._asking.close()
 
     async def _ask(
@@ -355,6 +316,7 @@ class ChatJudgeModel:
 
         def body(num_answers: int) -> Mapping[str, Any]:
             nonlocal nonce
+            # After an unreadable answer another nonce and seed.
             nonce = nonce_of(num_answers)
             return self._request(question, nonce, child_seed(seed, "answer", num_answers), refused)
 
@@ -378,31 +340,33 @@ class ChatJudgeModel:
         return without(request, refused)
 
     def _is_about(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
-        """Return the request's fields that a refusal may be about: those it names, or else the schema."""
+        """Return the request's fields that a refusal may be about."""
         if error.status not in _ABOUT_THE_REQUEST:
+            return frozenset()
             return frozenset()
         optional = {"seed"} if self._settings.must_take_temperature else {"seed", "temperature"}
         named = refused_fields(error.answer, request, optional=optional)
+        # A refusal that names no field is taken to be about the schema.
         return named or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())
 
     def _most(self, question: Question) -> JudgeCost:
-        """Return the most that one attempt can cost, counting a token for every byte."""
         messages = build_messages(question, _NO_NONCE)
-        num_bytes = sum(len(message["content"].encode()) for message in messages)
+        num_bytes = sum(len(message["content"].encode()) for message in messages)  # no token is shorter than a byte
         tokens = num_bytes + _TOKENS_OF_A_MESSAGE * (len(messages) + 1)
         return self._settings.prices.cost_of(tokens, self._settings.max_output_tokens)
 
     def _cost_of(self, answer: Any) -> JudgeCost | None:
-        usage = _usage_of(answer)
-        return None if usage is None else self._settings.prices.cost_of(*usage)
+        usage = answer.get("usage") if isinstance(answer, Mapping) else None
+        if not isinstance(usage, Mapping):
+            return None
+        read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if type(read) is int and type(written) is int and read >= 0 and written >= 0:
+            return self._settings.prices.cost_of(read, written)
+        return None
 
 
 def _text_of(answer: Any) -> str:
-    """Return the model's text.
-
-    Raises:
-        JudgeAnswerError: it refuses, was cut off, or the answer has another form.
-    """
+    """Return the model's text; a JudgeAnswerError if it refuses, was cut off, or the answer has another form."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, Mapping) else None
@@ -416,14 +380,3 @@ def _text_of(answer: Any) -> str:
     if not isinstance(text, str):
         raise VerdictError(f"expected a text, got {text!r:.120}")
     return text
-
-
-def _usage_of(answer: Any) -> tuple[int, int] | None:
-    """Return the tokens read and written, if the answer gives them as whole numbers >= 0."""
-    usage = answer.get("usage") if isinstance(answer, Mapping) else None
-    if not isinstance(usage, Mapping):
-        return None
-    read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if type(read) is int and type(written) is int and read >= 0 and written >= 0:
-        return read, written
-    return None

@@ -1,9 +1,4 @@
-"""Build the two messages for a judging model: the rules, and the episode as fenced data.
-
-Every piece of the episode stands between two lines that begin with more backticks than any text in it has in a row, and
-with the nonce of the call, which no text in it can know. The parts are joined once, and no text is searched for
-placeholders. The rules are repeated after the data, where a model reads them last.
-"""
+"""Build the two messages for a judging model: the rules, and the episode as fenced data."""
 
 from __future__ import annotations
 
@@ -46,7 +41,6 @@ class Question:
     """The content of one call.
 
     Attributes:
-        transcript: what is shown.
         turns: those scored by `event`, from 0; () for none.
         event, outcome: the criteria in the order shown; () if none is asked for.
         goals: the goal texts by "event" and "outcome"; empty ones are left out.
@@ -68,11 +62,14 @@ class Question:
 def build_messages(question: Question, nonce: str) -> list[dict[str, str]]:
     """Return the messages of the call, in the form of the OpenAI chat API."""
     pieces = question.transcript.pieces
+    # More backticks than any text has in a row, and the nonce of the call, which no text can know: nothing in the
+    # episode ends a piece.
     num_ticks = max(_MIN_TICKS, 1 + max(longest_run_of_ticks(piece.text) for piece in pieces))
     fence = f"{'`' * num_ticks} {nonce}"
     sections = [_RULES.replace("{fence}", fence), *_criteria(question), _answer_form(question, nonce)]
-    data = "\n".join(_fenced(piece, fence) for piece in pieces)
+    data = "\n".join(_fenced(piece, fence) for piece in pieces)  # joined once: no text is searched for placeholders
     asked = ", ".join(question.parts)
+    # Repeated after the data, where a model reads it last.
     reminder = f"That is the whole episode. Now answer with your JSON object under {verdict_key(nonce)} for: {asked}."
     return [
         {"role": "system", "content": "\n\n".join(sections)},
@@ -119,9 +116,10 @@ def _criteria(question: Question) -> list[str]:
 
 
 def _answer_form(question: Question, nonce: str) -> str:
-    parts = "".join(f"{json.dumps(name)}: {{{_part_form(part)}}}, " for name, part in question.parts.items())
+    def form_of(criteria: Sequence[Criterion]) -> str:
+        # The reason stands before the score because a model should write it before it decides.
+        ids = (json.dumps(criterion.id, ensure_ascii=False) for criterion in criteria)
+        return ", ".join(f'{id_}: {{"reason": "...", "score": NUMBER}}' for id_ in ids)
+
+    parts = "".join(f"{json.dumps(name)}: {{{form_of(part)}}}, " for name, part in question.parts.items())
     return _ANSWER.replace("{form}", f'{{"{verdict_key(nonce)}": {{{parts}"summary": "..."}}}}')
-
-
-def _part_form(criteria: Sequence[Criterion]) -> str:
-    return ", ".join(f'{json.dumps(c.id, ensure_ascii=False)}: {{"reason": "...", "score": NUMBER}}' for c in criteria)

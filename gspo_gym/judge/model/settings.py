@@ -29,7 +29,6 @@ class ModelJudgeSettings:
     """A judging model.
 
     Attributes:
-        model: its name at the endpoint.
         provider: "openai", "groq", "gemini"; or "local", which is any OpenAI-compatible endpoint at `base_url`.
         base_url: such as "http://127.0.0.1:8000/v1"; None: the provider's.
         api_key_env: the environment variable that holds the key; None: the provider's, and none for "local".
@@ -41,13 +40,10 @@ class ModelJudgeSettings:
         must_take_temperature: raise if the model refuses a temperature; otherwise it then samples at its own.
         max_output_tokens: of one answer, a reasoning model's reasoning included.
         max_transcript_chars: longer episodes are shortened by the rule in `transcript.py`.
-        show_reasoning: whether the judge reads the policy's reasoning.
         shuffles_criteria: show criteria in an order that follows from the episode's content, because models prefer the
             first; otherwise in the rubric's.
         sample: number of this judge among several samples of the same model; each has other seeds and cache entries.
         seed: of request seeds and of the order of criteria.
-        prices: of its tokens.
-        asking: concurrency, timeout and retries.
     """
 
     model: str
@@ -85,11 +81,7 @@ class ModelJudgeSettings:
 
     @property
     def url(self) -> str:
-        """Return the base URL without a slash at the end.
-
-        Raises:
-            ConfigError: a local judge without base_url.
-        """
+        """Return the base URL without a slash at the end; a ConfigError for a local judge without base_url."""
         url = self.base_url or _PROVIDERS[self.provider][0]
         if url is None:
             raise ConfigError(
@@ -104,7 +96,6 @@ class ModelJudgeSettings:
 
     @property
     def max_tokens_field(self) -> str:
-        """Return the provider's name for the longest answer."""
         return str(_PROVIDERS[self.provider][2])
 
     @property
@@ -114,20 +105,12 @@ class ModelJudgeSettings:
         return [self.url, self.model, self.temperature, self.max_output_tokens, order, self.sample, self.seed]
 
     def read_key(self) -> str | None:
-        """Return the key from the environment; None if no variable is named.
-
-        Raises:
-            ConfigError: the variable is not set.
-        """
+        """Return the key from the environment; None if no variable is named, a ConfigError if it is not set."""
         return read_key(self.api_key_env or _PROVIDERS[self.provider][1], "the judging model's api_key_env")
 
 
 def require_plain_url(where: str, url: str) -> None:
-    """Refuse anything but an http(s) URL, and one with a password, a query or a fragment.
-
-    Raises:
-        ConfigError: it is one of those.
-    """
+    """Raise a ConfigError for anything but an http(s) URL, and for one with a password, a query or a fragment."""
     parts = urlsplit(url)
     if parts.username or parts.password:
         raise ConfigError(f"{where}: expected no user or password in it; name a key's variable by api_key_env")

@@ -2,9 +2,6 @@
 
 Signs are counted and shown, and change no score. They are patterns: an honest episode may show one (a task about
 prompts does) and a clever one none. A share that grows during training is worth a look, a single flag is not.
-
-A judge's server turns the text `<|im_end|>` into the token that ends a message, and readers do not see a zero-width
-space or a right-to-left override: `visible` writes both out.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _PATTERNS = {
 def suspicions(trajectory: Trajectory) -> tuple[str, ...]:
     """Return one text for each sign and turn, such as "turn 3: a forged verdict", in order."""
     said = [message for message in trajectory.messages if message.role == "assistant"]
-    said = said[max(0, len(said) - len(trajectory.turns)) :]
+    said = said[max(0, len(said) - len(trajectory.turns)) :]  # those before the first turn are examples in the task
     return tuple(f"turn {number}: {sign}" for number, message in enumerate(said, 1) for sign in _signs(message))
 
 
@@ -100,14 +97,22 @@ def visible(text: str) -> str:
     'a<U+200B>b <\\|im_end|\\>'
     """
     text = text.replace("\r\n", "\n")
+    # Readers do not see a zero-width space or a right-to-left override.
     text = text.translate({ord(character): f"<U+{ord(character):04X}>" for character in hidden_characters(text)})
+    # A judge's server would turn the text `<|im_end|>` into the token that ends a message.
     text = _BAR_TOKEN.sub(lambda found: "<\\" if found[0] == "<" else "\\>", text)
     return _NAMED_TOKEN.sub(lambda found: found[0] + "\\", text)
 
 
 def hidden_characters(text: str) -> frozenset[str]:
     """Return the hidden characters in a text, except line breaks and tabs."""
-    return frozenset(character for character in set(text) if _is_hidden(character))
+    return frozenset(
+        character
+        for character in set(text) - {"\n", "\t"}
+        if unicodedata.category(character) in _HIDDEN_CATEGORIES
+        or character in _INVISIBLE
+        or _VARIATION.match(character) is not None
+    )
 
 
 def has_control_token(text: str) -> bool:
@@ -134,13 +139,5 @@ def says_nothing(text: str) -> bool:
 
 
 def _words(text: str) -> str:
-    """Return the letters and digits of a text."""
     plain = _WHOLE_TOKEN.sub("", unicodedata.normalize("NFKC", text))
     return "".join(c for c in plain if c.isalnum() and c not in _INVISIBLE).casefold()
-
-
-def _is_hidden(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    is_hidden = unicodedata.category(character) in _HIDDEN_CATEGORIES
-    return is_hidden or character in _INVISIBLE or _VARIATION.match(character) is not None

@@ -145,7 +145,7 @@ def compacted(transcript: Transcript, judged: Collection[int], max_chars: int) -
     def is_context(piece: Piece) -> bool:
         return piece.is_by_policy and piece.turn not in judged
 
-    steps: tuple[tuple[Callable[[Piece], bool], int, bool], ...] = (
+    steps: tuple[tuple[Callable[[Piece], bool], int, bool], ...] = (  # least length, and whether it is taken at once
         (is_inner_answer, _MAX_ENV_CHARS, True),
         (is_answer, _MAX_ENV_CHARS, True),
         (is_task, _MAX_TASK_CHARS, True),
@@ -205,16 +205,14 @@ def _pieces(message: Message, turn: int, *, show_reasoning: bool) -> Iterable[Pi
 
 def _piece(writer: Writer, turn: int, text: str) -> Piece:
     shown = visible(text)
-    is_empty = writer == "assistant" and says_nothing(_THOUGHT.sub("", text))  # who only thinks says nothing
+    is_empty = writer == "assistant" and says_nothing(_THOUGHT.sub("", text))  # thinking alone says nothing
     return Piece(writer, turn, shown, is_empty=is_empty, num_chars=len(shown))
 
 
 def _shortened(piece: Piece, limit: int) -> Piece:
-    """Return the piece with about `limit` characters of its text: beginning, end, and a note about the rest."""
     head = 2 * limit // 3
-    tail = limit - head
     left_out = len(piece.text) - limit
-    end = piece.text[len(piece.text) - tail :]
+    end = piece.text[len(piece.text) - (limit - head) :]
     return replace(
         piece,
         text=f"{piece.text[:head]}{_MARK}{end}" if limit else "",

@@ -2,10 +2,7 @@
 
     {"verdict_NONCE": {"turn_1": {"ID": {"reason": "...", "score": 1}}, ..., "outcome": {...}, "summary": "..."}}
 
-The key holds the nonce of the call, which no text inside the episode can know: a judge may quote what it has read, but
-a verdict is in the answer exactly once. Everything that was asked for is in it exactly once, and nothing else, with
-every score a JSON number on its criterion's scale. Anything else is an error: there is no default score. The reason
-stands before the score because a model should write it before it decides.
+Anything else is an error: there is no default score.
 """
 
 from __future__ import annotations
@@ -17,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gspo_gym.base.retries import AttemptError
+from gspo_gym.errors import shortened
 from gspo_gym.judge.base import CriterionScore
 from gspo_gym.judge.rubric import Criterion
 
 OUTCOME_PART = "outcome"
 NONCE_DIGITS = 20  # hexadecimal: 80 bits
 _REASONED = re.compile(r"\s*<think>.*</think>", re.DOTALL)  # by a judging model whose server does not cut it off
-_MAX_SHOWN = 120
 # A schema wants a highest number for counts; what a judge could really count is below it.
 _MAX_COUNT = 1_000_000
 
@@ -56,7 +53,7 @@ def turn_part(turn: int) -> str:
 
 
 def verdict_key(nonce: str) -> str:
-    """Return the only key of a verdict."""
+    """Return the only key of a verdict, with the nonce of its call, which no text inside the episode can know."""
     return f"verdict_{nonce}"
 
 
@@ -82,10 +79,9 @@ def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
 
 
 def _find(text: str, key: str) -> dict[str, Any]:
-    """Return the object under the key, from the one object that holds it alone."""
     text = _REASONED.sub("", text, count=1) if text.lstrip().startswith("<think>") else text
     num_found = text.count(key)
-    if num_found != 1:
+    if num_found != 1:  # a judge may quote what it has read, but it writes the key once
         raise VerdictError(f"expected exactly one verdict with the key of this call, got {num_found} in {_shown(text)}")
     start = text.rfind("{", 0, text.index(key))
     if start < 0:
@@ -111,11 +107,11 @@ def _read_score(part: str, criterion: Criterion, value: object) -> CriterionScor
     reason, score = fields["reason"], fields["score"]
     if not isinstance(reason, str):
         _fail(f"{where}: reason", "a text", reason)
-    if isinstance(score, bool) or not isinstance(score, int | float):
+    if isinstance(score, bool) or not isinstance(score, int | float):  # True is an int
         _fail(f"{where}: score", "a number", score)
     try:
         number = float(score)
-    except OverflowError as error:
+    except OverflowError as error:  # JSON's whole numbers have no end
         raise VerdictError(f"{where}: score: too large a number") from error
     if (problem := criterion.problem_of(number)) is not None:
         raise VerdictError(f"{part}: {problem}")
@@ -139,17 +135,12 @@ def _fail(where: str, expected: str, got: object) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    return shortened(repr(value), 120)
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    # OpenAI's strict subset wants everything required and nothing else allowed.
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def _criterion_schema(criterion: Criterion) -> dict[str, Any]:
@@ -164,7 +155,7 @@ def _criterion_schema(criterion: Criterion) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
+    values = dict(pairs)  # JSON's reader would keep the last of two scores
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")

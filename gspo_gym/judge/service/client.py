@@ -17,13 +17,7 @@ from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, AskingSettings, Clock
-from gspo_gym.judge.base import (
-    JudgeBudgetError,
-    JudgeCost,
-    JudgeError,
-    Judgement,
-    JudgeRequest,
-)
+from gspo_gym.judge.base import JudgeBudgetError, JudgeCost, JudgeError, Judgement, JudgeRequest
 from gspo_gym.judge.budget import JudgeBudget
 from gspo_gym.judge.cache import Json, JudgementCache, digest_of
 from gspo_gym.judge.model.settings import require_plain_url
@@ -38,16 +32,12 @@ class HttpJudgeSettings:
     """The service's URL, and what to send.
 
     Attributes:
-        url: see `score_url`.
         api_key_env: the environment variable with the bearer's key; None: none is sent.
         provider, model, rubric_id: passed on; with a rubric_id the rubric itself is not sent.
         rubric_overrides, tracks, weights: JSON about the rubric that the service has under rubric_id: changes of it,
-            the
-            tracks to judge, and their weights. A rubric that is sent has them in it.
+            the tracks to judge, and their weights. A rubric that is sent has them in it.
         event, outcome: what is asked about; None: what there is a rubric for.
-        policy_name: passed on.
-        show_reasoning: whether the policy's reasoning is sent.
-        asking: concurrency, timeout and retries; `timeout_seconds` is passed on as well.
+        asking: `timeout_seconds` is passed on as well.
     """
 
     url: str
@@ -77,11 +67,7 @@ class HttpJudgeSettings:
 class HttpJudge:
     """Scores episodes by asking the service. Use it within one event loop, and close it.
 
-    Args:
-        settings: the service, and how it is asked.
-        cache, budget, clock, sleep: see `ModelJudge`. The budget counts requests, and the tokens and money that the
-            service
-            reports.
+    The budget counts requests, and the tokens and money that the service reports.
 
     Raises:
         ConfigError: the key's variable is not set. MissingExtraError: httpx is not installed.
@@ -105,7 +91,6 @@ class HttpJudge:
 
     @property
     def name(self) -> str:
-        """Return its URL."""
         return self._url
 
     @property
@@ -114,7 +99,6 @@ class HttpJudge:
         return self._asking.counters
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """Score the episode (`Judge.judge`)."""
         settings = self.settings
         named = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
         options: Json = {name: value for name, value in named.items() if value is not None}
@@ -134,7 +118,8 @@ class HttpJudge:
             costs.append(cost)
             return answer
 
-        about = {name: value for name, value in body["options"].items() if name != "metadata"}  # which says whose it is
+        # The metadata says which episode of which run it is, which a score must not depend on.
+        about = {name: value for name, value in body["options"].items() if name != "metadata"}
         key = digest_of([self._url, {**body, "options": about}])
         answer = await (ask() if self._cache is None else self._cache.get_or_ask(key, ask))
         judgement = self._read(answer, request)
@@ -170,12 +155,8 @@ class HttpJudge:
             raise JudgeError(str(error)) from error
 
     def _read(self, answer: Any, request: JudgeRequest) -> Judgement:
-        return judgement_from_wire(
-            answer,
-            judge=self.name,
-            num_turns=len(request.trajectory.turns),
-            **self._asked(request),
-        )
+        num_turns = len(request.trajectory.turns)
+        return judgement_from_wire(answer, judge=self.name, num_turns=num_turns, **self._asked(request))
 
     def _asked(self, request: JudgeRequest) -> dict[str, bool]:
         event, outcome = self.settings.event, self.settings.outcome

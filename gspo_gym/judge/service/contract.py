@@ -5,13 +5,14 @@ form, which calls a judge a verifier, are read as well. Reading is lenient where
 what they leave out; a score is never guessed.
 
 An event is one turn: what the model saw (`observation`), the tools that it called, and in `info.message` its whole
-message (ours: the contract has no place for text). Rewards are not sent: a judge that sees them repeats them.
+message (ours: the contract has no place for text).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -28,8 +29,7 @@ LATER_ROUTE = "/graphs/verifiers/completions"
 Json = dict[str, Any]
 
 
-# A JSON number: no text, no boolean, and neither NaN nor infinity.
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # a JSON number: no text, no boolean, no infinity
 
 
 class WireTaskApp(BaseModel):
@@ -154,8 +154,6 @@ def request_to_wire(
 def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, outcome: bool) -> Judgement:
     """Read a judge's answer, with its own totals.
 
-    The outcome's total is `outcome_review.total`; without it `aggregate_score`, without that `outcome_reward`.
-
     Raises:
         JudgeError: it failed, or what was asked for is missing, of another length, or not finite.
     """
@@ -194,12 +192,7 @@ def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indi
             "cuts": list(judgement.cuts),
             "event_indices": list(event_indices),
             "disagreement": judgement.disagreement,
-            "cost": {
-                "num_calls": judgement.cost.num_calls,
-                "input_tokens": judgement.cost.input_tokens,
-                "output_tokens": judgement.cost.output_tokens,
-                "usd": judgement.cost.usd,
-            },
+            "cost": asdict(judgement.cost),
         },
     }
 
@@ -233,7 +226,7 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
             {
                 "observation": {"messages": [message_to_wire(m) for m in trajectory.messages[before:index]]},
                 "tool_calls": message.get("tool_calls", []),
-                "reward": None,
+                "reward": None,  # a judge that sees rewards repeats them
                 "done": is_last,
                 "truncated": is_last and trajectory.outcome != Outcome.TERMINATED,
                 "info": info,
@@ -243,13 +236,13 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
     return events
 
 
-def _rest(rubric: Rubric) -> Json:
-    """Return a rubric without its criteria, which have a field of their own."""
+def _rest(rubric: Rubric) -> Json:  # the criteria have a field of their own
     return {key: value for key, value in rubric.to_dict().items() if key != "criteria"}
 
 
 def _read_events(response: ScoreResponse, judge: str, num_turns: int) -> tuple[Review, ...]:
     totals: list[float | None] = [review.total for review in response.event_reviews]
+    # Clients differ in where they put totals: beside the reviews, under the later form's name, or in them.
     for named in (response.event_totals, response.event_rewards):
         if named:
             totals = list(named)
@@ -292,13 +285,12 @@ def _review(review: Review, rubric: Rubric | None) -> Json:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return the texts in a foreign list; none if it is not a list."""
+    # A foreign judge may write anything into its metadata.
     return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
 
 
 def _cost(value: Any) -> JudgeCost:
-    """Return the cost that a judge of ours reports; for a foreign judge one call."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping):  # a foreign judge
         return JudgeCost(num_calls=1)
     num_calls, read, written, usd = (
         max(0.0, _number_or_none(value.get(name)) or 0.0)

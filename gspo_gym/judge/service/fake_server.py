@@ -49,7 +49,6 @@ class ReadPrompt:
     """The content of a prompt as an honest reader takes it.
 
     Attributes:
-        nonce: of the call.
         parts: the criteria of every part, "turn_1", ... and "outcome".
         pieces: the label and the text of every piece of the episode.
     """
@@ -65,18 +64,12 @@ class ReadPrompt:
         return "\n".join(text for match, text in found if match and wanted in (None, int(match[1])))
 
 
-# A criterion and what the policy wrote in the part -> the score.
-Rule = Callable[[AskedCriterion, str], float]
-# The messages of a request -> the text of the answer.
-Answer = Callable[[Sequence[Mapping[str, str]]], str]
+Rule = Callable[[AskedCriterion, str], float]  # a criterion and what the policy wrote in the part -> the score
+Answer = Callable[[Sequence[Mapping[str, str]]], str]  # the messages of a request -> the text of the answer
 
 
 def read_prompt(messages: Sequence[Mapping[str, str]]) -> ReadPrompt:
-    """Read a prompt by its fences.
-
-    Raises:
-        ValueError: it is not one of `prompt.py`.
-    """
+    """Read a prompt by its fences; a ValueError if it is not one of `prompt.py`."""
     rules, data = messages[0]["content"], messages[-1]["content"]
     found = _NONCE.search(rules)
     if found is None:
@@ -121,9 +114,7 @@ def honest_verdict(prompt: ReadPrompt, rule: Rule = score_by_words) -> str:
 def create_fake_judge_app(rule: Rule = score_by_words, *, answer: Answer | None = None) -> fastapi.FastAPI:
     """Return the server as an ASGI application, with /v1/models and /v1/chat/completions.
 
-    Args:
-        rule: scores a criterion.
-        answer: replaces the whole answer, for judges that misbehave; `rule` is then not used.
+    `answer` replaces the whole answer, for judges that misbehave; `rule` is then not used.
     """
     app = fastapi.FastAPI(title="A fake judge that follows a rule")
 
@@ -181,7 +172,7 @@ def _read_parts(rules: str) -> dict[str, list[AskedCriterion]]:
     return parts
 
 
-def _number(score: float) -> int | float:
+def _number(score: float) -> int | float:  # as a model writes a count
     return int(score) if score.is_integer() else score
 
 

@@ -50,8 +50,7 @@ from gspo_gym.types import FinishReason, Message, Outcome, Role, Segment, Task, 
 
 _RETRY_AFTER_SECONDS = "15"
 
-# An id that a request names -> its rubrics; raises UnknownNameError.
-FindRubrics = Callable[[str], RubricsPatch]
+FindRubrics = Callable[[str], RubricsPatch]  # an id that a request names -> its rubrics; raises UnknownNameError
 
 
 def create_judge_app(
@@ -59,10 +58,7 @@ def create_judge_app(
 ) -> fastapi.FastAPI:
     """Return the ASGI application; it closes the judge when it ends.
 
-    Args:
-        judge: scores the episodes.
-        default: for requests that bring no rubric and name none.
-        find_rubrics: returns the rubrics of an id in a request; None: no id is known.
+    `default` is for requests that bring no rubric and name none; without `find_rubrics` no id is known.
     """
 
     @contextlib.asynccontextmanager
@@ -104,11 +100,6 @@ async def _health() -> dict[str, str]:
 
 
 def _rubrics_of(body: ScoreRequest, default: RubricsPatch | None, find_rubrics: FindRubrics | None) -> Rubrics:
-    """Return the request's criteria, those of its id, or the default, with its overrides, tracks and weights.
-
-    Raises:
-        ConfigError: there is none, or it is invalid. UnknownNameError: no such id.
-    """
     options = body.options
     sources: list[RubricsPatch] = []
     if body.rubric:
@@ -177,7 +168,6 @@ def read_episode(request: ScoreRequest) -> WireEpisode:
 
 
 def _read_steps(events: list[dict[str, Any]]) -> tuple[list[Message], list[int]]:
-    """Return the messages, and the events that are turns, of a trace with one event for each step."""
     messages: list[Message] = []
     indices: list[int] = []
     for index, event in enumerate(events):
@@ -189,6 +179,7 @@ def _read_steps(events: list[dict[str, Any]]) -> tuple[list[Message], list[int]]
         if said is not None:
             messages.append(said)
             indices.append(index)
+        # The last event may be an observation alone: clients of the contract append the final state.
         elif "tool_calls" in event or index < len(events) - 1:
             raise RecordError(
                 f"{where}: it does not say what the policy said; expected its message as info.message {{role, "
@@ -203,7 +194,6 @@ def _read_steps(events: list[dict[str, Any]]) -> tuple[list[Message], list[int]]
 
 
 def _seen(event: Mapping[str, Any], where: str) -> Iterable[Message]:
-    """Return what the environment showed before the policy spoke."""
     seen = event.get("observation", event.get("obs"))
     if isinstance(seen, Mapping) and isinstance(seen.get("messages"), list):
         shown = messages_from_wire(seen["messages"], where=f"{where}.observation.messages")
@@ -213,7 +203,6 @@ def _seen(event: Mapping[str, Any], where: str) -> Iterable[Message]:
 
 
 def _said(event: Mapping[str, Any], info: Mapping[str, Any], where: str, *, calls_tools: bool) -> Message | None:
-    """Return the policy's message, or None if the event has none. With `calls_tools`, an empty list of calls is one."""
     if isinstance(info.get("message"), Mapping):
         said = message_from_wire(info["message"], where=f"{where}.info.message")
         if said.role != "assistant":
@@ -223,6 +212,7 @@ def _said(event: Mapping[str, Any], info: Mapping[str, Any], where: str, *, call
     if calls is not None and not isinstance(calls, list):
         raise RecordError(f"{where}.tool_calls: expected a list, got {type(calls).__name__}")
     text = next((text for key in _TEXT_KEYS if isinstance(text := event.get(key), str)), None)
+    # Where a trace calls tools, an empty list of calls is a turn in which the policy was silent.
     if text is None and not calls and not (calls == [] and calls_tools):
         return None
     return Message("assistant", text or "", tuple(read_calls(calls or [])))
@@ -234,7 +224,7 @@ def _turn(turn: int) -> Turn:
     return Turn(turn, 0, (start, start + 1), (start + 1, start + 2), FinishReason.STOP)
 
 
-def _placeholder(num_turns: int) -> Segment:
+def _placeholder(num_turns: int) -> Segment:  # the wire holds no tokens: one of context and one of action for each turn
     is_action = np.tile(np.array([False, True]), num_turns)
     turn_index = np.where(is_action, np.arange(2 * num_turns) // 2, -1)
     ids, logprobs = np.zeros(2 * num_turns, np.int32), np.zeros(2 * num_turns, np.float32)
@@ -280,6 +270,7 @@ def read_trace_events(events: Sequence[Json]) -> tuple[list[Message], list[int]]
             if said is None:
                 continue
             read = _inputs(record, inside)
+            # The history grows from call to call: only what is new is shown.
             messages.extend(map(as_context, read[_num_shared(read, heard) :]))
             messages.append(said)
             indices.append(index)
@@ -320,7 +311,6 @@ def _arguments(value: Any) -> Mapping[str, Any]:
 
 
 def _output(record: Any, where: str) -> Message | None:
-    """Return what the model said in a call; None if the call failed."""
     if not isinstance(record, Mapping):
         raise RecordError(f"{where}: expected a call record, got {type(record).__name__}")
     answers = _list_of(record, "output_messages", where) or _list_of(record, "outputs", where)
@@ -331,7 +321,7 @@ def _output(record: Any, where: str) -> Message | None:
     if not calls:
         calls = [call for answer in answers for call in _list_of(answer, "tool_calls", where)]
     if text is None and not calls:
-        if record.get("outcome") in _FAILED or record.get("error"):
+        if record.get("outcome") in _FAILED or record.get("error"):  # a failed call said nothing
             return None
         raise RecordError(
             f"{where}: it does not say what the policy said; expected output_text, output_messages or output_tool_calls"
@@ -340,7 +330,6 @@ def _output(record: Any, where: str) -> Message | None:
 
 
 def _inputs(record: Json, where: str) -> list[Message]:
-    """Return what the model read in a call."""
     text = record.get("input_text")
     if isinstance(text, str) and text:
         return [Message("user", text)]
@@ -361,7 +350,6 @@ def _list_of(value: Any, key: str, where: str) -> list[Any]:
 
 
 def _text(value: Any, where: str) -> str:
-    """Return the text of a message from its `parts` or `content`, with parts of other types by their type."""
     content = value.get("parts") or value.get("content") or ""
     if isinstance(content, str):
         return content
@@ -372,6 +360,7 @@ def _text(value: Any, where: str) -> str:
 
 def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
+    # Of an image or a file only its kind can be shown.
     return text if isinstance(text, str) else f"[{part.get('type')}]" if isinstance(part, Mapping) else f"{part}"
 
 
@@ -384,7 +373,6 @@ def _tool_results(record: Json) -> Iterable[Message]:
 
 
 def _shown(event: Json) -> Iterable[Message]:
-    """Return the runtime's action, or the environment's state, as JSON."""
     if event.get("call_records"):
         return
     for key in ("actions", "system_state_after"):
@@ -393,7 +381,6 @@ def _shown(event: Json) -> Iterable[Message]:
 
 
 def _num_shared(read: Sequence[Message], heard: Sequence[Message]) -> int:
-    """Return how many messages at the beginning of `read` have been shown."""
     pairs = enumerate(zip(read, heard, strict=False))
     return next(
         (index for index, (a, b) in pairs if (a.role, a.content) != (b.role, b.content)), min(len(read), len(heard))
