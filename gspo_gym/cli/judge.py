@@ -19,11 +19,10 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, MissingExtraError
-from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
 from gspo_gym.judge.audit.attacks import attacks
 from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit
 from gspo_gym.judge.audit.labels import Label, labelled_episodes, read_labels
-from gspo_gym.judge.budget import BudgetLimits, JudgeBudget
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.model.settings import ModelJudgeSettings

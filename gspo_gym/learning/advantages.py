@@ -27,7 +27,6 @@ class RunningReturns:
     It is a value: `updated` returns the next one, and a step that fails has changed nothing.
 
     Attributes:
-        count: values seen. mean: of them.
         squared_deviations: sum of (value - mean)^2.
         magnitude: the largest `Returns.reward_magnitude` of an episode, the scale at which rounding happens.
     """
@@ -43,15 +42,12 @@ class RunningReturns:
         return math.sqrt(self.squared_deviations / (self.count - 1)) if self.count > 1 else 0.0
 
     def updated(self, values: NDArray[np.float64], *, magnitude: float) -> RunningReturns:
-        """Return the statistics with these values, too.
-
-        Welford's update for many values at once (Chan, Golub, LeVeque 1983, eq. 1.5): sums of squares are never
-        subtracted from each other: returns around a million keep a deviation of one.
-        """
+        """Return the statistics with these values, too (Chan, Golub, LeVeque 1983, eq. 1.5)."""
         if not len(values):
             return self
         count = self.count + len(values)
         mean = float(values.mean())
+        # Sums of squares are never subtracted from each other: returns around a million keep a deviation of one.
         shift = mean - self.mean
         return RunningReturns(
             count=count,
@@ -63,7 +59,7 @@ class RunningReturns:
         )
 
 
-_CONSTANT_TOLERANCE = 1e-6
+_CONSTANT_TOLERANCE = 1e-6  # eight roundings of float32
 _SUM_TOLERANCE = 2.0**-44  # of the sizes summed: 256 roundings of float64
 
 
@@ -74,7 +70,6 @@ class BatchAdvantages:
     Attributes:
         values: one float32 array [num_turns] per episode, group after group.
         constant_groups: per group, whether all its episodes did equally well.
-        running: the statistics given, with this batch's.
     """
 
     values: tuple[Float32Array, ...]
@@ -102,8 +97,7 @@ def batch_advantages(
     length, the std of the returns. So |advantage| <= sqrt(G) where both are the group's.
 
     Where the set behind baseline or scale differs by no more than rounding (see `_Spread.of`) the advantage is exactly
-    0; at level "turn" a baseline's set is that of one turn. So a group of one, which has nothing to be compared with,
-    gets 0 wherever the group is asked. `running` None: nothing was seen before.
+    0; at level "turn" a baseline's set is that of one turn. `running` None: nothing was seen before.
     """
     returns = [r for group in groups for r in group]
     values, magnitudes = _table(returns, settings.level), _magnitudes(returns, settings.level)
@@ -118,15 +112,14 @@ def batch_advantages(
         own = _Spread.of(values[rows], magnitudes[rows])
         table = _compare(values[rows], settings, {"group": own, **spreads})
         advantages += [_per_turn(row, len(r.to_go)) for row, r in zip(table, group, strict=True)]
-        constant_groups.append(not own.varies.any())
+        constant_groups.append(not own.varies.any())  # a group of one, too: it has nothing to be compared with
     return BatchAdvantages(tuple(advantages), tuple(constant_groups), so_far)
 
 
 def is_constant(group: Sequence[Returns], settings: AdvantageSettings) -> bool:
     """Return whether a group's episodes did equally well: one or none, or returns that differ by rounding.
 
-    At level "turn" every turn's returns-to-go must be alike. Such a group teaches nothing when it is compared with
-    itself (baseline "group" or "leave_one_out").
+    At level "turn" every turn's returns-to-go must be alike.
     """
     if not group:
         return True
@@ -147,10 +140,7 @@ class _Spread:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], magnitudes: NDArray[np.float64]) -> _Spread:
-        """Return the spread of values [n, K], summed from rewards of these `magnitudes` [n, K]; see `_rounding`.
-
-        n is at least 1; of one episode nothing varies.
-        """
+        """Return the spread of values [n, K], n >= 1, summed from rewards of these `magnitudes` [n, K]."""
         mean = values.mean(axis=0)
         varies = np.ptp(values, axis=0) > _rounding(magnitudes.max(axis=0), mean)
         # The largest, and not that of the returns: where all earn nearly the same return by different ways, that is
@@ -166,14 +156,12 @@ class _Spread:
 
 
 def _rounding(magnitudes: NDArray[np.float64], means: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [K] the largest differences that rounding may have made.
-
-    Two episodes that both earned "1", one of them as 1 + 1.2e-7 from float32 arithmetic upstream, must not get
-    advantages of +-0.7, which dividing by their std would give. So differences up to 1e-6 are none: rewards are of
-    order 1, or the remainder of terms of order 1. Where rewards of 1e6 cancel, their rounding is left: so also up to
-    1e-6 (eight float32 roundings) of what is summed and not left in the mean. What all episodes share counts only with
-    the rounding of float64: 1e6 + 0.5 is more than 1e6.
-    """
+    """Return [K] the largest differences that rounding may have made."""
+    # Two episodes that both earned "1", one of them as 1 + 1.2e-7 from float32 arithmetic upstream, must not get
+    # advantages of +-0.7, which dividing by their std would give. So differences up to 1e-6 are none: rewards are of
+    # order 1, or the remainder of terms of order 1. Where rewards of 1e6 cancel, their rounding is left: so also up to
+    # 1e-6 of what is summed and not left in the mean. What all episodes share counts only with the rounding of float64:
+    # 1e6 + 0.5 is more than 1e6.
     cancelled = magnitudes - np.abs(means)
     return np.maximum(_CONSTANT_TOLERANCE * np.maximum(1.0, cancelled), _SUM_TOLERANCE * magnitudes)
 
@@ -207,12 +195,10 @@ def _table(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
 
 
 def _magnitudes(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
-    """Return [N, K] sums of the sizes of the rewards behind each entry of `_table`.
-
-    At level "turn" the rewards are taken to be the differences of the returns-to-go, which they are without a discount.
-    """
+    """Return [N, K] sums of the sizes of the rewards behind each entry of `_table`."""
     if level == "trajectory":
         return np.array([[r.reward_magnitude] for r in returns])
+    # The rewards are taken to be the differences of the returns-to-go, which they are without a discount.
     steps = np.abs(np.diff(_table(returns, level), axis=1, append=0.0))
     return np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
 
@@ -223,6 +209,4 @@ def _updated(running: RunningReturns, returns: Sequence[Returns], level: str) ->
 
 
 def _per_turn(row: NDArray[np.float64], num_turns: int) -> Float32Array:
-    """Return the advantages of an episode's turns: one column each, or the only one for all."""
-    per_turn = np.repeat(row, num_turns) if len(row) == 1 else row[:num_turns]
-    return per_turn.astype(np.float32)
+    return (np.repeat(row, num_turns) if len(row) == 1 else row[:num_turns]).astype(np.float32)

@@ -65,7 +65,6 @@ class TokenBatch:
 
     @property
     def num_actions(self) -> int:
-        """Sampled tokens over all rows."""
         return int(self.action_mask.sum())
 
 
@@ -133,7 +132,6 @@ class BuiltBatch:
 
     Attributes:
         batch: None: there were no groups, or nothing in them to train on (see `BatchCounts`).
-        running: the running statistics, with this batch's returns.
         mean_return: of the trajectories that took part, as the advantages compare them: after step rewards, penalty and
             clip; None: there were none.
     """
@@ -155,11 +153,11 @@ def build_batch(
 ) -> BuiltBatch:
     """Return the trajectories of all groups with their advantages, in order; None for settings: their defaults.
 
-    A trajectory without a turn takes no part, neither in the batch nor in its group's statistics: the policy did
-    nothing. If it has turns and none of their tokens is trained on, it takes part in the statistics alone. Tokens after
-    a segment's last sampled one are left out, for nothing depends on them. A trajectory with |advantage| <= filter_eps
-    at all its turns takes part in the statistics and then leaves. An overlong one, where `rewards.overlong` is "mask",
-    stays and is marked. `known_returns`, by trajectory id, were computed before under the same settings.
+    A trajectory without a turn takes no part, neither in the batch nor in its group's statistics. If it has turns and
+    none of their tokens is trained on, it takes part in the statistics alone. Tokens after a segment's last sampled one
+    are left out. A trajectory with |advantage| <= filter_eps at all its turns takes part in the statistics and then
+    leaves. An overlong one, where `rewards.overlong` is "mask", stays and is marked. `known_returns`, by trajectory id,
+    were computed before under the same settings.
 
     Raises:
         UnscoredError: a trajectory that takes part has no reward.
@@ -183,7 +181,8 @@ def build_batch(
     returns = [[earned(trajectory) for trajectory in group] for group in members]
     result = batch_advantages(returns, advantages, running)
     trained = {i for i, trajectory in enumerate(trajectories) if trajectory.num_actions > 0}
-    kept = [i for i in _unfiltered(result.values, advantages.filter_eps) if i in trained]
+    eps = advantages.filter_eps
+    kept = [i for i, v in enumerate(result.values) if i in trained and (eps is None or np.abs(v).max() > eps)]
     overlong = [is_overlong(trajectory) for trajectory in trajectories]
     counts = BatchCounts(
         num_groups=len(members),
@@ -197,23 +196,13 @@ def build_batch(
     mean_return = sum(r.episode_return for group in returns for r in group) / len(trajectories)
     if not kept:
         return BuiltBatch(None, counts, result.running, mean_return)
-    batch = _lay_out(
-        [trajectories[i] for i in kept],
-        advantages=[result.values[i] for i in kept],
-        is_masked=[overlong[i] and rewards.overlong == "mask" for i in kept],
+    tokens = batch_tokens([trajectories[i] for i in kept])
+    batch = TrainBatch(
+        **_tensors_of(tokens),
+        advantages=_spread([result.values[i] for i in kept], tokens.turn_index, tokens.trajectory_index),
+        is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in kept])[tokens.trajectory_index],
     )
     return BuiltBatch(batch, counts, result.running, mean_return)
-
-
-def _lay_out(
-    trajectories: Sequence[Trajectory], *, advantages: Sequence[Float32Array], is_masked: Sequence[bool]
-) -> TrainBatch:
-    tokens = batch_tokens(trajectories)
-    return TrainBatch(
-        **_tensors_of(tokens),
-        advantages=_spread(advantages, tokens.turn_index, tokens.trajectory_index),
-        is_masked=torch.tensor(is_masked)[tokens.trajectory_index],
-    )
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -251,10 +240,7 @@ def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
 
 
 def select_trajectories(batch: AnyBatch, trajectories: Iterable[int]) -> AnyBatch:
-    """Return a batch of only these trajectories, renumbered 0.. in the order given, padded no wider than they need.
-
-    Rows keep their order.
-    """
+    """Return a batch of only these trajectories, renumbered 0.. in the order given, padded no wider than they need."""
     wanted = list(trajectories)
     new_number = torch.full((batch.num_trajectories,), -1, dtype=torch.int64)
     new_number[wanted] = torch.arange(len(wanted))
@@ -269,10 +255,7 @@ def select_trajectories(batch: AnyBatch, trajectories: Iterable[int]) -> AnyBatc
 
 
 def split_minibatches(batch: AnyBatch, size: int | None, generator: np.random.Generator) -> list[AnyBatch]:
-    """Return the batch in parts of at most `size` trajectories, drawn at random without replacement; None: one part.
-
-    One part keeps the order.
-    """
+    """Return the batch in parts of at most `size` trajectories, drawn at random; None: one part, in order."""
     if size is None or size >= batch.num_trajectories:
         return [batch]
     order = generator.permutation(batch.num_trajectories)
@@ -282,16 +265,13 @@ def split_minibatches(batch: AnyBatch, size: int | None, generator: np.random.Ge
 
 
 def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
-    """Return the batch in parts of at most `max_tokens` padded tokens each.
+    """Return the batch in parts of at most `max_tokens` padded tokens each (a ConfigError for less than 1).
 
-    All rows of a trajectory stay together, because they may share an importance ratio; a trajectory that is larger
-    than `max_tokens` by itself makes a part alone.
-
-    Raises:
-        ConfigError: max_tokens < 1.
+    A trajectory that is larger than `max_tokens` by itself makes a part alone.
     """
     if max_tokens < 1:
         raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}")
+    # All rows of a trajectory stay together: they may share an importance ratio.
     lengths: list[list[int]] = [[] for _ in range(batch.num_trajectories)]  # of each trajectory's rows
     for trajectory, length in zip(batch.trajectory_index.tolist(), batch.attention_mask.sum(1).tolist(), strict=True):
         lengths[trajectory].append(length)
@@ -312,13 +292,7 @@ def to_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     return dataclasses.replace(batch, **{name: value.to(device) for name, value in _tensors_of(batch).items()})
 
 
-def _unfiltered(values: Sequence[Float32Array], eps: float | None) -> list[int]:
-    """Return the numbers of the trajectories that have an advantage beyond eps at some turn."""
-    return [i for i, value in enumerate(values) if eps is None or np.abs(value).max() > eps]
-
-
-def _used_length(segment: Segment) -> int:
-    """Return the number of tokens up to and including the last sampled one."""
+def _used_length(segment: Segment) -> int:  # nothing depends on the tokens after the last sampled one
     return int(np.flatnonzero(segment.action_mask)[-1]) + 1
 
 

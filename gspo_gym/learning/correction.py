@@ -3,15 +3,8 @@
 An engine runs other kernels than the learner, so under the same weights its logprobs are a little different, and its
 samples come from a slightly different policy. The weight of a sampled token is w = old / rollout, the ratio of the
 learner's to the engine's probability; or, shared by all tokens of a turn or a trajectory, the geometric mean of these.
-Never their product: the exp of a sum over an episode ranges over orders of magnitude where each token is off by a
-percent, and a weight of one length cannot be compared with one of another (TRL and verl take it by default). Cut from
-above it is truncated importance sampling; with what lies outside a range left out, IcePop's masking.
-
-Weights multiply the policy term of the loss and change no denominator.
-
-`MismatchAlarm` is for an engine whose logprobs are not the learner's, although both claim the same weights. Stale keys
-and values, another temperature, precision or adapter, an update that was skipped, sampling truncated by a default: each
-changes the logprobs of the first batch it touches, and none raises anything by itself.
+Cut from above it is truncated importance sampling; with what lies outside a range left out, IcePop's masking. Weights
+multiply the policy term of the loss and change no denominator.
 """
 
 from __future__ import annotations
@@ -60,6 +53,8 @@ def correct(batch: LabelledBatch, logprobs: Tensor, settings: CorrectionSettings
     truncated = masked = off_policy = torch.zeros_like(rollout, dtype=torch.bool)
     if settings.level != "none":
         pools = pool_tokens(batch, settings.level)
+        # Never the product, which TRL and verl take by default: the exp of a sum over an episode ranges over orders of
+        # magnitude where each token is off by a percent, and weights of two lengths cannot be compared.
         weights = pools.mean(batch.old_logprobs[mask].double() - rollout).exp()[pools.of_token]
         if settings.mode == "truncate":
             truncated = weights > settings.high
@@ -102,11 +97,13 @@ MAX_KL_16_BITS = 0.01
 class MismatchAlarm:
     """Alarm for batches that were sampled and labelled under the same weights, with different logprobs.
 
+    Stale keys and values, another temperature, precision or adapter, an update that was skipped, sampling truncated by
+    a default: each changes the logprobs of the first batch it touches, and none raises anything by itself.
+
     Args:
         max_gap: largest |learner's - engine's logprob| of a trained token, nats; None: `MAX_GAP_FLOAT32`, or where the
             model has weights in 16 bits `MAX_KL_16_BITS` of the mean instead.
         patience: alarms in a row that are only reported; the next is an error. A batch without gaps ends the row.
-        has_16_bits: of the model.
     """
 
     def __init__(self, *, max_gap: float | None = None, patience: int = 2, has_16_bits: bool = False) -> None:
@@ -118,12 +115,12 @@ class MismatchAlarm:
     def check(self, metrics: Mapping[str, float], *, sampled_under: Collection[int], version: int) -> str | None:
         """Return what is wrong with a batch, in a sentence; None: nothing, or it cannot be judged.
 
-        `metrics` are the update's. A batch with older tokens in it, or without a trained token, is not judged: there a
-        difference is what an update is for.
+        `metrics` are the update's.
 
         Raises:
             EngineMismatchError: it was wrong more than `patience` times in a row.
         """
+        # With older tokens in the batch a difference is what an update is for.
         if set(sampled_under) != {version} or "kl/rollout_max_gap" not in metrics:
             return None
         reason = self._reason(metrics)

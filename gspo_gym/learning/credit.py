@@ -5,10 +5,8 @@ groups (that is `advantages`) or tokens (`batching`).
 
 Turn rewards are the step rewards of the hosted trainer. There, a decision is one call of the model with what it sets
 off, and an achievement is unlocked where it became true in that decision; here, a decision is a turn, and `Turn.events`
-names what the turn reached. A name counts once per turn, however often the turn lists it, and nothing counts as seen
-before the first turn. Left out: the hosted application's per_achievement also rewards changes of an inventory, by fixed
-tables of one game; our turns carry no such counts, so an environment that wants them rewards them itself (mode
-"env_sparse").
+names what the turn reached. Left out: the hosted application's per_achievement also rewards changes of an inventory, by
+fixed tables of one game; our turns carry no such counts (an environment that wants them rewards them itself).
 """
 
 from __future__ import annotations
@@ -51,13 +49,10 @@ def returns_of(
     rewards: RewardSettings | None = None,
     step_rewards: StepRewardSettings | None = None,
 ) -> Returns:
-    """Return the returns of one scored episode. A turn without a reward adds nothing: it was not scored, not punished.
+    """Return the returns of one scored episode; None for settings: their defaults.
 
     `discount` is per turn and touches the returns-to-go only. Nothing is bootstrapped where an episode was cut off: a
-    truncated episode is worth what it had earned, less the penalty where `rewards.overlong` is "penalize", which counts
-    as part of its last turn's reward. `rewards.clip` cuts sums and not single rewards: the return, which level
-    "trajectory" compares, and each return-to-go, which level "turn" compares; a discounted sum is cut after it was
-    discounted. None for settings: their defaults.
+    truncated episode is worth what it had earned, less the penalty where `rewards.overlong` is "penalize".
 
     Raises:
         UnscoredError: no turn carries a reward, or the episode failed before it could be scored.
@@ -85,6 +80,7 @@ def returns_of(
             f"trajectory {trajectory.trajectory_id}: expected rewards whose sizes sum to at most {_MAX_MAGNITUDE:g}, "
             f"got {reward_magnitude:g}; scale them"
         )
+    # Sums are cut and not single rewards: what the levels compare. A discounted sum is cut after it was discounted.
     if rewards.clip is not None:
         episode_return = max(-rewards.clip, min(rewards.clip, episode_return))
         to_go = to_go.clip(-rewards.clip, rewards.clip)
@@ -92,10 +88,8 @@ def returns_of(
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Return whether one of our limits cut the episode off: turns, context, or the output tokens of its last turn.
-
-    Where the environment truncates an episode, that is part of the task.
-    """
+    """Return whether one of our limits cut the episode off: turns, context, or the output tokens of its last turn."""
+    # Where the environment truncates an episode, that is part of the task.
     if trajectory.outcome in (Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW):
         return True
     return bool(trajectory.turns) and trajectory.turns[-1].finish_reason is FinishReason.LENGTH
@@ -126,11 +120,7 @@ def turn_rewards(trajectory: Trajectory, settings: StepRewardSettings) -> tuple[
       at most k_limits times an episode (1 if none is given, without limit if <= 0).
 
     In the two strategies, which are the hosted application's, an indicator_lambda of 0 counts as 1. A lambda thus adds
-    in the first case and multiplies in the others, as it does there. The hosted application only records beta, its
-    trainer applies it; here it is applied with every strategy.
-
-    An episode of a task app that does not say what its decisions achieved (`Trajectory.reports_events`) is worth its
-    return in mode "decision_stepwise", too, on its last turn: it is not known to have achieved nothing.
+    in the first case and multiplies in the others, as it does there.
 
     Raises:
         UnscoredError: the episode failed or has no turn, or (unless its rewards are replaced) nothing scored it.
@@ -142,6 +132,7 @@ def turn_rewards(trajectory: Trajectory, settings: StepRewardSettings) -> tuple[
         if trajectory.outcome is Outcome.ACTION_LIMIT:  # what was credited is taken back: it pays no more than nothing
             rewards = (*rewards[:-1], min(0.0, trajectory.reward) - math.fsum(rewards[:-1]))
         return rewards
+    # An app that does not say what its decisions achieved is not known to have achieved nothing: its return counts.
     episode_return = trajectory.reward  # raises UnscoredError
     if settings.mode == "off" or is_decisions:
         return (*[0.0] * (len(trajectory.turns) - 1), episode_return)
@@ -153,21 +144,19 @@ def _decision_rewards(turns: Collection[Turn], settings: StepRewardSettings) -> 
     num_credited: Counter[str] = Counter()
     rewards = []
     for t, turn in enumerate(turns):
-        names = list(dict.fromkeys(turn.events))
+        names = list(dict.fromkeys(turn.events))  # a name counts once per turn, however often the turn lists it
         new = [name for name in names if name not in seen]
         seen.update(new)
+        counted = new if settings.kind == "unique" else names
         if settings.strategy == "per_achievement":
             base = _multiplier(settings) * _credit(names, num_credited, settings)
         elif settings.strategy == "consistent":
-            base = _multiplier(settings) if _counted(names, new, settings) else 0.0
+            base = _multiplier(settings) if counted else 0.0
         else:
-            base = len(_counted(names, new, settings)) + (settings.indicator_lambda if new else 0.0)
+            base = len(counted) + (settings.indicator_lambda if new else 0.0)
+        # The hosted application only records beta, its trainer applies it; here it is applied with every strategy.
         rewards.append(base + (settings.beta * (len(turns) - t) if new else 0.0))
     return tuple(rewards)
-
-
-def _counted(names: list[str], new: list[str], settings: StepRewardSettings) -> list[str]:
-    return new if settings.kind == "unique" else names
 
 
 def _multiplier(settings: StepRewardSettings) -> float:

@@ -1,7 +1,6 @@
 """The metrics of an update: the arithmetic from facts about micro-batches to numbers, and a sentence on each number.
 
-The learner fills a `Tally` while it works and reads it once. Nothing here feeds back into training; `METRICS` says what
-the numbers mean, and `gspo-gym doctor` what to do about them.
+The learner fills a `Tally` while it works and reads it once. Nothing here feeds back into training.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Tally:
         self._reports: list[StepReport] = []
         self._num_empty_steps = 0
 
-    def add_empty_step(self) -> None:
-        """Count a minibatch without a gradient."""
+    def add_empty_step(self) -> None:  # a minibatch without a gradient
         self._num_empty_steps += 1
 
     def add_step(self, parts: Sequence[PartFacts], report: StepReport) -> None:
@@ -75,7 +73,6 @@ class Tally:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps taken."""
         return len(self._steps)
 
     @property
@@ -88,6 +85,7 @@ class Tally:
         parts = [part for step in self._steps for part in step]
         metrics = loss_metrics([[part.loss for part in step] for step in self._steps])
         if parts:
+            # Before the weights moved: what differs from 1 is not the policy's doing.
             first = torch.cat([part.loss.unit_ratios for part in self._steps[0]])
             metrics["ratio/noise_floor"] = float((first - 1).abs().max())
             metrics |= engine_metrics([part.gap for part in parts if part.gap is not None], self._settings)
@@ -108,16 +106,17 @@ class Tally:
 def engine_metrics(gaps: Sequence[EngineGap], settings: LossSettings) -> dict[str, float]:
     """Return how far engine and learner are apart, and what that would do to the clip.
 
-    Noise of standard deviation sigma per token, independent from token to token, gives the mean over a unit of L tokens
-    the standard deviation sigma / sqrt(L). Ours; no trainer that we know of reports it.
+    Ours; no trainer that we know of reports it.
     """
     if not gaps:
         return {}
     log_ratios = torch.cat([gap.log_ratios for gap in gaps])
+    # Noise of standard deviation sigma per token, independent from token to token, gives the mean over a unit of L
+    # tokens the standard deviation sigma / sqrt(L).
     sigma = log_ratios.std(correction=0)
     noise = sigma / torch.cat([gap.unit_lengths for gap in gaps]).sqrt()
     floor, ceiling = torch.tensor([1 - settings.clip_low, 1 + settings.clip_high], dtype=torch.float64).log()
-    # sigma 0: the quotients are -inf, whose probability is 0
+    # Where sigma is 0, the quotients are -inf, whose probability is 0.
     beyond = torch.special.ndtr(floor.to(noise) / noise) + torch.special.ndtr(-ceiling.to(noise) / noise)
     means = torch.cat([gap.trajectory_means for gap in gaps])
     return {
@@ -242,13 +241,11 @@ _ROUNDING = 1e-6  # of s: some roundings of float32
 
 
 def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
-    """Return the `loss`, `ratio`, `clip`, `kl` and `policy` metrics of optimizer steps, each given by micro-batches.
-
-    Counts and sums are added over all before they are divided. No step: no metrics.
-    """
+    """Return the `loss`, `ratio`, `clip`, `kl` and `policy` metrics of optimizer steps, each given by micro-batches."""
     parts = [part for step in steps for part in step]
     if not parts:
         return {}
+    # Counts and sums are added over all before they are divided: no mean depends on the division into micro-batches.
     num_tokens = sum(part.num_tokens for part in parts)
     policy = _total([part.policy_loss for part in parts]) / len(steps)
     kl = _total([part.kl_loss for part in parts]) / len(steps)

@@ -53,9 +53,6 @@ class Denominators:
     Attributes:
         num_trajectories: N, of the optimizer step. num_turns: M, turns with a sampled token. num_tokens: sampled.
         num_batch_tokens: sampled tokens of the rollout batch that the step is a part of ("dapo").
-
-    Raises:
-        RecordError: not 1 <= num_trajectories <= num_turns <= num_tokens <= num_batch_tokens.
     """
 
     num_trajectories: int
@@ -180,8 +177,7 @@ def count_denominators(
 ) -> Denominators:
     """Return the denominators of an optimizer step on exactly these rows, given as in `policy_loss`.
 
-    Args:
-        num_batch_tokens: sampled tokens of the rollout batch; None: the step takes all of it.
+    `num_batch_tokens`, sampled tokens of the rollout batch, None: the step takes all of it.
 
     Raises:
         RecordError: no sampled token, or more than num_batch_tokens.
@@ -201,8 +197,9 @@ def estimate_kl(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"], *, max_
 
     With x = log q - log p, the log_ratio: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x. The expectation of k1 and of k3
     over p is the divergence itself; k2 and k3 are never negative. x is clamped to +-MAX_LOG_RATIO and the estimate to
-    +-max_nats: a single token cannot decide a step. A clamped token has no gradient.
+    +-max_nats; a clamped token has no gradient.
     """
+    # Clamped, because a single token must not decide a step.
     x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
         estimate = -x
@@ -262,7 +259,7 @@ def turn_keys(trajectory: Tensor, turn: Tensor) -> Tensor:
 
 
 def _token_weights(tokens: _Tokens, settings: LossSettings, denominators: Denominators) -> Tensor:
-    """Return [A] shares a_t of the tokens in the loss, computed in float64, in the logprobs' dtype."""
+    """Return [A] shares a_t of the tokens in the loss, in the logprobs' dtype."""
     trajectories, turns = Pools.by(tokens.trajectory), Pools.by(turn_keys(tokens.trajectory, tokens.turn))
     here = len(trajectories.num_tokens), len(turns.num_tokens), len(tokens.now)
     N, M, num_tokens = denominators.num_trajectories, denominators.num_turns, denominators.num_tokens
@@ -286,6 +283,7 @@ def _token_weights(tokens: _Tokens, settings: LossSettings, denominators: Denomi
         case "seq-mean-token-sum-norm" | "dr_grpo":
             assert settings.norm_length is not None, "LossSettings demands it"
             divisor = divisor * N * settings.norm_length
+    # Divided in float64: a product of counts may be larger than float32 holds exactly.
     return torch.reciprocal(divisor).to(tokens.now.dtype)
 
 
@@ -305,41 +303,34 @@ def _unit_ratios(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tenso
 
 
 def _surrogate(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
-    """Return [A] min(r A, clip(r) A).
-
-    With dual_clip c, r counts as at most c in the first (TRL: delta): for a negative advantage that is
-    max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can cost; for a positive one it changes
-    nothing, because c lies above the clip range.
-    """
+    """Return [A] min(r A, clip(r) A), where in the first r counts as at most dual_clip (TRL: delta)."""
+    # For a negative advantage that is max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can
+    # cost; for a positive one it changes nothing, because c lies above the clip range.
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     free = ratio if settings.dual_clip is None else ratio.clamp(max=settings.dual_clip)
     return torch.minimum(free * advantage, clipped * advantage)
 
 
 def _kl_term(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSettings) -> Tensor:
-    """Return kl_coef times the weighted sum of the estimates of KL(now || reference).
-
-    With kl_importance_weighted each is multiplied by the token's differentiable, unclipped ratio (TRL:
-    use_bias_correction_kl): with unit "token" and k1 or k3, the expected gradient over samples of the old policy is
-    then that of the divergence itself.
-    """
+    """Return kl_coef times the weighted sum of the estimates of KL(now || reference)."""
     if settings.kl_coef == 0:
         return tokens.now.new_zeros(())
     if tokens.reference is None:
         raise RecordError(f"policy_loss: kl_coef {settings.kl_coef} needs ref_logprobs, got None")
     estimate = estimate_kl(tokens.reference - tokens.now, settings.kl_estimator, max_nats=settings.kl_clamp)
     if settings.kl_importance_weighted:
+        # By the differentiable, unclipped ratio (TRL: use_bias_correction_kl): with unit "token" and k1 or k3, the
+        # expected gradient over samples of the old policy is then that of the divergence itself.
         estimate = ratio * estimate
     return settings.kl_coef * (weight * estimate).sum()
 
 
 def _entropy_term(tokens: _Tokens, weight: Tensor, settings: LossSettings) -> Tensor:
-    """Return minus entropy_coef times the weighted sum of the entropies: a bonus, for the loss is minimised."""
     if settings.entropy_coef == 0:
         return tokens.now.new_zeros(())
     if tokens.entropy is None:
         raise RecordError(f"policy_loss: entropy_coef {settings.entropy_coef} needs entropy, got None")
-    return -settings.entropy_coef * (weight * tokens.entropy).sum()
+    return -settings.entropy_coef * (weight * tokens.entropy).sum()  # a bonus, for the loss is minimised
 
 
 def _stats(
@@ -347,7 +338,7 @@ def _stats(
 ) -> LossStats:
     log_ratio = tokens.log_ratio
     log_s = Pools.by(tokens.trajectory).mean(log_ratio)
-    is_in_loss = tokens.correction > 0
+    is_in_loss = tokens.correction > 0  # what was left out is clipped nowhere
     loses, gains = is_in_loss & (tokens.advantage < 0), is_in_loss & (tokens.advantage > 0)
     to_reference = None if tokens.reference is None else tokens.reference - tokens.now.detach()
     dual_clip = math.inf if settings.dual_clip is None else settings.dual_clip

@@ -36,8 +36,8 @@ class PolicyOptimizer:
     """The optimizer of a model's trainable parameters.
 
     Raises:
-        ConfigError: nothing is trainable, a trainable parameter has 16 bits (steps smaller than 1/256 of a weight would
-            be rounded away), a schedule without an end or room, or an optimizer that needs bitsandbytes without it.
+        ConfigError: nothing is trainable, a trainable parameter has 16 bits, a schedule without an end or room, or an
+            optimizer that needs bitsandbytes without it.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class PolicyOptimizer:
                 "optimizer state of parameters that are not trained here, or of another kind than "
                 f"{self._settings.kind!r}: {strangers[:3]} ..."
             )
+        # All is checked before anything is set: a refused state leaves the optimizer as it was.
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
             found = {key: own[f"optimizer.{key}.{name}"] for key in names if f"optimizer.{key}.{name}" in own}
@@ -151,6 +152,7 @@ class PolicyOptimizer:
 def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
     if not parameters:
         raise ConfigError("no parameter of the model is trainable (requires_grad)")
+    # In 16 bits, steps smaller than 1/256 of a weight would be rounded away.
     narrow = [name for name, p in parameters.items() if p.dtype not in (torch.float32, torch.float64)]
     if narrow:
         raise ConfigError(
@@ -163,10 +165,9 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
 def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total_steps: int | None) -> float:
     """Return the learning rate of the optimizer step number `step` (0 is the first).
 
-    Linear warm-up: step k of `warmup_steps` W takes (k + 1) / W of the peak: no step has rate 0. Then the peak
-    (constant), or from it a straight line (linear) or half a cosine (cosine) to `min_lr_fraction` of it, reached at
-    step `total_steps - 1` and kept after. `total_steps` None means "not known", which a constant schedule with
-    `num_warmup_steps` does not mind.
+    Linear warm-up: step k of `warmup_steps` W takes (k + 1) / W of the peak. Then the peak (constant), or from it a
+    straight line (linear) or half a cosine (cosine) to `min_lr_fraction` of it, reached at step `total_steps - 1` and
+    kept after. `total_steps` None means "not known", which a constant schedule with `num_warmup_steps` does not mind.
 
     >>> settings = OptimizerSettings(num_warmup_steps=2, schedule="cosine", min_lr_fraction=0.0)
     >>> [round(scheduled_rate(k, peak=1.0, settings=settings, total_steps=5), 3) for k in range(6)]
@@ -178,7 +179,7 @@ def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total
     check_schedule(settings, total_steps)
     warmup = settings.warmup_steps(total_steps)
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * (step + 1) / warmup  # no step has rate 0
     if settings.schedule == "constant" or total_steps is None:
         return peak
     progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
@@ -187,11 +188,7 @@ def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total
 
 
 def check_schedule(settings: OptimizerSettings, total_steps: int | None) -> None:
-    """Refuse a schedule that has no end or no room.
-
-    Raises:
-        ConfigError: a decay or a `warmup_fraction` without `total_steps`, or a decay that the warm-up leaves no step.
-    """
+    """Raise a ConfigError for a decay or a warm-up fraction without `total_steps`, or a decay without a step."""
     num_warmup_steps = settings.warmup_steps(total_steps)
     if settings.schedule == "constant":
         return
@@ -218,10 +215,8 @@ def build_adamw(
     settings: OptimizerSettings,
     *,
     learning_rate: float,
-) -> Any:
+) -> Any:  # torch's class or bitsandbytes', which is untyped; both are a `torch.optim.Optimizer`
     """Return the optimizer of these parameters, with weight decay on `matrices` only.
-
-    Any: torch's class or bitsandbytes', which is untyped; both are a `torch.optim.Optimizer`.
 
     Raises:
         ConfigError: bitsandbytes is asked for and not installed, or cannot do this on the parameters' device.
@@ -262,11 +257,7 @@ def read_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def check_state(name: str, parameter: nn.Parameter, found: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
-    """Refuse an incomplete state of the parameter called `name`, or one in another shape.
-
-    Raises:
-        CheckpointError: names what is missing or has another shape.
-    """
+    """Raise a CheckpointError for an incomplete state of the parameter called `name`, or one in another shape."""
     num_blocks = -(-parameter.numel() // _BLOCK)
     shapes = {"step": (), "qmap1": (256,), "qmap2": (256,), "absmax1": (num_blocks,), "absmax2": (num_blocks,)}
     expected: Sequence[str] = _ADAMW_NAMES
@@ -286,7 +277,11 @@ def write_state(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Tenso
     if isinstance(optimizer, torch.optim.AdamW):
         # By torch, which knows where each of its kinds counts the steps: on the CPU or beside the parameter.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        copies = {i: _copies(states[p]) for i, p in enumerate(parameters) if p in states}
+        copies = {
+            i: {name: tensor.clone() for name, tensor in states[p].items()}
+            for i, p in enumerate(parameters)
+            if p in states
+        }
         optimizer.load_state_dict(optimizer.state_dict() | {"state": copies})
         return
     optimizer.state.clear()
@@ -296,12 +291,8 @@ def write_state(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Tenso
         }
 
 
-def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
-
-
 def _own_copy(optimizer: Any, parameter: nn.Parameter, name: str, tensor: Tensor) -> Any:
-    """Return a copy as bitsandbytes keeps it: it counts steps in an int, and may page the moments."""
+    # bitsandbytes counts steps in an int, and may page the moments.
     if name == "step":
         return int(tensor)
     if name in ("state1", "state2"):

@@ -37,21 +37,15 @@ class ReferencePolicy(Protocol):
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors()` gave, among others.
-
-        Raises:
-            CheckpointError: the copy of other parameters.
-        """
+        """Take back what `tensors()` gave, among others; a CheckpointError for the copy of other parameters."""
         ...
 
 
 class Reference:
     """Reference in this process.
 
-    Args:
-        model: the policy that is trained. scorer: its scorer.
-        make_scorer: gives a scorer of the same kind for another model.
-        given: a frozen model of the caller's to use as it is, in place of what `settings.source` names.
+    `make_scorer` gives a scorer of the same kind for another model; `given` is a frozen model of the caller's to use as
+    it is, in place of what `settings.source` names.
 
     Raises:
         ConfigError: a source that the model does not have, or a refresh that the source cannot have.
@@ -103,17 +97,13 @@ class Reference:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors()` gave.
-
-        Raises:
-            CheckpointError: the copy of other parameters.
-        """
+        """Take back what `tensors()` gave; a CheckpointError for the copy of other parameters."""
         check_same_reference(tensors, self.tensors())
         for name, held in self._held.items():
             held.copy_(tensors[f"reference.{name}"])
 
     def _live(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that a copy is made from: all, or the trained ones, which are the adapter."""
+        # What a copy is made from: all, or the trained ones, which are the adapter.
         return {name: p for name, p in self._model.named_parameters() if self._source == "copy" or p.requires_grad}
 
     @contextlib.contextmanager
@@ -131,17 +121,13 @@ class Reference:
         else:
             yield
 
-    def _swap(self) -> None:
+    def _swap(self) -> None:  # by reference: nothing is copied, and the optimizer's parameters stay the same objects
         for name, parameter in self._live().items():
             parameter.data, self._held[name] = self._held[name], parameter.data
 
 
 def check_same_reference(saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-    """Refuse a state of another reference.
-
-    Raises:
-        CheckpointError: the names that begin with "reference." differ.
-    """
+    """Raise a CheckpointError if the saved names that begin with "reference." are not those that are held."""
     names = {name for name in saved if name.startswith("reference.")}
     if names != set(held):
         raise CheckpointError(

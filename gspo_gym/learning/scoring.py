@@ -1,12 +1,10 @@
 """Model x tokens -> the logprob of each sampled token, without a [B, T, V] tensor.
 
 The one place where the learner evaluates a policy: the old, the present and the reference logprobs come from here, and
-a ratio differs from 1 only if weights do. That holds under a LoRA adapter's dropout, too, because a seed decides its
-masks (common random numbers); with fresh masks in each pass a ratio would mostly measure the masks.
+a ratio differs from 1 only if weights do.
 
-`truncate` leaves the tokens that truncated sampling leaves: the learner then scores the distribution that was sampled
-from. It is the engine's rule again, which the learner may not import; a test holds the two together.
-
+`truncate` leaves the tokens that truncated sampling leaves: the learner then evaluates the distribution that was
+sampled from. It is the engine's rule again, which the learner may not import; a test holds the two together.
 V = vocabulary, A = sampled tokens.
 """
 
@@ -58,18 +56,15 @@ class _Parts:
 
 
 class Scorer:
-    """Scorer of sampled tokens under a causal language model of transformers, plain or wrapped by peft.
+    """Computes logprobs of sampled tokens under a causal language model of transformers, plain or wrapped by peft.
 
-    The logprob of the token at position t comes from the logits at t - 1. Hidden states are gathered at just those
-    positions, and the output head is applied to `chunk_tokens` of them at a time; in the backward pass each chunk's
-    logits are computed again: one [chunk, V] exists at once.
-
-    The model runs in eval mode with and without gradients, and is left in it. The dropout of a LoRA adapter acts within
-    `adapter_dropout` only. Gradient checkpointing that was switched on before still acts.
+    The logprob of the token at position t comes from the logits at t - 1. The model runs in eval mode with and without
+    gradients, and is left in it. The dropout of a LoRA adapter acts within `adapter_dropout` only. Gradient
+    checkpointing that was switched on before still acts.
 
     Args:
         sampling: that the tokens were drawn with: logits are divided by its temperature, and truncated as it says; None
-            scores under the whole softmax of temperature 1.
+            takes the whole softmax of temperature 1.
         chunk_tokens: sampled tokens with logits in memory at once.
         entropy_has_gradient: for an entropy bonus; costs a few [chunk, V] more in the backward pass.
 
@@ -119,9 +114,7 @@ class Scorer:
         _eval_mode(self._model)
         switch(self._dropouts, on=self._drops_out)
         with _as_current(token_ids.device), _checkpointing(self._model):
-            hidden_BTD = _hidden_states(
-                self._parts.decoder, token_ids[:, :-1]
-            )  # the last token predicts nothing asked for
+            hidden_BTD = _hidden_states(self._parts.decoder, token_ids[:, :-1])  # the last token predicts none of them
         predicts_action = action_mask[:, 1:]
         logprobs, entropy = self._score_flat(hidden_BTD[predicts_action], token_ids[:, 1:][predicts_action])
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
@@ -131,10 +124,11 @@ class Scorer:
     def adapter_dropout(self, seed: int) -> Iterator[None]:
         """Let the dropout of the model's LoRA adapter act while inside, if it has one.
 
-        The first `score` within draws the same masks whenever seed and shapes are the same. Its backward pass belongs
-        within, too, for parts of the forward may run again there (under the same masks). The global generators are left
-        as they were.
+        The first `score` within draws the same masks whenever seed and shapes are the same. The global generators are
+        left as they were.
         """
+        # Common random numbers: with fresh masks in each pass a ratio would mostly measure the masks. The backward pass
+        # belongs within, too, for parts of the forward may run again there (under the same masks).
         if not self._dropouts:
             yield
             return
@@ -151,6 +145,7 @@ class Scorer:
         if len(targets) <= self._chunk_tokens:  # one chunk: keeping its logits is no more than recomputing would hold
             return self._score_chunk(hidden, targets)
         size = self._chunk_tokens
+        # In the backward pass each chunk's logits are computed again: one [chunk, V] exists at once.
         pieces = [
             checkpoint(self._score_chunk, h, t, use_reentrant=False, preserve_rng_state=self._drops_out)
             for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
@@ -182,8 +177,8 @@ def score_logprobs(
     return scorer.score(token_ids, attention_mask, action_mask).logprobs
 
 
-def _entropy(log_softmax: Tensor) -> Tensor:
-    """Return [A] entropies of [A, V]; a truncated token adds 0, where -inf * 0 would make value and gradient NaN."""
+def _entropy(log_softmax: Tensor) -> Tensor:  # [A] of [A, V]
+    # A truncated token adds 0, where -inf * 0 would make value and gradient NaN.
     return -(log_softmax.exp() * log_softmax.masked_fill(log_softmax.isneginf(), 0.0)).sum(-1)
 
 
@@ -194,11 +189,9 @@ def _eval_mode(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
-    """Let layers on which gradient checkpointing is switched on checkpoint themselves, although in eval mode.
-
-    transformers' layers do so only while their own `training` flag is set. The flags of the modules in them, which
-    decide about dropout, stay off; and so does the layer's own when the backward pass runs it again.
-    """
+    """Let layers on which gradient checkpointing is switched on checkpoint themselves, although in eval mode."""
+    # transformers' layers do so only while their own `training` flag is set. The flags of the modules in them, which
+    # decide about dropout, stay off; and so does the layer's own when the backward pass runs it again.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     try:
         for layer in layers:
@@ -210,12 +203,11 @@ def _checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def _as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` the current GPU, for kernels other than torch's (Liger's); each thread begins with the first."""
+    # Kernels other than torch's (Liger's) run on the current GPU; each thread begins with the first.
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _take_apart(model: Any) -> _Parts:
-    """Any: transformers and peft are untyped."""
+def _take_apart(model: Any) -> _Parts:  # Any: transformers and peft are untyped
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(causal).__name__
     head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
@@ -243,11 +235,9 @@ def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _probe(model: Any, parts: _Parts) -> None:
-    """Compare with the model's own forward on two padded rows: the input of its head, and its final logits.
-
-    The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in the
-    small logits of an untrained model at any tolerance that attention kernels could meet.
-    """
+    """Compare with the model's own forward on two padded rows: the input of its head, and its final logits."""
+    # The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in
+    # the small logits of an untrained model at any tolerance that attention kernels could meet.
     vocabulary = model.get_input_embeddings().num_embeddings
     device = next(model.parameters()).device
     token_ids = torch.arange(3, 19, device=device).reshape(2, 8) % vocabulary
@@ -297,7 +287,7 @@ def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
 
 @contextlib.contextmanager
 def seeded_random(seed: int, device: torch.device) -> Iterator[None]:
-    """Within, torch's generators of the CPU and of `device` start from the seed; afterwards they are as they were.
+    """Start torch's generators of the CPU and of `device` from the seed; afterwards they are as they were.
 
     `device` is that of a tensor, which has an index where it is a GPU.
     """
@@ -328,8 +318,7 @@ def truncate(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
     return logits.masked_fill(~kept, float("-inf"))
 
 
-def _kept(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return [A, V] bool of the kept tokens."""
+def _kept(logits: Tensor, sampling: Sampling) -> Tensor:  # [A, V] bool
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # equal logits are ranked by token id
     rank = torch.arange(logits.shape[-1], device=logits.device)
     kept = torch.ones_like(ordered, dtype=torch.bool)

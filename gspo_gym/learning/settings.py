@@ -1,7 +1,4 @@
-"""The learner's settings; each default cites its source. Without torch: a config can be read anywhere.
-
-The knobs between an episode's rewards and its advantages; `settings` has the others and hands these on.
-"""
+"""The learner's settings; each default cites its source. Without torch: a config can be read anywhere."""
 
 from __future__ import annotations
 

@@ -64,17 +64,14 @@ class AdvantageShaper:
         return self.uses_reference or self._advantages.whiten != "none"
 
     def shape(self, parts: Sequence[TrainBatch]) -> Shaped:
-        """Shape a whole rollout batch, given as its micro-batches; an adaptive beta changes after it was used.
-
-        Raises:
-            RecordError: a micro-batch without the reference's logprobs where they are needed.
-        """
+        """Shape a whole rollout batch, given as its micro-batches; an adaptive beta changes after it was used."""
         values = [part.advantages[part.action_mask].double() for part in parts]
         metrics: dict[str, float] = {}
         if self.uses_reference and parts:
             kl = [_log_ratios(part) for part in parts]
             values = [self._with_kl(*each) for each in zip(parts, values, kl, strict=True)]
-            metrics |= self._observe_kl(torch.cat([_trajectory_means(*each) for each in zip(parts, kl, strict=True)]))
+            means = [pool_tokens(part, "trajectory").mean(each) for part, each in zip(parts, kl, strict=True)]
+            metrics |= self._observe_kl(torch.cat(means))
         if self._advantages.whiten != "none" and parts:
             weights = [_token_weights(part, self._advantages.whiten) for part in parts]
             values = whiten(values, weights, is_sample=self._advantages.whiten == "tokens")
@@ -85,15 +82,10 @@ class AdvantageShaper:
         return Shaped([_with_advantages(*each) for each in zip(parts, values, strict=True)], metrics)
 
     def counters(self) -> dict[str, float]:
-        """Return the adaptive beta; empty if it is fixed."""
-        return {} if self._rewards.kl_target is None else {"shaping.kl_coef": self._kl_coef}
+        return {} if self._rewards.kl_target is None else {"shaping.kl_coef": self._kl_coef}  # else it is fixed
 
     def restore(self, counters: Mapping[str, int | float]) -> None:
-        """Go on with the beta that `counters()` gave.
-
-        Raises:
-            CheckpointError: there is none, or one although it is fixed.
-        """
+        """Go on with the beta that `counters()` gave; a CheckpointError if only one of the two runs adapts it."""
         if ("shaping.kl_coef" in counters) != (self._rewards.kl_target is not None):
             raise CheckpointError("the adaptive coefficient 'shaping.kl_coef': was rewards.kl_target changed?")
         self._kl_coef = float(counters.get("shaping.kl_coef", self._kl_coef))
@@ -105,15 +97,13 @@ class AdvantageShaper:
         return shaped + self._advantages.kl_shaping_coef * (mean - kl)
 
     def _observe_kl(self, kl_N: Tensor) -> dict[str, float]:
-        """Return this batch's metrics, and set the beta for the next (arXiv 1909.08593, section 2.2; ROLL's horizon).
-
-        beta grows by the share (kl / target - 1), cut to +-20 %, times the trajectories seen over the horizon.
-        """
+        """Return this batch's metrics, and set the beta for the next (arXiv 1909.08593, section 2.2)."""
         kl = float(kl_N.mean())
         metrics = {"shaping/kl": kl}
         if self._rewards.kl_coef > 0:
             metrics["shaping/kl_coef"] = self._kl_coef
         if self._rewards.kl_target is not None:
+            # beta grows by the share (kl / target - 1), cut to +-20 %, times the trajectories seen over the horizon.
             error = min(max(kl / self._rewards.kl_target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
             # At most one horizon at a time: beta cannot become negative.
             self._kl_coef *= 1 + error * min(len(kl_N) / self._rewards.kl_horizon, 1.0)
@@ -124,7 +114,7 @@ def sum_to_go(values: Tensor, trajectory: Tensor) -> Tensor:
     """Return [A] sums of the trajectory's values from each token on; the tokens of a trajectory are in order."""
     order = torch.argsort(trajectory, stable=True)
     run = values[order]
-    summed = run.cumsum(0)
+    summed = run.cumsum(0)  # over all trajectories: each one's total is taken off below
     num_tokens = torch.unique_consecutive(trajectory[order], return_counts=True)[1]
     total = summed[num_tokens.cumsum(0) - 1].repeat_interleave(num_tokens)
     return torch.empty_like(values).index_copy(0, order, total - summed + run)
@@ -133,9 +123,8 @@ def sum_to_go(values: Tensor, trajectory: Tensor) -> Tensor:
 def whiten(values: Sequence[Tensor], weights: Sequence[Tensor], *, is_sample: bool) -> list[Tensor]:
     """Shift and scale values [A] of several micro-batches to mean 0 and variance 1 of all of them together.
 
-    Args:
-        weights: how much each value counts. is_sample: divide by sqrt(var + 1e-8) with Bessel's correction, and leave a
-            single value as it is (ROLL); otherwise by the population's std + 1e-8 (AgileRL).
+    `weights` say how much each value counts. `is_sample` divides by sqrt(var + 1e-8) with Bessel's correction, and
+    leaves a single value as it is (ROLL); otherwise the divisor is the population's std + 1e-8 (AgileRL).
     """
     every, share = torch.cat(list(values)), torch.cat(list(weights))
     if is_sample and len(every) < 2:
@@ -160,14 +149,9 @@ def _token_weights(part: TrainBatch, over: str) -> Tensor:
 
 
 def _log_ratios(part: TrainBatch) -> Tensor:
-    """Return [A] kl_t."""
     if not isinstance(part, LabelledBatch) or part.ref_logprobs is None:
         raise RecordError("AdvantageShaper: a KL term needs old and reference logprobs, got a batch without them")
     return (part.old_logprobs - part.ref_logprobs)[part.action_mask].double()
-
-
-def _trajectory_means(part: TrainBatch, values: Tensor) -> Tensor:
-    return pool_tokens(part, "trajectory").mean(values)
 
 
 def _with_advantages(part: TrainBatch, values: Tensor) -> TrainBatch:

@@ -51,11 +51,9 @@ class SupervisedReport:
 
 
 def nll_loss(logprobs: Tensor, action_mask: Tensor, *, num_actions: int) -> Tensor:
-    """Return [] the negative sum of the sampled tokens' logprobs over `num_actions`, those of the optimizer step.
-
-    A mean over tokens, not over episodes: it is the maximum likelihood of the demonstrations, whose every token is one
-    observation, and its value compares between sets. Micro-batch losses add up to the step's.
-    """
+    """Return [] the negative sum of the sampled tokens' logprobs over `num_actions`, those of the optimizer step."""
+    # A mean over tokens, not over episodes: it is the maximum likelihood of the demonstrations, each token of which is
+    # one observation, and its value compares between sets.
     return -logprobs[action_mask].sum() / num_actions
 
 
@@ -69,11 +67,10 @@ def supervised_epochs(
     seed: int = 0,
     on_step: Callable[[SupervisedStep], None] | None = None,
 ) -> SupervisedReport:
-    """Train the model in place on the sampled tokens of these trajectories; rewards are not looked at.
+    """Train the model in place on the sampled tokens of these trajectories, with an optimizer that is then forgotten.
 
-    Only tokens under the action mask count: what the environment said is context. Logprobs are those of temperature 1.
-    `update` bounds what a step may take of memory, and how many in a row may fail; nothing else of it is used. A fresh
-    optimizer is used and forgotten; a cosine schedule ends with the last epoch.
+    Logprobs are those of temperature 1. `update` bounds what a step may take of memory, and how many in a row may fail;
+    nothing else of it is used.
 
     Raises:
         RecordError: no demonstration, or one without a sampled token.
@@ -81,7 +78,7 @@ def supervised_epochs(
     """
     batch = batch_tokens(demonstrations)
     steps_per_epoch = -(-batch.num_trajectories // settings.batch_size)
-    total_steps = steps_per_epoch * settings.num_epochs
+    total_steps = steps_per_epoch * settings.num_epochs  # a cosine schedule ends with the last epoch
     stepper = PolicyOptimizer(
         model,
         optimizer,
@@ -111,7 +108,6 @@ def supervised_epochs(
 
 
 def _backward(model: nn.Module, scorer: Scorer, minibatch: TokenBatch, max_tokens: int) -> float:
-    """Accumulate the gradients of a minibatch, and return its loss."""
     device = next(model.parameters()).device
     total = 0.0
     for part in split_microbatches(minibatch, max_tokens):
@@ -133,10 +129,7 @@ class Routers:
 
 
 def find_routers(model: nn.Module) -> Routers:
-    """Return a transformers model's routers: modules named gate or router that map hidden states to a logit an expert.
-
-    There are none if the config names no number of experts.
-    """
+    """Return a transformers model's routers, none if the config names no number of experts."""
     config: Any = getattr(model, "config", None)  # Any: transformers is untyped
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -144,6 +137,7 @@ def find_routers(model: nn.Module) -> Routers:
     top_k = getattr(text, "num_experts_per_tok", None)
     if num_experts is None or top_k is None:
         return Routers((), 0, 0)
+    # Modules named gate or router that map hidden states to a logit an expert.
     found = [
         module
         for name, module in model.named_modules()
@@ -163,10 +157,8 @@ class RouterLoad:
 
     @contextlib.contextmanager
     def watching(self, attention_mask: Tensor) -> Iterator[None]:
-        """Count the tokens of the forward pass within, given the [B, T] mask of the tokens that it computes.
-
-        The backward pass stays outside: with gradient checkpointing it computes the forward again.
-        """
+        """Count the tokens of the forward pass within, given the [B, T] mask of the tokens that it computes."""
+        # The backward pass stays outside: with gradient checkpointing it computes the forward again.
         if not self._routers.modules:
             yield
             return
@@ -213,7 +205,7 @@ def _experts_of(module: nn.Module) -> int | None:
 
 
 def _logits(module: nn.Module, hidden: Tensor, output: Any) -> Tensor:
-    """Return a linear router's logits; computed again where it gives choices or probabilities instead."""
+    # Computed again where a router gives choices or probabilities in place of logits.
     if isinstance(output, Tensor):
         return output
     weight = module.weight

@@ -73,7 +73,7 @@ _IDLE_REFERENCE = (
 
 
 def scored_sampling(sampling: Sampling, update: UpdateSettings) -> Sampling:
-    """Return the part of a way of sampling that the learner scores under."""
+    """Return the part of a way of sampling under which the learner computes logprobs."""
     return sampling if update.score_truncated else Sampling(temperature=sampling.temperature)
 
 
@@ -161,7 +161,7 @@ class Learner:
 
         Old and reference logprobs are computed first and stay fixed. Trajectories that are masked, and those with no
         advantage other than 0 while nothing else gives them a gradient, are not computed; they count in all
-        denominators. A minibatch of only such trajectories takes no step.
+        denominators.
 
         Raises:
             NonFiniteError: too many steps in a row had a NaN or infinite loss or gradient; such a step is skipped.
@@ -199,9 +199,7 @@ class Learner:
         }
 
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
-        """Go on bit for bit from `tensors()` and `counters()`, in a learner of the same settings and model.
-
-        The model's parameters are not restored here.
+        """Go on bit for bit from `tensors()` and `counters()`, in a learner of the same settings; not the parameters.
 
         Raises:
             CheckpointError: the state of other parameters or of other settings, or an incomplete one.
@@ -236,14 +234,12 @@ class Learner:
         return plan
 
     def _parts(self, batch: TrainBatch, minibatch: int) -> tuple[_Part, ...]:
-        """Return the micro-batches of a minibatch, given its number."""
         parts = split_microbatches(batch, self._settings.max_tokens_per_microbatch)
         seeds = [seeding.child_seed(self._seed, "dropout", self._num_updates, minibatch, k) for k in range(len(parts))]
         return tuple(_Part(to_device(part, self._device), seed) for part, seed in zip(parts, seeds, strict=True))
 
     @property
-    def _has_other_terms(self) -> bool:
-        """Whether a token without an advantage has a gradient."""
+    def _has_other_terms(self) -> bool:  # under which a token without an advantage has a gradient
         return self._loss.kl_coef > 0 or self._loss.entropy_coef > 0
 
     def _order(self, num_minibatches: int, epoch: int) -> list[int]:
@@ -279,9 +275,9 @@ class Learner:
         # ones as long as no step was taken.
         knows_gap = not self._rescores and (is_first_epoch if self._recomputes_old else tally.num_steps == 0)
         self._optimizer.zero_grad()
-        facts = []
-        for part in minibatch.parts:
-            facts.append(self._backward(part, minibatch.denominators, router_load, with_gap=knows_gap))
+        facts = [
+            self._backward(part, minibatch.denominators, router_load, with_gap=knows_gap) for part in minibatch.parts
+        ]
         loss = sum(float(fact.loss.policy_loss + fact.loss.kl_loss + fact.loss.entropy_loss) for fact in facts)
         tally.add_step(facts, self._optimizer.step(loss))
 
@@ -332,8 +328,7 @@ def _require_no_comparison(correction: CorrectionSettings) -> None:
 
 
 def _labelled(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> LabelledBatch:
-    """Return the part with logprobs; old_logprobs None: the engine's stand for them."""
-    old_logprobs = part.rollout_logprobs if old_logprobs is None else old_logprobs
+    old_logprobs = part.rollout_logprobs if old_logprobs is None else old_logprobs  # the engine's stand for them
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(TrainBatch)}
     return LabelledBatch(**fields, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_gym.judge.asking import PausingJudge
+from gspo_gym.judge.asking import JudgeBudget, PausingJudge
 from gspo_gym.judge.base import Judge, JudgeCost
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
-from gspo_gym.judge.budget import JudgeBudget
 from gspo_gym.judge.gold import DriftCheck, GoldWatch
 from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, read_judgements
 from gspo_gym.judge.scorer import EpisodeScorer, OnJudged, RubricsOf

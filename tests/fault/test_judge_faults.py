@@ -20,7 +20,7 @@ from faulty_server import FaultPlan, FaultyServer, mixed
 from judged_episodes import BOTH, episode
 
 from gspo_gym.base.retries import RetrySettings
-from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.base import (
     JudgeBudgetError,
     JudgeDownError,
@@ -28,7 +28,6 @@ from gspo_gym.judge.base import (
     Judgement,
     JudgeRequest,
 )
-from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.service.fake_server import completion, honest_verdict, read_prompt

@@ -15,11 +15,10 @@ from gspo_gym.base.retries import RetrySettings
 from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
-from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.audit.labels import labelled_episodes, read_labels
 from gspo_gym.judge.base import Judge, JudgeError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, env_rewards
-from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.gold import AgainstGoldJudge, AgainstLabels, Compare, DriftAlarm, GoldWatch
 from gspo_gym.judge.model.judge import ModelJudge

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gspo_gym.judge.base import Rubrics
-from gspo_gym.judge.model.verdict import NONCE_DIGITS, OUTCOME_PART, turn_part
+from gspo_gym.judge.model.prompt import NONCE_DIGITS, OUTCOME_PART, turn_part
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.types import Trajectory
 

@@ -24,7 +24,7 @@ from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import RefusedFields, refused_fields, without
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.errors import ServiceError, UnscoredError
-from gspo_gym.judge.asking import Asking, Clock
+from gspo_gym.judge.asking import Asking, Clock, JudgeBudget
 from gspo_gym.judge.base import (
     CriterionScore,
     JudgeCost,
@@ -36,21 +36,22 @@ from gspo_gym.judge.base import (
     Rubrics,
     all_or_none,
 )
-from gspo_gym.judge.budget import JudgeBudget
 from gspo_gym.judge.cache import Json, JudgementCache, digest_of
-from gspo_gym.judge.model.prompt import PROMPT_VERSION, Question, build_messages
-from gspo_gym.judge.model.settings import ModelJudgeSettings
-from gspo_gym.judge.model.suspicion import suspicions
-from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcript
-from gspo_gym.judge.model.verdict import (
+from gspo_gym.judge.model.prompt import (
     NONCE_DIGITS,
     OUTCOME_PART,
+    PROMPT_VERSION,
+    Question,
     Verdict,
     VerdictError,
+    build_messages,
     parse_verdict,
     turn_part,
     verdict_schema,
 )
+from gspo_gym.judge.model.settings import ModelJudgeSettings
+from gspo_gym.judge.model.suspicion import suspicions
+from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcript
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.seeding import child_seed, generator
 
@@ -342,7 +343,6 @@ class ChatJudgeModel:
     def _is_about(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
         """Return the request's fields that a refusal may be about."""
         if error.status not in _ABOUT_THE_REQUEST:
-            return frozenset()
             return frozenset()
         optional = {"seed"} if self._settings.must_take_temperature else {"seed", "temperature"}
         named = refused_fields(error.answer, request, optional=optional)

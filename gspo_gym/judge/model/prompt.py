@@ -1,14 +1,23 @@
-"""Build the two messages for a judging model: the rules, and the episode as fenced data."""
+"""The two messages for a judging model (the rules, and the episode as fenced data), and its answer, the verdict:
+
+    {"verdict_NONCE": {"turn_1": {"ID": {"reason": "...", "score": 1}}, ..., "outcome": {...}, "summary": "..."}}
+
+Anything else is an error: there is no default score.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
+from gspo_gym.base.retries import AttemptError
+from gspo_gym.errors import shortened
+from gspo_gym.judge.base import CriterionScore
 from gspo_gym.judge.model.suspicion import longest_run_of_ticks
 from gspo_gym.judge.model.transcript import TASK, Piece, Transcript
-from gspo_gym.judge.model.verdict import OUTCOME_PART, Parts, turn_part, verdict_key
 from gspo_gym.judge.rubric import Criterion
 
 # Of the words below and of how the data are laid out: cached verdicts of another version are not used.
@@ -123,3 +132,154 @@ def _answer_form(question: Question, nonce: str) -> str:
 
     parts = "".join(f"{json.dumps(name)}: {{{form_of(part)}}}, " for name, part in question.parts.items())
     return _ANSWER.replace("{form}", f'{{"{verdict_key(nonce)}": {{{parts}"summary": "..."}}}}')
+
+
+OUTCOME_PART = "outcome"
+NONCE_DIGITS = 20  # hexadecimal: 80 bits
+_REASONED = re.compile(r"\s*<think>.*</think>", re.DOTALL)  # by a judging model whose server does not cut it off
+# A schema wants a highest number for counts; what a judge could really count is below it.
+_MAX_COUNT = 1_000_000
+
+# What is asked for, by part: "turn_1" (from 1), ... and "outcome".
+Parts = Mapping[str, Sequence[Criterion]]
+
+
+class VerdictError(AttemptError):
+    """The answer is no verdict; another attempt may give one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Scores by part and criterion id, and the judge's summary."""
+
+    parts: Mapping[str, Mapping[str, CriterionScore]]
+    summary: str
+
+
+def turn_part(turn: int) -> str:
+    """Return the name of a turn's part, which counts from 1.
+
+    >>> turn_part(0)
+    'turn_1'
+    """
+    return f"turn_{turn + 1}"
+
+
+def verdict_key(nonce: str) -> str:
+    """Return the only key of a verdict, with the nonce of its call, which no text inside the episode can know."""
+    return f"verdict_{nonce}"
+
+
+def verdict_schema(nonce: str, parts: Parts) -> dict[str, Any]:
+    """Return the JSON schema in OpenAI's strict subset: everything is required, nothing else allowed."""
+    of_parts = {name: _object({c.id: _criterion_schema(c) for c in criteria}) for name, criteria in parts.items()}
+    return _object({verdict_key(nonce): _object({**of_parts, "summary": {"type": "string"}})})
+
+
+def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
+    """Read the verdict in a judge's answer.
+
+    Raises:
+        VerdictError: there is none, more than one, or one that is not complete or not on its scales.
+    """
+    body = _find(text, verdict_key(nonce))
+    expected = {*parts, "summary"}
+    _require_keys("verdict", body, expected)
+    summary = body["summary"]
+    if not isinstance(summary, str):
+        _fail("summary", "a text", summary)
+    return Verdict({name: _read_part(name, body[name], criteria) for name, criteria in parts.items()}, summary)
+
+
+def _find(text: str, key: str) -> dict[str, Any]:
+    text = _REASONED.sub("", text, count=1) if text.lstrip().startswith("<think>") else text
+    num_found = text.count(key)
+    if num_found != 1:  # a judge may quote what it has read, but it writes the key once
+        raise VerdictError(f"expected exactly one verdict with the key of this call, got {num_found} in {_shown(text)}")
+    start = text.rfind("{", 0, text.index(key))
+    if start < 0:
+        raise VerdictError(f"expected a verdict as a JSON object, got {_shown(text)}")
+    try:
+        whole, _ = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:  # json's own, and those of the hooks below
+        raise VerdictError(f"the verdict is not JSON: {error}: {_shown(text[start:])}") from error
+    _require_keys("answer", whole, {key})
+    return _as_object("verdict", whole[key])
+
+
+def _read_part(part: str, value: object, criteria: Sequence[Criterion]) -> dict[str, CriterionScore]:
+    scores = _as_object(part, value)
+    _require_keys(part, scores, {criterion.id for criterion in criteria})
+    return {criterion.id: _read_score(part, criterion, scores[criterion.id]) for criterion in criteria}
+
+
+def _read_score(part: str, criterion: Criterion, value: object) -> CriterionScore:
+    where = f"{part}: {criterion.id!r}"
+    fields = _as_object(where, value)
+    _require_keys(where, fields, {"reason", "score"})
+    reason, score = fields["reason"], fields["score"]
+    if not isinstance(reason, str):
+        _fail(f"{where}: reason", "a text", reason)
+    if isinstance(score, bool) or not isinstance(score, int | float):  # True is an int
+        _fail(f"{where}: score", "a number", score)
+    try:
+        number = float(score)
+    except OverflowError as error:  # JSON's whole numbers have no end
+        raise VerdictError(f"{where}: score: too large a number") from error
+    if (problem := criterion.problem_of(number)) is not None:
+        raise VerdictError(f"{part}: {problem}")
+    return CriterionScore(number, reason)
+
+
+def _as_object(where: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _fail(where, "a JSON object", value)
+    return value
+
+
+def _require_keys(where: str, value: Mapping[str, Any], expected: set[str]) -> None:
+    missing, unknown = sorted(expected - set(value)), sorted(set(value) - expected)
+    if missing or unknown:
+        raise VerdictError(f"{where}: missing {missing or 'nothing'}, not asked for {_shown(unknown or 'nothing')}")
+
+
+def _fail(where: str, expected: str, got: object) -> NoReturn:
+    raise VerdictError(f"{where}: expected {expected}, got {_shown(got)}")
+
+
+def _shown(value: object) -> str:
+    return shortened(repr(value), 120)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    # OpenAI's strict subset wants everything required and nothing else allowed.
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _criterion_schema(criterion: Criterion) -> dict[str, Any]:
+    score: dict[str, Any]
+    if criterion.scale == "binary":
+        score = {"type": "integer", "enum": [0, 1]}
+    elif criterion.scale == "count":
+        score = {"type": "integer", "minimum": 0, "maximum": _MAX_COUNT}
+    else:
+        score = {"type": "number", "minimum": criterion.lowest, "maximum": criterion.highest}
+    return _object({"reason": {"type": "string"}, "score": score})
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)  # JSON's reader would keep the last of two scores
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)

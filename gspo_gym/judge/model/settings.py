@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 from gspo_gym.base.keys import read_key
 from gspo_gym.errors import ConfigError, nearest_name
-from gspo_gym.judge.asking import AskingSettings
-from gspo_gym.judge.budget import Prices
+from gspo_gym.judge.asking import AskingSettings, Prices
 
 Provider = Literal["openai", "groq", "gemini", "local"]
 Mode = Literal["auto", "episode", "turn"]

@@ -16,9 +16,8 @@ from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.errors import ServiceError
-from gspo_gym.judge.asking import Asking, AskingSettings, Clock
+from gspo_gym.judge.asking import Asking, AskingSettings, Clock, JudgeBudget
 from gspo_gym.judge.base import JudgeBudgetError, JudgeCost, JudgeError, Judgement, JudgeRequest
-from gspo_gym.judge.budget import JudgeBudget
 from gspo_gym.judge.cache import Json, JudgementCache, digest_of
 from gspo_gym.judge.model.settings import require_plain_url
 from gspo_gym.judge.model.suspicion import suspicions

@@ -22,8 +22,7 @@ import fastapi
 from fastapi.responses import JSONResponse
 
 from gspo_gym.base.strict_json import read_json
-from gspo_gym.judge.model.prompt import EVENT_HEAD, OUTCOME_HEAD
-from gspo_gym.judge.model.verdict import OUTCOME_PART, verdict_key
+from gspo_gym.judge.model.prompt import EVENT_HEAD, OUTCOME_HEAD, OUTCOME_PART, verdict_key
 
 MODEL = "fake-judge"
 

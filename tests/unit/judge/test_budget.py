@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.judge.asking import BudgetLimits, JudgeBudget, Prices
 from gspo_gym.judge.base import JudgeBudgetError, JudgeCost
-from gspo_gym.judge.budget import BudgetLimits, JudgeBudget, Prices
 
 MOST = JudgeCost(1, 80, 20, 0.5)
 

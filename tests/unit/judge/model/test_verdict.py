@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gspo_gym.judge.model.verdict import VerdictError, parse_verdict, verdict_schema
+from gspo_gym.judge.model.prompt import VerdictError, parse_verdict, verdict_schema
 from gspo_gym.judge.rubric import Criterion
 
 NONCE = "aa" * 10

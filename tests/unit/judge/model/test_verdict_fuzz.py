@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gspo_gym.judge.model.verdict import VerdictError, parse_verdict, verdict_key
+from gspo_gym.judge.model.prompt import VerdictError, parse_verdict, verdict_key
 from gspo_gym.judge.rubric import Criterion
 
 NONCE = "0123456789abcdef0123"
