@@ -1,8 +1,8 @@
 """The frozen policy that KL terms compare with.
 
 In this process it is one of three things: the model with its adapter disabled, a frozen copy of the adapter's tensors
-that is swapped in while the reference is scored, or a frozen copy of the whole model. Elsewhere, it is
-a `ReferencePolicy` that the caller passes.
+that is swapped in while the reference is asked, or a frozen copy of the whole model. Elsewhere, it is a
+`ReferencePolicy` that the caller passes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.batching import TokenBatch
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import ReferenceSettings
 
 
@@ -44,8 +44,8 @@ class ReferencePolicy(Protocol):
 class Reference:
     """Reference in this process.
 
-    `make_scorer` gives a scorer of the same kind for another model; `given` is a frozen model of the caller's to use as
-    it is, in place of what `settings.source` names.
+    `make_computer` gives a computer of the same kind for another model; `given` is a frozen model of the caller's to
+    use as it is, in place of what `settings.source` names.
 
     Raises:
         ConfigError: a source that the model does not have, or a refresh that the source cannot have.
@@ -56,12 +56,12 @@ class Reference:
         model: nn.Module,
         settings: ReferenceSettings,
         *,
-        scorer: Scorer,
-        make_scorer: Callable[[nn.Module], Scorer],
+        computer: LogprobComputer,
+        make_computer: Callable[[nn.Module], LogprobComputer],
         given: nn.Module | None = None,
     ) -> None:
         self._model: Any = model  # Any: peft's disable_adapter is not part of nn.Module
-        self._scorer = scorer
+        self._computer = computer
         self._source = "given" if given is not None else _source(model, settings)
         if given is not None and (settings.source != "auto" or settings.update_every_n_iters):
             raise ConfigError(
@@ -76,13 +76,13 @@ class Reference:
             given = copy.deepcopy(model)
             self._held = {name: p.detach() for name, p in given.named_parameters()}
         if given is not None:
-            self._scorer = make_scorer(given)
+            self._computer = make_computer(given)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Return [B, T] of the sampled tokens, constants; the adapter's dropout, if any, is off."""
         with self._in_place():
-            return self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+            return self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -108,7 +108,7 @@ class Reference:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Put the reference in the place of the scorer's model while inside."""
+        """Put the reference in the place of the computer's model while inside."""
         if self._source == "base":
             with self._model.disable_adapter():
                 yield

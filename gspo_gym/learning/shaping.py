@@ -55,7 +55,7 @@ class AdvantageShaper:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether micro-batches must be scored, under the old policy and the reference, before they are shaped."""
+        """Whether micro-batches need logprobs of the old policy and the reference before they are shaped."""
         return self._rewards.kl_coef > 0 or self._advantages.kl_shaping_coef > 0
 
     @property

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gspo_gym import seeding
 from gspo_gym.learning.batching import TokenBatch, batch_tokens, split_microbatches, split_minibatches, to_device
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.optimizer import PolicyOptimizer, StepReport
-from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings, UpdateSettings
 from gspo_gym.types import Trajectory
 
@@ -86,7 +86,7 @@ def supervised_epochs(
         total_steps=total_steps,
         max_nonfinite_steps=update.max_nonfinite_steps,
     )
-    scorer = Scorer(model, chunk_tokens=update.scoring_chunk_tokens)
+    computer = LogprobComputer(model, chunk_tokens=update.scoring_chunk_tokens)
     epoch_losses: list[float] = []
     steps: list[SupervisedStep] = []
     for epoch in range(settings.num_epochs):
@@ -94,7 +94,7 @@ def supervised_epochs(
         summed = 0.0
         for minibatch in split_minibatches(batch, settings.batch_size, generator):
             stepper.zero_grad()
-            loss = _backward(model, scorer, minibatch, update.max_tokens_per_microbatch)
+            loss = _backward(model, computer, minibatch, update.max_tokens_per_microbatch)
             report = stepper.step(loss)
             steps.append(SupervisedStep(len(steps), total_steps, epoch, loss, report))
             summed += loss * minibatch.num_actions
@@ -107,13 +107,13 @@ def supervised_epochs(
     )
 
 
-def _backward(model: nn.Module, scorer: Scorer, minibatch: TokenBatch, max_tokens: int) -> float:
+def _backward(model: nn.Module, computer: LogprobComputer, minibatch: TokenBatch, max_tokens: int) -> float:
     device = next(model.parameters()).device
     total = 0.0
     for part in split_microbatches(minibatch, max_tokens):
         placed = to_device(part, device)
-        scores = scorer.score(placed.token_ids, placed.attention_mask, placed.action_mask)
-        loss = nll_loss(scores.logprobs, placed.action_mask, num_actions=minibatch.num_actions)
+        computed = computer.compute(placed.token_ids, placed.attention_mask, placed.action_mask)
+        loss = nll_loss(computed.logprobs, placed.action_mask, num_actions=minibatch.num_actions)
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total

@@ -23,10 +23,10 @@ from gspo_gym.learning.batching import (
 )
 from gspo_gym.learning.correction import correct
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.losses import Denominators, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
-from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -139,13 +139,13 @@ class Learner:
             total_steps=total_steps,
             max_nonfinite_steps=update.max_nonfinite_steps,
         )
-        make_scorer = partial(
-            Scorer,
+        make_computer = partial(
+            LogprobComputer,
             sampling=scored_sampling(sampling or Sampling(), update),
             chunk_tokens=update.scoring_chunk_tokens,
             entropy_has_gradient=loss.entropy_coef > 0,
         )
-        self._scorer = make_scorer(model)
+        self._computer = make_computer(model)
         has_reference = any(given is not None for given in (reference, reference_model, reference_policy))
         compares = loss.kl_coef > 0 or self._shaper.uses_reference
         if not compares and has_reference:
@@ -153,7 +153,11 @@ class Learner:
         self._reference = reference_policy
         if compares and reference_policy is None:
             self._reference = Reference(
-                model, self._reference_settings, scorer=self._scorer, make_scorer=make_scorer, given=reference_model
+                model,
+                self._reference_settings,
+                computer=self._computer,
+                make_computer=make_computer,
+                given=reference_model,
             )
 
     def update(self, batch: TrainBatch) -> UpdateReport:
@@ -172,9 +176,9 @@ class Learner:
         # With one minibatch and one epoch the old logprobs are those of the only training pass, detached: the weights
         # are the same.
         if len(plan) * self._settings.update_epochs > 1 or self._shaper.uses_reference:
-            plan = [self._score(minibatch) for minibatch in plan]
+            plan = [self._label(minibatch) for minibatch in plan]
         plan, shaping_metrics = self._shape(plan)
-        scored = self._clock()
+        labelled_at = self._clock()
         for epoch in range(self._settings.update_epochs):
             for number in self._order(len(plan), epoch):
                 self._step(plan[number], tally, router_load, is_first_epoch=epoch == 0)
@@ -184,7 +188,7 @@ class Learner:
             self._reference.refresh()
         trained = [part.batch for minibatch in plan for part in minibatch.parts]
         metrics = {**tally.metrics(), **batch_metrics(batch, trained), **shaping_metrics, **router_load.metrics()}
-        metrics |= {"time/score_seconds": scored - started, "time/train_seconds": self._clock() - scored}
+        metrics |= {"time/score_seconds": labelled_at - started, "time/train_seconds": self._clock() - labelled_at}
         return UpdateReport(metrics, tally.num_steps, tally.num_nonfinite_steps)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -215,8 +219,8 @@ class Learner:
 
     def _plan(self, batch: TrainBatch) -> list[_Minibatch]:
         """Return the division of the batch into minibatches and micro-batches, drawn once per update."""
-        # Every epoch trains on the micro-batches that were scored: between others, a change of padding or kernel would
-        # pass for a change of the policy.
+        # Every epoch trains on the micro-batches whose old logprobs were computed: between others, a change of padding
+        # or kernel would pass for a change of the policy.
         generator = seeding.generator(self._seed, "minibatches", self._num_updates)
         with_advantage = not (self._has_other_terms or self._shaper.gives_advantages)
         plan: list[_Minibatch] = []
@@ -246,13 +250,13 @@ class Learner:
         generator = seeding.generator(self._seed, "order", self._num_updates, epoch)
         return [int(number) for number in generator.permutation(num_minibatches)]
 
-    def _score(self, minibatch: _Minibatch) -> _Minibatch:
+    def _label(self, minibatch: _Minibatch) -> _Minibatch:
         parts = []
         for part in minibatch.parts:
             batch, old = part.batch, None
             if self._recomputes_old:
-                with torch.no_grad(), self._scorer.adapter_dropout(part.dropout_seed):
-                    old = self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+                with torch.no_grad(), self._computer.adapter_dropout(part.dropout_seed):
+                    old = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
             parts.append(_Part(_labelled(batch, old, self._reference_logprobs(batch)), part.dropout_seed))
         return _Minibatch(minibatch.denominators, tuple(parts))
 
@@ -284,13 +288,13 @@ class Learner:
     def _backward(
         self, part: _Part, denominators: Denominators, router_load: RouterLoad, *, with_gap: bool
     ) -> PartFacts:
-        """Add the gradients of a micro-batch, scored before or not."""
+        """Add the gradients of a micro-batch, labelled before or not."""
         batch = part.batch
         ref = None if isinstance(batch, LabelledBatch) else self._reference_logprobs(batch)
-        with self._scorer.adapter_dropout(part.dropout_seed):
+        with self._computer.adapter_dropout(part.dropout_seed):
             with router_load.watching(batch.attention_mask[:, :-1]):
-                scores = self._scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask)
-            now = scores.logprobs.detach()
+                computed = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
+            now = computed.logprobs.detach()
             labelled = (
                 batch
                 if isinstance(batch, LabelledBatch)
@@ -298,7 +302,7 @@ class Learner:
             )
             correction = correct(labelled, now, self._correction)
             output = policy_loss(
-                scores.logprobs,
+                computed.logprobs,
                 labelled.old_logprobs,
                 action_mask=labelled.action_mask,
                 turn_index=labelled.turn_index,
@@ -307,7 +311,7 @@ class Learner:
                 settings=self._loss,
                 denominators=denominators,
                 ref_logprobs=labelled.ref_logprobs,
-                entropy=scores.entropy,
+                entropy=computed.entropy,
                 correction=None if correction is None else correction.weights,
             )
             torch.autograd.backward(output.loss)

@@ -94,7 +94,7 @@ def apply_liger(model: Any) -> None:
     before = dict(vars(module))
     try:
         # Liger can replace the rotary embedding only in all models of the process; head and log-softmax belong to
-        # `learning.scoring`.
+        # `learning.logprobs`.
         _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
     finally:
         vars(module).update(before)

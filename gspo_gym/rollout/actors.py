@@ -1,8 +1,4 @@
-"""Actors: an engine or a scripted policy chooses the tokens of a turn.
-
-An actor plays many episodes at once and is asked for one turn at a time. It only chooses tokens: `adapter.py` records
-them.
-"""
+"""Actors: an engine or a scripted policy chooses the tokens of a turn; `adapter.py` records them."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from gspo_gym.chat.renderer import Renderer
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.playing import spoken_by
-from gspo_gym.errors import UnknownNameError, UsageError, nearest_name
+from gspo_gym.errors import UnknownNameError, UsageError, nearest_name, shortened
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Completion, FinishReason, Int32Array, Message, Sampling
 
@@ -32,9 +28,7 @@ class ActRequest:
         max_tokens: most tokens to answer with, the stop token included.
         messages: the conversation that the prompt renders.
         sampling_seed: of the episode; each turn derives another from it.
-        renderer: of the episode's chat template and tools.
-        env: the environment being played, for hand-written policies that may look at hidden state (Any: authors need
-            not subclass anything).
+        env: the environment being played (Any: authors need not subclass anything).
     """
 
     session_id: str
@@ -44,7 +38,7 @@ class ActRequest:
     messages: tuple[Message, ...]
     sampling_seed: int
     renderer: Renderer
-    env: Any
+    env: Any  # hand-written policies may look at hidden state
 
 
 class Actor(Protocol):
@@ -62,9 +56,7 @@ class Actor(Protocol):
 class EngineActor:
     """Actor that samples from an engine. Turn k of an episode uses the seed child_seed(sampling_seed, "turn", k).
 
-    Args:
-        engine: any `engine.base.Engine`.
-        sampling: how. A turn that may have fewer tokens than `min_tokens` (the context ends) may end with any of them.
+    A turn that may have fewer tokens than `min_tokens` (the context ends) may end with any of them.
     """
 
     def __init__(self, engine: Engine, sampling: Sampling = Sampling()) -> None:  # noqa: B008  # frozen
@@ -87,12 +79,8 @@ class EngineActor:
 class ScriptedActor:
     """Actor of a scripted policy, as if a model had sampled its messages: for demonstrations and baselines.
 
-    The tokens are those that a model would have to sample to say the same. No model sampled them, so their logprobs are
-    stored as 0 and their weight version as -1: imitate such episodes, never reinforce them.
-
-    Args:
-        make_policy: gives the player of one episode from the environment and a generator, which is derived from the
-            episode's sampling seed under the name "policy".
+    Its logprobs are 0 and its weight versions -1: imitate such episodes, never reinforce them. `make_policy` gives the
+    player of one episode from the environment and a generator.
     """
 
     def __init__(self, make_policy: PolicyFactory) -> None:
@@ -107,10 +95,10 @@ class ScriptedActor:
         spoken = await spoken_by(policy, request.messages)
         message = Message("assistant", spoken) if isinstance(spoken, str) else spoken
         token_ids = request.renderer.action_ids(message)
-        if len(token_ids) > request.max_tokens:
+        if len(token_ids) > request.max_tokens:  # a demonstration that is cut off would teach to stop in the middle
             raise UsageError(
                 f"the scripted policy's message has {len(token_ids)} tokens, but turn {request.turn_index} may have "
-                f"{request.max_tokens}: {_shorten(message.content)!r}; raise max_output_tokens or max_model_len "
+                f"{request.max_tokens}: {shortened(message.content)!r}; raise max_output_tokens or max_model_len "
                 "(a demonstration that is cut off would teach to stop in the middle)"
             )
         return scripted_completion(token_ids)
@@ -131,18 +119,10 @@ def scripted_completion(token_ids: Sequence[int]) -> Completion:
 
 
 def policy_of(env_type: Any, name: str) -> PolicyFactory:
-    """Return the hand-written policy `name` that an environment (class or instance) brings along.
-
-    Raises:
-        UnknownNameError: it brings no policy of that name; says the nearest.
-    """
+    """Return the hand-written policy `name` of an environment (class or instance), or raise an UnknownNameError."""
     policies = getattr(env_type, "policies", {})
     if name not in policies:
         owner = getattr(env_type, "__name__", type(env_type).__name__)
         raise UnknownNameError(f"{owner} has no scripted policy {name!r}; {nearest_name(name, policies)}")
     policy: PolicyFactory = policies[name]
     return policy
-
-
-def _shorten(text: str, limit: int = 80) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -49,7 +49,6 @@ class TokenObservationWrapper:
         renderer: the chat template's renderer for this environment's tools; made from the tokenizer if None.
         system_prompt: put before the environment's first messages, or before its own system message's text.
         step_timeout_seconds: for each reset, step and close of the environment; None waits for ever.
-        clock: seconds, monotonic; measures `env_seconds`.
 
     Attributes:
         session: the environment.
@@ -104,11 +103,7 @@ class TokenObservationWrapper:
         self._is_turn_open = False
 
     def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetTuple:
-        """Start an episode; see `reset_async`.
-
-        Raises:
-            UsageError: called inside a running event loop.
-        """
+        """Start an episode, outside an event loop; see `reset_async`."""
         return self._drive("reset", lambda: self.reset_async(seed, options))
 
     def step(
@@ -117,16 +112,12 @@ class TokenObservationWrapper:
         logprobs: Sequence[float] | np.ndarray[Any, Any] | None = None,
         weight_version: int | Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> StepTuple:
-        """Play one turn; see `step_async`.
+        """Play one turn, outside an event loop; see `step_async`, whose errors it raises.
 
         Args:
             token_ids: exactly what was sampled, the stop token included: 1 to `max_tokens` ids.
             logprobs: nats, one a token, of the distribution sampled from; None (not sampled from a model) stores 0.
             weight_version: of the weights that sampled, one number or one a token; None (no model) stores -1.
-
-        Raises:
-            UsageError: called inside a running event loop, or as by `step_async`.
-            RecordError: `token_ids`, `logprobs` or `weight_version` cannot have been sampled here; the turn stays open.
         """
 
         async def play() -> StepTuple:
@@ -205,13 +196,12 @@ class TokenObservationWrapper:
             UsageError: no turn is open (before `reset`, or after the episode ended or failed).
             RecordError: `sampled` cannot have been sampled here; the turn stays open.
             EnvError, EnvTimeoutError, ContractError: the environment failed; the turn stays in the record, unscored.
-                Where it is the action's doing (`blame.py`), `end_at_limit` scores it.
         """
         self._require_open_turn()
         self._require_possible(sampled.token_ids)
         self._is_turn_open = False  # before the environment is asked: if it fails, the turn must not be played again
         action = self._record_action(sampled)
-        self._actions.append(action.error if isinstance(action, ParseFailure) else action)
+        self._actions.append(action.error if isinstance(action, ParseFailure) else action)  # kept for a retrial
         result: StepResult = await self._timed(answer_to(self.session, self._actions[-1]))
         history = self.messages
         self._open.append_answer(result)
@@ -243,7 +233,6 @@ class TokenObservationWrapper:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation so far."""
         return tuple(self._open.messages)
 
     @property
@@ -253,7 +242,6 @@ class TokenObservationWrapper:
 
     @property
     def num_turns(self) -> int:
-        """Actions taken so far."""
         return len(self._open.turns)
 
     @property
@@ -267,7 +255,6 @@ class TokenObservationWrapper:
         return self._is_turn_open
 
     def episode(self) -> EpisodeRecord:
-        """Return the record of the episode up to now."""
         return self._open.freeze(pad_id=self._pad_id)
 
     def _require_open_turn(self) -> None:
@@ -285,7 +272,7 @@ class TokenObservationWrapper:
         )
 
     def _record_action(self, sampled: Completion) -> Message | ParseFailure:
-        """Store the sampled tokens before anything can go wrong with them; return what they say."""
+        # Stored before anything can go wrong with the tokens; what they say comes after.
         is_stopped = sampled.token_ids[-1] in self.renderer.stop_token_ids
         self._open.append_action(sampled, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         text = self.renderer.decode(sampled.token_ids)
@@ -297,11 +284,9 @@ class TokenObservationWrapper:
         return parsed
 
     def _advance(self, history: Sequence[Message], result: StepResult) -> None:
-        """Open the next turn, or end the episode at the first of the limits, in the order that `limits.py` states.
-
-        `history` ends with the action that `result` answers.
-        """
+        """Open the next turn, or end the episode; `history` ends with the action that `result` answers."""
         episode = self._open
+        # The first of the limits decides, in the order that `limits.py` states.
         if result.done:
             episode.outcome = Outcome.TERMINATED if result.terminated else Outcome.TRUNCATED
         elif len(episode.turns) >= self._max_turns:
@@ -325,11 +310,11 @@ class TokenObservationWrapper:
         finally:
             seconds = self._clock() - started
             self.env_seconds += seconds
-            self.action_seconds += seconds if self._actions else 0.0
+            self.action_seconds += seconds if self._actions else 0.0  # without an action, it was the reset
 
 
 def _require_range(name: str, value: int, low: int, high: int | None = None) -> None:
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)  # True is an int
     if not is_integer or value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"{low} to {high}"
         raise ConfigError(f"TokenObservationWrapper.{name}: expected an integer, {wanted}, got {value!r}")

@@ -1,8 +1,4 @@
-"""The loop in which an environment and an actor meet.
-
-It asks the actor for tokens, hands them to `TokenObservationWrapper`, watches the deadlines and turns failures into
-typed records. It retries nothing (the pool does) and scores nothing (the environment does).
-"""
+"""The loop in which an environment and an actor meet; it retries nothing (the pool does)."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import Any
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.blame import Retrial, are_the_actions_slow, is_the_actions_doing
 from gspo_gym.env.session import EnvSession, open_session
-from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError
+from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError, shortened
 from gspo_gym.rollout.actors import Actor, ActRequest
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.limits import EpisodeLimits
@@ -24,10 +20,8 @@ from gspo_gym.types import Completion, Outcome, Task, Timing, Trajectory
 
 _log = logging.getLogger(__name__)
 
-# Any: an environment may be any object with reset and step.
-MakeEnv = Callable[[Task], Any]
+MakeEnv = Callable[[Task], Any]  # Any: an environment may be any object with reset and step
 Clock = Callable[[], float]
-_MAX_ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +57,12 @@ async def run_episode(
     An episode's failure is never an exception: the record says what happened in `outcome` and, in one line, `error`,
     and keeps the turns played until then. A first prompt that does not fit is a record with CONTEXT_OVERFLOW, no turns
     and an error. The environment and the engine's session are closed however it ends; where closing fails after an
-    otherwise good episode, that is the episode's failure.
+    and an error.
 
     Args:
-        request: what to play.
         make_env: a fresh environment for the task; called off the event loop.
-        act: the player.
         renderers: of the player's tokenizer.
         limits: see `limits.py`, which also states their order.
-        clock: seconds, monotonic.
 
     Raises:
         asyncio.CancelledError: cancelled from outside, after closing.
@@ -134,7 +125,7 @@ class _Episode:
         self._act = act
         self._limits = limits
         self._clock = clock
-        self._culprit = Outcome.ENV_ERROR
+        self._culprit = Outcome.ENV_ERROR  # the side that is being waited for
 
     async def play_and_close(self, make_env: MakeEnv, renderers: RendererCache) -> tuple[Outcome, str | None]:
         """Return how the episode ended, and in one line why if it failed."""
@@ -144,6 +135,7 @@ class _Episode:
             await self._close()  # its own failure would only hide the first
             raise
         failure = await self._close()
+        # Where closing fails after an otherwise good episode, that is the episode's failure.
         return (outcome, error) if failure is None or error is not None else failure
 
     async def _play(self, make_env: MakeEnv, renderers: RendererCache) -> tuple[Outcome, str | None]:
@@ -151,7 +143,7 @@ class _Episode:
         watchdog = asyncio.timeout(seconds)
         try:
             await self._make(make_env)
-            self._opened = self._clock()
+            self._opened = self._clock()  # making an environment may load what all share, which has its own limit
             async with watchdog:
                 wrapper = await self._reset(renderers)
                 while wrapper.outcome is None:
@@ -209,7 +201,6 @@ class _Episode:
     async def _is_the_actions_doing(
         self, error: Exception, played: TokenObservationWrapper, make_env: MakeEnv, *, is_late: bool
     ) -> bool:
-        """Return whether the failure is due to the last action, or to all of them; the rule is in `blame.py`."""
         limits, task = self._limits, self.request.task
         retrial = Retrial(
             lambda: make_env(task),
@@ -221,6 +212,7 @@ class _Episode:
             clock=self._clock,
         )
         if is_late:
+            # Where most of the time went elsewhere, the actions are not the cause.
             is_slow = played.action_seconds > limits.episode_timeout_seconds / 2
             return is_slow and await are_the_actions_slow(played.actions, retrial)
         is_answering = bool(played.actions) and self._culprit is Outcome.ENV_ERROR
@@ -244,7 +236,7 @@ class _Episode:
             self.engine_seconds += self._clock() - started
 
     def _outcome_of(self, error: Exception) -> Outcome:
-        if isinstance(error, ContextOverflowError) and self._culprit is Outcome.ENV_ERROR:
+        if isinstance(error, ContextOverflowError) and self._culprit is Outcome.ENV_ERROR:  # an engine's is a failure
             return Outcome.CONTEXT_OVERFLOW
         if isinstance(error, EnvTimeoutError):
             return Outcome.ENV_TIMEOUT
@@ -284,13 +276,11 @@ class _Episode:
 
 def one_line(text: str) -> str:
     """Return a text on one line of readable length."""
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."
+    return shortened(" ".join(text.split()), 500)
 
 
 def _said_by(error: BaseException) -> str:
-    """Return an error with its cause on one line of readable length."""
     text = f"{type(error).__name__}: {error}"
-    if error.__cause__ is not None and str(error.__cause__) not in text:
+    if error.__cause__ is not None and str(error.__cause__) not in text:  # often the only part that names the trouble
         text += f" (from {type(error.__cause__).__name__}: {error.__cause__})"
     return one_line(text)

@@ -44,7 +44,6 @@ class PlayedRow:
 
     @classmethod
     def of(cls, episode: Trajectory, env_return: float | None) -> PlayedRow:
-        """Return the row of an episode; `env_return` as in `EvaluationRow`."""
         task, num_turns = episode.task, len(episode.turns)
         row = EvaluationRow(
             task.seed, episode.reward, episode.success, num_turns, episode.outcome, env_return=env_return
@@ -64,8 +63,7 @@ class PlayedRow:
         return cls(values["env_id"], EvaluationRow(**row), values["num_retries"])
 
 
-def _ignore(_: PlayedRow) -> None:
-    pass
+def _ignore(_: PlayedRow) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +101,12 @@ class ScoreUnit:
         """Return the unit that a run's first evaluations decide; None: not yet.
 
         It is the success rate of the environments that declared a success or a failure. If none did, it is the mean
-        return, unless the run is to stop at a success rate (`has_success_goal`): then all of them have one, and their
-        episodes were merely cut off before it showed. Where every episode of an environment was cut off, a later
-        evaluation decides; see `restated` for the scores until then.
+        return, unless the run is to stop at a success rate (`has_success_goal`). See `restated` for the scores before.
         """
         parts, declaring = first.parts or (first,), first.declaring
-        if not declaring and has_success_goal:
+        if not declaring and has_success_goal:  # their episodes were merely cut off before it showed
             declaring = tuple(part.env_id for part in parts)
-        elif not all(part.is_decided for part in parts):
+        elif not all(part.is_decided for part in parts):  # every episode was cut off: a later evaluation decides
             return None
         return cls("success_rate", declaring) if declaring else cls("mean_return")
 
@@ -125,7 +121,7 @@ class Evaluation:
 
     `parts` are the evaluations of single environments that this one joins; see `join`. `unit` is what the score is
     measured in; None: what this evaluation alone suggests. `num_retries` are the failed attempts that were played
-    again: where the policy's actions are the cause, the episodes are those that did not do it.
+    again.
     """
 
     env_id: str
@@ -146,7 +142,6 @@ class Evaluation:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes that count."""
         return len(self.scored_rows)
 
     @property
@@ -156,7 +151,6 @@ class Evaluation:
 
     @property
     def returns(self) -> tuple[float, ...]:
-        """Returns of the episodes that count."""
         return tuple(row.episode_return for row in self.rows if row.episode_return is not None)
 
     @property
@@ -203,12 +197,12 @@ class Evaluation:
         return None if num_successes is None else wilson_interval(num_successes, len(self._rows_with_success))
 
     @property
-    def _rows_with_success(self) -> tuple[EvaluationRow, ...]:
-        """Episodes that count, of environments that have a notion of success."""
+    def _rows_with_success(self) -> tuple[EvaluationRow, ...]:  # of environments that have a notion of success
         named = () if self.unit is None else self.unit.success_of
         if self.parts:
             counted = [part for part in self.parts if not named or part.env_id in named]
             return tuple(row for part in counted for row in part._rows_with_success)
+        # Cut off before anything was declared is no success where the environment declares such a thing at all.
         is_declared = self.env_id in named or any(row.success is not None for row in self.scored_rows)
         return self.scored_rows if is_declared else ()
 
@@ -295,24 +289,21 @@ async def evaluate(
     """Play one episode per seed.
 
     Args:
-        pool: plays the episodes; its run seed decides the sampling seeds.
-        env_id: the environment.
         seeds: which tasks; see `settings.parse_seeds`.
-        label: names the occasion in the ledger, which takes an episode's name only once: change it where one pool
-            evaluates repeatedly. It changes no result.
+        label: names the occasion in the ledger; it changes no result.
         options: given to every `reset`.
         env_return_of: returns what the environment gave an episode whose rewards are blended with a judge's scores.
         found: rows that an earlier attempt left; their episodes are not played again. Those of other environments or
             seeds are left out.
 
     Raises:
-        ConfigError: no seeds, or one twice.
-        RolloutError: no episode could be scored.
+        ConfigError: no seeds, or one twice. RolloutError: no episode could be scored.
     """
     checked = parse_seeds(seeds)
     num_before = pool.num_retries
     known = {played.row.seed: played for played in found if played.env_id == env_id and played.row.seed in checked}
     missing = [Task(env_id, seed, dict(options or {})) for seed in checked if seed not in known]
+    # The ledger takes an episode's name only once: one pool evaluates repeatedly under other labels.
     groups = await pool.run_tasks(missing, label=label)
     if not known:  # else there is an earlier result, and all that is missing may have failed
         require_episodes(groups)
@@ -343,10 +334,7 @@ def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
 
 
 def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
-    """Return the summary of an evaluation that was made before its run had a unit, measured in that (Any: JSON).
-
-    Episodes of an environment that has a notion of success, and that were cut off undecided, are no successes.
-    """
+    """Return the summary of an evaluation that was made before its run had a unit, measured in that (Any: JSON)."""
     given: Mapping[str, Mapping[str, Any]] = summary.get("parts", {})
     parts = {
         env_id: restated(part, unit if env_id in unit.success_of else ScoreUnit("mean_return"))
@@ -356,6 +344,7 @@ def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
     if unit.name == "success_rate":
         counted = [parts[env_id] for env_id in unit.success_of] if parts else [changed]
         num_episodes = sum(part["num_episodes"] for part in counted)
+        # Cut off undecided is no success; the rate is a share of whole episodes, so that rounding finds their number.
         num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted)
         changed["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
         changed["success_interval"] = as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
@@ -380,7 +369,8 @@ def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float 
 
 
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
-    """Return a table for people: one row per named evaluation. Names are folded and not cut: two may begin alike."""
+    """Return a table for people: one row per named evaluation."""
+    # Names are folded and not cut: two may begin alike.
     table = Table(Column(overflow="fold"), "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
     for name, result in evaluations.items():
         rate = "-" if result.success_rate is None else f"{result.success_rate:.3f}"

@@ -18,8 +18,6 @@ class Comparison:
 
     Attributes:
         num_pairs: seeds that both could score; everything below is about these.
-        num_unpaired: seeds that one or both could not score.
-        mean_difference: of the returns.
         difference_interval: 95% percentile bootstrap interval of it over pairs; None for a single pair.
         num_only_first, num_only_second: seeds on which only that side succeeded; None without a notion of success.
         success_p_value: McNemar's exact test, two-sided; None without a notion of success.
@@ -39,11 +37,7 @@ class Comparison:
 
 
 def compare(first: Evaluation, second: Evaluation) -> Comparison:
-    """Compare two evaluations on the same tasks.
-
-    Raises:
-        ConfigError: they are of different environments or seeds, or have no scored seed in common.
-    """
+    """Compare two evaluations; a ConfigError for different environments or seeds, or no scored seed in common."""
     if first.env_id != second.env_id:
         raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
     rows, others = _rows_by_task(first), _rows_by_task(second)
@@ -74,7 +68,6 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
 
 
 def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow]:
-    """Return the rows by environment and seed."""
     return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
 
 

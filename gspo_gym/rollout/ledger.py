@@ -91,15 +91,10 @@ class Ledger:
 
     @property
     def num_in_flight(self) -> int:
-        """Attempts dispatched and not yet settled."""
         return len(self._in_flight)
 
     def dispatch(self, entry: Dispatched) -> None:
-        """Write down that an attempt starts.
-
-        Raises:
-            RecordError: this attempt is in flight, or is one of the last `MAX_REMEMBERED` that ended.
-        """
+        """Write down that an attempt starts; a RecordError if it is in flight, or ended lately."""
         attempt = (entry.trajectory_id, entry.attempt)
         if attempt in self._in_flight or hash(attempt) in self._settled:
             raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} was dispatched twice")
@@ -108,20 +103,16 @@ class Ledger:
         self._num_dispatched += 1
 
     def settle(self, entry: Terminal) -> None:
-        """Write down how an attempt ended.
-
-        Raises:
-            RecordError: it was never dispatched, or has ended before.
-        """
+        """Write down how an attempt ended; a RecordError if it was never dispatched, or has ended before."""
         attempt = (entry.trajectory_id, entry.attempt)
         if attempt not in self._in_flight:
             state = "ended twice" if hash(attempt) in self._settled else "ended without having been dispatched"
             raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} {state}")
-        self._append(entry)
+        self._append(entry)  # before it counts: what cannot be written did not happen
         del self._in_flight[attempt]
         self._ended[entry.disposition] += 1
         self._settled[hash(attempt)] = None
-        if len(self._settled) > MAX_REMEMBERED:
+        if len(self._settled) > MAX_REMEMBERED:  # memory does not grow with the length of a run
             del self._settled[next(iter(self._settled))]
 
     def counts(self) -> dict[str, int]:
@@ -129,11 +120,7 @@ class Ledger:
         return {"dispatched": self._num_dispatched} | {kind.value: self._ended[kind] for kind in Disposition}
 
     def assert_balanced(self) -> None:
-        """Check that every dispatched attempt has exactly one terminal entry; a second one was refused when it came.
-
-        Raises:
-            RecordError: names the first few that have none.
-        """
+        """Raise a RecordError that names the first few attempts without a terminal entry."""
         if self._in_flight:
             first = list(self._in_flight)[:5]
             shown = "; ".join(f"attempt {attempt} of {name}: dispatched 1, settled 0 times" for name, attempt in first)
@@ -161,11 +148,7 @@ def imbalances(entries: Iterable[Entry]) -> list[str]:
 
 
 def read_ledger(path: Path, *, begin: int = 0) -> tuple[Entry, ...]:
-    """Read the entries of a ledger file from the byte `begin` on, without a torn last line of a killed process.
-
-    Raises:
-        RecordError: a line other than the last is not an entry.
-    """
+    """Read the entries of a ledger file from the byte `begin` on; a RecordError for a line that is not an entry."""
     entries: list[Entry] = []
     lines = path.read_bytes()[begin:].decode("utf-8").split("\n")
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is empty or torn

@@ -57,13 +57,10 @@ class RolloutPool:
     """Player of groups of episodes.
 
     An attempt that ends in an infrastructure failure is repeated in a fresh environment with a fresh sampling seed, up
-    to `max_attempts`; then it is dropped. Dropped without another attempt, which would end the same way: an episode
-    whose first prompt does not fit, and one that its environment did not score. One that `scoring` could not score is
-    repeated or dropped as its limits say.
+    to `max_attempts`; then it is dropped. One that `scoring` could not score is repeated or dropped as its limits say.
 
     Args:
         play: plays one attempt in a fresh environment.
-        pool_limits: see `limits.py`.
         run_seed: all sampling seeds derive from it.
         ledger: what was dispatched and how it ended; a new one that only counts if None.
         on_episode: called with every finished attempt, for progress; must be quick.
@@ -71,7 +68,6 @@ class RolloutPool:
         scoring: gives finished episodes their rewards in place of the environment; None: the environment does.
 
     Attributes:
-        ledger: see above.
         num_retries: attempts that failed and were played again.
     """
 
@@ -116,21 +112,12 @@ class RolloutPool:
         return groups
 
     async def play_group(self, request: GroupRequest) -> TrajectoryGroup:
-        """Play one group of many that are asked for one by one; as `collect`, but a dropped group is an answer.
-
-        Raises:
-            EnginePoisonedError: the engine must be rebuilt.
-        """
+        """Play one group of many that are asked for one by one; as `collect`, but a dropped group is an answer."""
         (group,) = await self.play_groups([request])
         return group
 
     async def play_groups(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
-        """Play all groups at once, as `collect`, but also "all of them were dropped" is an answer.
-
-        Raises:
-            ConfigError: two requests have the same group id.
-            EnginePoisonedError: the engine must be rebuilt.
-        """
+        """Play all groups at once, as `collect`, but also "all of them were dropped" is an answer."""
         repeated = [name for name, count in Counter(r.group_id for r in requests).items() if count > 1]
         if repeated:
             raise ConfigError(f"collect: group ids must be unique, but {repeated[0]!r} occurs more than once")
@@ -150,18 +137,14 @@ class RolloutPool:
     async def run_tasks(self, tasks: Sequence[Task], *, label: str) -> tuple[TrajectoryGroup, ...]:
         """Play one episode of each task, for evaluation: one group of size 1 per task, in their order.
 
-        `label` names the occasion: the same tasks can be played again under another one. It does not enter the sampling
-        seeds: a task is sampled with the same seed on every occasion.
-
-        Raises:
-            ConfigError: a task occurs twice.
+        `label` names the occasion: the same tasks can be played again under another one.
         """
+        # The label does not enter the sampling seeds: a task is sampled with the same seed on every occasion.
         return await self.play_groups(
             [GroupRequest(f"{label}/{task.task_id}", task, size=1, seed_name=task.task_id) for task in tasks]
         )
 
     async def _play_member(self, request: GroupRequest, member: int, finished: dict[str, _Finished]) -> None:
-        """Play one episode until an attempt is usable or none is left; write the last one into `finished`."""
         last_attempt = self._pool_limits.max_attempts - 1
         for attempt in range(last_attempt + 1):
             seed_name = request.group_id if request.seed_name is None else request.seed_name
@@ -173,6 +156,7 @@ class RolloutPool:
             )
             done = await self._play_attempt(episode)
             trajectory, reason = done.trajectory, done.reason
+            # A first prompt that does not fit, or an environment that scores nothing, would end the same way again.
             if attempt < last_attempt and self._is_played_again(done):
                 self.num_retries += 1
                 self._settle(trajectory, Disposition.RETRIED, reason)
@@ -196,14 +180,14 @@ class RolloutPool:
                     return _Finished(trajectory, _reason_to_drop(trajectory, keep_unscored=self._keep_unscored))
                 # Waited for inside the slot: where too many episodes wait for a score, no further one begins.
                 await scoring.wait_for_room()
+        # Its slot is given up while it waits for a score: another episode plays meanwhile.
         with self._settling(episode):
             scored, unscored = await scoring.score(trajectory)
             reason = f"not scored: {unscored}" if unscored else _reason_to_drop(scored, keep_unscored=False)
             return _Finished(scored, reason, is_unscored=unscored is not None)
 
     @contextlib.contextmanager
-    def _settling(self, episode: EpisodeRequest) -> Iterator[None]:
-        """Settle the attempt in the ledger if the body raises."""
+    def _settling(self, episode: EpisodeRequest) -> Iterator[None]:  # every dispatched attempt must end in the ledger
         try:
             yield
         except BaseException as error:
@@ -219,10 +203,10 @@ class RolloutPool:
         return done.trajectory.outcome.is_infrastructure_failure
 
     def _assemble(self, request: GroupRequest, finished: dict[str, _Finished]) -> TrajectoryGroup:
-        """Return the group of these members, and settle each of them in the ledger."""
         members = [finished[_trajectory_id(request, member)] for member in range(request.size)]
         num_good = sum(done.reason is None for done in members)
-        # A hair below the product, because 0.07 * 100 comes out a little above 7.
+        # At least two where two were asked for: one alone has nothing to be compared with. A hair below the product,
+        # because 0.07 * 100 comes out a little above 7.
         needed = max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
         kept, dropped = [], []
         for done in members:
@@ -249,11 +233,7 @@ class RolloutPool:
 
 
 def require_episodes(groups: Sequence[TrajectoryGroup]) -> None:
-    """Refuse groups without a single usable episode.
-
-    Raises:
-        RolloutError: says the most frequent reasons.
-    """
+    """Raise a RolloutError with the most frequent reasons if no group has a usable episode."""
     if not any(group.trajectories for group in groups):
         raise RolloutError(_describe_total_failure(groups))
 
@@ -288,7 +268,6 @@ def _describe_total_failure(groups: Sequence[TrajectoryGroup]) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the first exception inside the groups that `asyncio.TaskGroup` wraps around failures."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -47,10 +47,10 @@ def completion_of(
     """Return the tokens of one action as a completion whose finish reason is not known (LENGTH).
 
     `logprobs` and `weight_version` are one a token, or one for all of them; None stands for logprobs of 0 and a version
-    of -1: no model sampled this. `require_possible` raises a RecordError if the ids cannot have been sampled.
+    of -1: no model sampled this.
 
     Raises:
-        RecordError: wrong types or lengths, impossible ids, or a logprob that is no logprob.
+        RecordError: wrong types or lengths, ids that `require_possible` refuses, or a logprob that is no logprob.
     """
     ids = _column("token_ids", token_ids, len(np.atleast_1d(token_ids)), int)
     require_possible(ids)
@@ -60,11 +60,7 @@ def completion_of(
 
 
 def require_possible(token_ids: Int32Array, *, max_tokens: int, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
-    """Check that a sampler with these limits can have come to these ids.
-
-    Raises:
-        RecordError: it cannot.
-    """
+    """Raise a RecordError if no sampler with these limits can have come to these ids."""
     if not 1 <= len(token_ids) <= max_tokens:
         raise RecordError(f"token_ids: expected 1 to {max_tokens} sampled ids in this turn, got {len(token_ids)}")
     stray = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
@@ -109,12 +105,10 @@ class OpenSegment:
         self._length = stop
 
     def append_action(self, sampled: Completion, *, turn: int) -> None:
-        """Append what the policy sampled in `turn`."""
         self._actions.append((self._length, turn, sampled))
         self.append_context(sampled.token_ids)
 
     def close(self) -> Segment:
-        """Return the segment so far, frozen."""
         # Everything but the sampled spans has these values, so only the spans had to be remembered.
         mask: BoolArray = np.zeros(self._length, dtype=np.bool_)
         logprobs: Float32Array = np.zeros(self._length, dtype=np.float32)
@@ -127,8 +121,7 @@ class OpenSegment:
         return Segment(self.token_ids, mask, logprobs, turn_index, versions)
 
 
-def _column(name: str, value: Any, length: int, kind: type[int] | type[float]) -> Any:
-    """Return `value` as an array of `length` numbers; a single number is repeated (Any: what a caller passed)."""
+def _column(name: str, value: Any, length: int, kind: type[int] | type[float]) -> Any:  # Any: what a caller passed
     column = np.asarray(value)
     if column.ndim == 0 and name != "token_ids":
         column = np.full(length, column)
@@ -174,7 +167,6 @@ class EpisodeRecord:
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """The reward of each turn; None where not scored."""
         return tuple(turn.reward for turn in self.turns)
 
     def padded(self, length: int) -> PaddedEpisode:
@@ -250,15 +242,13 @@ class OpenEpisode:
             self.success = result.success
 
     def end_at_limit(self, episode_return: float) -> None:
-        """End the episode at the action that exceeded a limit, with this return in all.
-
-        That turn may have an answer already: where all actions together took too long.
-        """
+        """End the episode at the action that exceeded a limit, with this return in all."""
+        # That turn may have an answer already: where all actions together took too long.
         penalty = episode_return - (self.earned - (self.turns[-1].reward or 0.0))
         self.turns[-1] = dataclasses.replace(
             self.turns[-1], reward=penalty, reward_terms={LIMIT_TERM: penalty}, events=()
         )
-        self.success = None if self.success is None else False
+        self.success = None if self.success is None else False  # None: the environment knows no success
         self.outcome = Outcome.ACTION_LIMIT
 
     @property

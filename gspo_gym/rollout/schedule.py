@@ -1,8 +1,5 @@
 """The groups of a step: played on demand, or ahead, while the learner works.
 
-Collecting is the same for both: `begin` a step, `take` groups as often as it needs some, `finish`. Not for what a group
-is worth (`run/collect.py`) or how it is played (`rollout/pool.py`).
-
 Staleness is counted in versions: a step trains weights of version v, and a sample is v - u versions old if its oldest
 token was sampled from version u. The bound is hard because it is checked twice: by the version committed when a group
 was asked for, which includes waiting for a slot and waiting to be taken, and by every token that comes back.
@@ -20,8 +17,7 @@ from gspo_gym.errors import EngineError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest, require_episodes
 from gspo_gym.types import Trajectory, TrajectoryGroup
 
-# The group of that number in the run, under that name.
-MakeRequest = Callable[[int, str], GroupRequest]
+MakeRequest = Callable[[int, str], GroupRequest]  # of the group of that number in the run, under that name
 
 
 class Schedule(Protocol):
@@ -62,10 +58,7 @@ class Schedule(Protocol):
 class OnDemand:
     """Schedule that plays groups on demand with the newest weights: strictly on-policy.
 
-    Args:
-        collect: plays all of them at once; see `RolloutPool.collect`.
-        request: see `MakeRequest`; names count from 0 in each step.
-        num_tasks: groups asked for by an earlier part of the run.
+    Names count from 0 in each step; `num_tasks` were asked for by an earlier part of the run.
     """
 
     def __init__(
@@ -90,22 +83,19 @@ class OnDemand:
         return ()
 
     def begin(self, step: int) -> None:
-        """See `Schedule.begin`."""
         self._step, self._first = step, self._num_tasks
 
     async def take(self, count: int) -> Sequence[TrajectoryGroup]:
-        """See `Schedule.take`."""
         numbers = range(self._num_tasks, self._num_tasks + count)
         self._num_tasks = numbers.stop
         names = (f"step_{self._step:06d}/group_{number - self._first:04d}" for number in numbers)
         return await self._collect([self._request(*each) for each in zip(numbers, names, strict=True)])
 
     def finish(self) -> int:
-        """See `Schedule.finish`; nothing is ever too old."""
-        return 0
+        return 0  # nothing is ever too old
 
     async def close(self) -> None:
-        """Nothing is played unless `take` waits for it."""
+        """Do nothing: nothing is played unless `take` waits for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,14 +121,11 @@ class PlayedAhead:
     """Schedule that plays groups of coming steps while the learner works, and gives up those that become too old.
 
     After each step's groups are taken, as many are in play as `num_ahead` further steps need. A step takes those that
-    are finished, the longest begun first. So with `num_ahead` 1 it waits for every group, and none is too old; with
-    more it does not wait for a group that a whole batch of later ones has overtaken. Such a group is given up as soon
-    as no coming step may train on it: cancelled if it is still played, counted, and replaced by one of a fresh task. A
-    group is as old as its oldest sample.
+    are finished, the longest begun first. A group is given up as soon as no coming step may train on it: cancelled if
+    it is still played, counted, and replaced by one of a fresh task. A group is as old as its oldest sample.
 
     Args:
         play: plays one group; see `RolloutPool.play_group`.
-        request: see `MakeRequest`.
         weight_version: the version that samples now.
         groups_per_step: groups that a step takes, unless it asks for more.
         num_steps: of the run; nothing is played for steps after the last.
@@ -184,17 +171,14 @@ class PlayedAhead:
         return tuple(sorted([*self._again, *(group.number for group in self._begun)]))
 
     def begin(self, step: int) -> None:
-        """See `Schedule.begin`."""
         self._step, self._num_late = step, 0
 
     async def take(self, count: int) -> Sequence[TrajectoryGroup]:
-        """See `Schedule.take`; waits until so many are finished and not too old.
-
-        Raises:
-            RolloutError: also if the engine samples from weights that are too old from the start.
-        """
+        """See `Schedule.take`; a RolloutError also if the engine samples from weights that are always too old."""
         if self._failure is not None:
             raise self._failure
+        # With `num_ahead` 1 it waits for every group, and none is too old; with more it does not wait for a group that
+        # a whole batch of later ones has overtaken.
         while len(ready := self._ready()) < count:
             self._ask_for(count - len(self._begun))
             still = [group.playing for group in self._begun if not group.playing.done()]
@@ -222,11 +206,6 @@ class PlayedAhead:
             await asyncio.wait(self._ending)
 
     def _ready(self) -> list[_Begun]:
-        """Return the finished groups that may be trained on, the longest begun first.
-
-        Raises:
-            Exception: that ended one of them; RolloutError: one is too old although it was just begun.
-        """
         finished = [group for group in self._begun if group.playing.done()]
         # Giving them up favours short episodes a little, and is the price of not waiting for the longest.
         late = [group for group in finished if self._age(group) > self._max_staleness]
@@ -237,7 +216,6 @@ class PlayedAhead:
         return [group for group in finished if group not in late]
 
     def _age(self, group: _Begun) -> int:
-        """Return how many versions its oldest sample lies behind the weights that this step trains."""
         return self._step - 1 - group.playing.result().oldest
 
     def _ask_for(self, count: int) -> None:
@@ -274,8 +252,8 @@ class PlayedAhead:
         group.playing.cancel()
 
     def _ended(self, playing: asyncio.Task[_Played]) -> None:
-        """Keep the exception of a group that was given up for the next `take`, which would otherwise miss it."""
-        # An engine's error ends the groups that are trained on, too, and is raised by them.
+        # The exception of a group that was given up is kept for the next `take`, which would otherwise miss it. An
+        # engine's error ends the groups that are trained on, too, and is raised by them.
         self._ending.discard(playing)
         error = None if playing.cancelled() else playing.exception()
         if error is not None and not isinstance(error, EngineError):

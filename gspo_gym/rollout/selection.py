@@ -82,11 +82,8 @@ class AttemptWatch:
     """Counts how attempts at training episodes end; give it to a pool as `on_episode`.
 
     Failures that the policy did not cause come at resets as often as at steps. So of the calls of a step's attempts,
-    those that failed are compared with random ones, by how many of them answered an action. Steps are added up, each
-    compared with itself: over the run, both failures and the length of episodes change.
-
-    Attributes:
-        app_envs: the environments that task apps play; None: all.
+    those that failed are compared with random ones, by how many of them answered an action. `app_envs` are the
+    environments that task apps play; None: all.
     """
 
     app_envs: Collection[str] | None = None
@@ -119,6 +116,7 @@ class AttemptWatch:
         if not counts.attempts:
             return {}
         self._recent.append(counts)
+        # Each step is compared with itself: over the run, both failures and the length of episodes change.
         self._excess += counts.excess
         self._variance += counts.variance
         return {
@@ -143,12 +141,10 @@ class AttemptWatch:
         )
 
     def app_alarm(self) -> str | None:
-        """Return what the last 32 steps show of task apps, in a sentence; None: nothing. It uses the evidence up.
-
-        An app that fails at what the policy says takes the return with it, so that no return shows what is left out;
-        and what it turns away before its first call is asked for again unseen, so that nothing shows what chance would
-        do. Hence a bound of ours: more than `MAX_LOST_FRACTION` of the attempts, and at least `MIN_LOST`.
-        """
+        """Return what the last 32 steps show of task apps, in a sentence; None: nothing. It uses the evidence up."""
+        # An app that fails at what the policy says takes the return with it, so that no return shows what is left out;
+        # and what it turns away before its first call is asked for again unseen, so that nothing shows what chance
+        # would do. Hence a bound of ours.
         lost = sum(counts.lost_by_apps for counts in self._recent)
         attempts = sum(counts.of_apps for counts in self._recent)
         if lost < MIN_LOST or lost <= MAX_LOST_FRACTION * attempts:
@@ -182,12 +178,10 @@ class PlayedReturns:
 
     @property
     def mean_played(self) -> float | None:
-        """The mean of all; None without any."""
         return _mean((*self.kept, *self.lost))
 
     @property
     def mean_kept(self) -> float | None:
-        """The mean of those that are kept; None without any."""
         return _mean(self.kept)
 
 
@@ -219,13 +213,8 @@ class SelectionAlarm:
     given how many are lost, every subset of that size of the step's attempts is as likely to be the lost one. So the
     two-sided p is the share of random subsets with a statistic as far from 0 as the one seen, (1 + those) / (1 + 1999)
     with subsets drawn by a seeded generator, which is exact: P(p <= a) <= a. A step is tested by itself, and together
-    with those before it, up to 32 in all, by the sum of their statistics, subsets being drawn within each step, since
-    the policy changes between them. The alarm sounds at p <= 0.0005 in either test: by chance, once in 1,000 steps that
-    lose attempts at most (union bound). Steps that lose none are no evidence and are not tested. An alarm uses its
-    evidence up.
-
-    Args:
-        seed: of the subsets.
+    with those before it, up to 32 in all, by the sum of their statistics. The alarm sounds at p <= 0.0005 in either
+    test: by chance, once in 1,000 steps that lose attempts at most (union bound). An alarm uses its evidence up.
     """
 
     def __init__(self, *, seed: int) -> None:
@@ -235,7 +224,7 @@ class SelectionAlarm:
 
     def check(self, returns: PlayedReturns) -> Selection | None:
         """Return what a step's returns show; None: nothing beyond chance."""
-        if not returns.lost or not returns.kept:
+        if not returns.lost or not returns.kept:  # no evidence
             return None
         self._num_tests += 1
         self._steps.append(_tested(returns, generator(self._seed, self._num_tests)))
@@ -262,6 +251,7 @@ def _tested(returns: PlayedReturns, random: np.random.Generator) -> _Tested:
     centred = played - played.mean()
     num_lost = len(returns.lost)
     num_rows = max(1, _MAX_DRAWN // len(centred))
+    # Within each step, since the policy changes between them.
     drawn = [
         _sums_of_subsets(centred, num_lost, min(num_rows, _NUM_DRAWS - first), random)
         for first in range(0, _NUM_DRAWS, num_rows)
@@ -272,8 +262,7 @@ def _tested(returns: PlayedReturns, random: np.random.Generator) -> _Tested:
 def _sums_of_subsets(
     values: NDArray[np.float64], size: int, count: int, random: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Return [count] sums of random subsets of that size: those with the smallest random keys."""
-    keys = random.random((count, len(values)))
+    keys = random.random((count, len(values)))  # those with the smallest keys are a random subset
     chosen = np.argpartition(keys, size - 1, axis=1)[:, :size]
     sums: NDArray[np.float64] = values[chosen].sum(axis=1)
     return sums

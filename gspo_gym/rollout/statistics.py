@@ -30,9 +30,6 @@ def wilson_interval(num_successes: int, num_trials: int) -> Interval:
     With p = num_successes / num_trials, n = num_trials and z = 1.96: centre (p + z^2/2n) / (1 + z^2/n), half width
     z sqrt(p (1 - p)/n + z^2/4n^2) / (1 + z^2/n). Unlike p +- z sqrt(p (1 - p)/n) it keeps its coverage near 0 and 1.
 
-    Raises:
-        ConfigError: no trials, or more successes than trials.
-
     >>> interval = wilson_interval(0, 10)
     >>> interval.low, round(interval.high, 4)
     (0.0, 0.2775)
@@ -51,10 +48,10 @@ def wilson_interval(num_successes: int, num_trials: int) -> Interval:
 def bootstrap_mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval | None:
     """Return the 95% percentile bootstrap interval of the mean (Efron 1979), 10,000 resamples, seeded.
 
-    Bootstrap rather than Student's t because returns are often two-valued or skewed. None for fewer than 2 values, from
-    which no spread can be seen. If all values are equal the interval is that value, which says nothing about values
-    that were not drawn.
+    None for fewer than 2 values, from which no spread can be seen. If all values are equal the interval is that value,
+    which says nothing about values that were not drawn.
     """
+    # And not Student's t: returns are often two-valued or skewed.
     if len(values) < 2:
         return None
     sample = np.asarray(values, dtype=np.float64)

@@ -1,8 +1,4 @@
-"""The metrics of a batch of episodes, and the mixture of environments where a run has several.
-
-The number of a group and the shares alone decide which environment it plays: a resumed run and a pipelined one play
-what an uninterrupted one plays, and every batch holds every environment in about its share.
-"""
+"""The metrics of a batch of episodes, and the mixture of environments where a run has several."""
 
 from __future__ import annotations
 
@@ -51,13 +47,10 @@ _SOURCE_METRICS = ("reward_mean", "success_rate", "turns_mean", "num_episodes", 
 def rollout_metrics(
     groups: Sequence[TrajectoryGroup], *, seconds: float, success_of: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return means over the kept episodes of these groups.
+    """Return means over the kept episodes of these groups, one at least, which were collected in so many seconds.
 
-    Args:
-        groups: with an episode at least.
-        seconds: how long collecting them took.
-        success_of: the environments that say whether a task was achieved; there an episode that was cut off undecided
-            is no success. (): those that say so in one of these episodes.
+    `success_of` are the environments that say whether a task was achieved; there an episode that was cut off undecided
+    is no success. (): those that say so in one of these episodes.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for episode in episodes for turn in episode.turns]
@@ -94,10 +87,7 @@ def rollout_metrics(
 
 
 def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[str] = ()) -> dict[str, float]:
-    """Return the main metrics of each environment by itself; only its losses where no episode was kept.
-
-    `success_of`: see `rollout_metrics`.
-    """
+    """Return the main metrics of each environment by itself; only its losses where no episode was kept."""
     by_env: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in groups:
         by_env[group.task.env_id].append(group)
@@ -133,7 +123,7 @@ def _losses(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 class Mixture:
-    """Allotment of groups to environments.
+    """Allotment of groups to environments, by the number of a group and the shares alone.
 
     Group after group goes to the environment that is furthest behind its share, the earlier one of equals. So none is
     ever a whole group ahead of it, and after any number of groups that gives each a whole number, each has exactly that
@@ -141,10 +131,7 @@ class Mixture:
 
     Args:
         env_id: the main environment, which gets what the others leave.
-        others: the fraction of groups that each further environment gets.
-
-    Raises:
-        ConfigError: the fractions leave nothing for the main one, or one is not above 0.
+        others: the fraction of groups that each further environment gets, above 0 and below 1 in sum.
 
     >>> mixture = Mixture("a", {"b": 0.25})
     >>> [mixture.env_of(number) for number in range(8)]
@@ -164,6 +151,8 @@ class Mixture:
 
     def env_of(self, number: int) -> str:
         """Return the environment of the group with that number, from 0."""
+        # Allotted from the beginning each time a run starts: a resumed run and a pipelined one play what an
+        # uninterrupted one plays.
         while len(self._allotted) <= number:
             num_groups = len(self._allotted) + 1
             behind = {name: num_groups * share - self._counts[name] for name, share in self._shares.items()}

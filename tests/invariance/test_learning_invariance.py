@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from gspo_gym.learning.batching import TrainBatch, select_trajectories, split_microbatches
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.losses import Denominators, policy_loss
-from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -87,10 +87,10 @@ def gradients(model, parts, *, unit, denominators):
     """The loss and the gradients accumulated over these micro-batches."""
     settings = LossSettings(unit=unit, clip_low=0.1, clip_high=0.1, kl_coef=0.1)
     model.zero_grad()
-    scorer = Scorer(model)
+    computer = LogprobComputer(model)
     total = 0.0
     for part in parts:
-        logprobs = scorer.score(part.token_ids, part.attention_mask, part.action_mask).logprobs
+        logprobs = computer.compute(part.token_ids, part.attention_mask, part.action_mask).logprobs
         output = policy_loss(
             logprobs,
             drifted(logprobs, part),

@@ -14,7 +14,7 @@ from gspo_gym.engine.base import Engine, UpdateKind
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.learning.correction import MismatchAlarm
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.lora import is_adapter
@@ -83,7 +83,7 @@ def build_canary(config: RunConfig, policy: Policy) -> Canary:
 
 def learner_score(model: nn.Module, temperature: float) -> Score:
     """Return a function that scores whole sequences under the model's present weights, not truncated."""
-    scorer = Scorer(model, sampling=Sampling(temperature=temperature))
+    computer = LogprobComputer(model, sampling=Sampling(temperature=temperature))
     device = next(model.parameters()).device
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ def learner_score(model: nn.Module, temperature: float) -> Score:
         attention = torch.arange(longest, device=device) < torch.tensor([[len(row)] for row in rows], device=device)
         actions = attention.clone()
         actions[:, 0] = False  # the first token has no logprob
-        logprobs = scorer.score(ids, attention, actions).logprobs.float().cpu().numpy()
+        logprobs = computer.compute(ids, attention, actions).logprobs.float().cpu().numpy()
         return [values[1 : len(row)] for values, row in zip(logprobs, rows, strict=True)]
 
     return score

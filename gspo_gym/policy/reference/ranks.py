@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported where torch has it built in
 
 from gspo_gym.errors import ConfigError, GymError, RecordError
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
 from gspo_gym.policy.parallel import copy_into
 from gspo_gym.policy.reference.wire import ScoringSettings
@@ -284,7 +284,7 @@ class FrozenModel:
         """Load what `models.load_policy` takes, and raise as it does."""
         policy = load_policy(base, dtype=dtype, device=device, tp=tp)
         self._model = policy.model.requires_grad_(False)
-        self._scorers: dict[ScoringSettings, Scorer] = {}
+        self._computers: dict[ScoringSettings, LogprobComputer] = {}
         self.info: Mapping[str, Any] = {  # Any: JSON values
             "status": "ready",
             "model": policy.base,
@@ -305,11 +305,11 @@ class FrozenModel:
         """
         device = next(self._model.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
-        if settings not in self._scorers:
-            self._scorers[settings] = Scorer(
+        if settings not in self._computers:
+            self._computers[settings] = LogprobComputer(
                 self._model, sampling=settings.sampling, chunk_tokens=settings.chunk_tokens
             )
-        return self._scorers[settings].score(**inputs).logprobs.cpu()
+        return self._computers[settings].compute(**inputs).logprobs.cpu()
 
     @torch.no_grad()
     def replace(self, file: Path, version: int) -> None:

@@ -2,7 +2,7 @@
 
     GET  /health     {"status": "loading"}, with 503, or "ready" and what the model is
     POST /score?temperature=...    token_ids [B, T] int64, attention_mask and action_mask [B, T] bool
-                                   -> logprobs [B, T], as `learning.scoring` gives them, bit for bit; if several
+                                   -> logprobs [B, T], as `learning.logprobs` gives them, bit for bit; if several
                                    processes share the model, but for the order in which sums are taken
     POST /load       {"file": ..., "version": ...}: other parameters, for servers that belong to a run
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.scoring import TRUNCATION_NAMES
+from gspo_gym.learning.logprobs import TRUNCATION_NAMES
 from gspo_gym.types import Sampling
 
 TOKEN_HEADER = "X-Reference-Token"  # of clients that may change the weights
@@ -36,7 +36,7 @@ _NAMES = ("temperature", "chunk_tokens", *TRUNCATION_NAMES)
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """The distribution of the logprobs, and the memory to compute them in; see `learning.scoring.Scorer`."""
+    """The distribution of the logprobs, and the memory to compute them in; see `learning.logprobs.LogprobComputer`."""
 
     sampling: Sampling
     chunk_tokens: int

@@ -355,7 +355,7 @@ def _what_is_built(config, monkeypatch):
         (told(pool)["limits"], pool._pool_limits, pool._run_seed, type(env), env.reset(seed=0)[0], make_env),
         (told(evaluation_pool)["limits"], player.renderers.system_prompt, player.renderers._template_kwargs),
         (learner._loss, learner._settings, learner._correction, learner._reference_settings, learner._seed),
-        (learner._shaper._advantages, learner._shaper._rewards, learner._scorer.sampling),
+        (learner._shaper._advantages, learner._shaper._rewards, learner._computer.sampling),
         (learner._minibatch_size, learner._optimizer._settings, learner._optimizer._total_steps),
         (plain(told(pool)["act"]), plain(told(evaluation_pool)["act"]), config.evaluation_seeds, config.run_folder),
         (

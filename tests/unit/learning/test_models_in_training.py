@@ -10,7 +10,7 @@ import torch
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings, LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.load import adapt_policy, load_policy
@@ -34,7 +34,7 @@ def learner_of(model: Any, *, kind: str = "adamw_fused") -> Learner:
 def objective(model: Any, batch: Any) -> float:
     """What the steps are to raise: advantage times mean logprob, summed over trajectories."""
     with torch.no_grad():
-        logprobs = Scorer(model).score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        logprobs = LogprobComputer(model).compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
     counts = torch.zeros(batch.num_trajectories).index_add(0, batch.trajectory_index, batch.action_mask.sum(1).float())
     per_row = (batch.advantages * logprobs).sum(1)
     return float((per_row / counts[batch.trajectory_index]).sum())
@@ -102,5 +102,5 @@ def test_the_engine_samples_from_a_trained_adapter_with_the_logprobs_the_learner
     sampled, logprobs = asyncio.run(sample())
     action_mask = torch.tensor([[False] * 3 + [True] * 6])
     token_ids = torch.tensor([[2, 5, 8, *sampled]])
-    scored = Scorer(policy.model).score(token_ids, torch.ones_like(action_mask), action_mask).logprobs[0, 3:]
+    scored = LogprobComputer(policy.model).compute(token_ids, torch.ones_like(action_mask), action_mask).logprobs[0, 3:]
     torch.testing.assert_close(scored.detach(), torch.tensor(logprobs), rtol=0, atol=1e-4)

@@ -6,8 +6,8 @@ from safetensors.torch import load, save
 
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.batching import TokenBatch
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.reference import Reference
-from gspo_gym.learning.scoring import Scorer
 from gspo_gym.learning.settings import ReferenceSettings
 
 EXACTLY = {"rtol": 0, "atol": 0}
@@ -42,12 +42,18 @@ def make_lora(make_model):
 
 
 def hold(model, *, given=None, **settings):
-    return Reference(model, ReferenceSettings(**settings), scorer=Scorer(model), make_scorer=Scorer, given=given)
+    return Reference(
+        model,
+        ReferenceSettings(**settings),
+        computer=LogprobComputer(model),
+        make_computer=LogprobComputer,
+        given=given,
+    )
 
 
 def logprobs_of(model, batch):
     with torch.no_grad():
-        return Scorer(model).score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        return LogprobComputer(model).compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
 
 
 def move(model):
@@ -96,8 +102,8 @@ def test_an_adapter_is_swapped_out_after_an_error_too(make_lora, batch):
 
 def test_the_reference_is_scored_without_dropout(make_lora, batch):
     model = make_lora()
-    scorer = Scorer(model)
-    reference = Reference(model, ReferenceSettings(source="adapter"), scorer=scorer, make_scorer=Scorer)
+    computer = LogprobComputer(model)
+    reference = Reference(model, ReferenceSettings(source="adapter"), computer=computer, make_computer=LogprobComputer)
     torch.testing.assert_close(reference.logprobs(batch), reference.logprobs(batch), **EXACTLY)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.supervised import RouterLoad, Routers, find_routers
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
@@ -72,11 +72,11 @@ def test_a_model_of_experts_is_watched_through_the_scorer(make_model):
     attention = torch.arange(9) < torch.tensor([[9], [6]])
     sampled = attention.clone()
     sampled[:, 0] = False
-    scorer = Scorer(model)
+    computer = LogprobComputer(model)
     chosen.clear()  # of the probe
     load = RouterLoad(routers)
     with load.watching(attention[:, :-1]):
-        scores = scorer.score(ids, attention, sampled)
+        scores = computer.compute(ids, attention, sampled)
     scores.logprobs.sum().backward()
     is_token = attention[:, :-1].reshape(-1)
     counts = [torch.bincount(layer[is_token].reshape(-1), minlength=4).double() for layer in chosen]
@@ -94,9 +94,9 @@ def test_gradient_checkpointing_counts_no_token_twice(make_model):
     for is_checkpointed in (False, True):
         if is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        scorer, load = Scorer(model), RouterLoad(find_routers(model))
+        computer, load = LogprobComputer(model), RouterLoad(find_routers(model))
         with load.watching(everywhere[:, :-1]):
-            scores = scorer.score(ids, everywhere, sampled)
+            scores = computer.compute(ids, everywhere, sampled)
         scores.logprobs.sum().backward()
         found.append(load.metrics())
     assert found[0] == pytest.approx(found[1])

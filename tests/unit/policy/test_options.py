@@ -12,7 +12,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from gspo_gym.engine.local.shared_model import SharedModel
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import adapt_policy, load_policy
 from gspo_gym.policy.options import apply_liger, check_options, prepare_for_training
@@ -31,7 +31,7 @@ def scores_and_gradients(model: Any, shape: tuple[int, int] = (2, 12)) -> tuple[
     action_mask = valid.clone()
     action_mask[:, :3] = False
     model.zero_grad()
-    logprobs = Scorer(model).score(token_ids, valid, action_mask).logprobs
+    logprobs = LogprobComputer(model).compute(token_ids, valid, action_mask).logprobs
     logprobs.sum().backward()
     return logprobs.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -53,7 +53,7 @@ def test_checkpointing_recomputes_each_layer_and_gives_the_same_gradients(base: 
     expected, gradients = scores_and_gradients(plain)
     calls = layer_calls(checkpointed)
     actual, others = scores_and_gradients(checkpointed)
-    # after the scorer's own probe: forward, and once more each in the backward pass, the last layer first
+    # after the computer's own probe: forward, and once more each in the backward pass, the last layer first
     assert calls[-4:] == ["layer 0", "layer 1", "layer 1", "layer 0"]
     assert torch.equal(actual, expected)
     assert others.keys() == gradients.keys()

@@ -13,7 +13,7 @@ import torch
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import Policy, adapt_policy, is_quantized, load_policy, quantization_of, save_policy
 from gspo_gym.policy.options import prepare_for_training
@@ -94,11 +94,11 @@ def test_gradients_reach_every_adapter_also_after_sampling_in_eval_mode(
     prepare_for_training(policy.model, gradient_checkpointing=is_checkpointed)
     learn(policy)
     logits(policy)  # on some processors this would repack the weights for a kernel without a backward pass
-    scorer = Scorer(policy.model)
+    computer = LogprobComputer(policy.model)
     valid = torch.ones(2, 12, dtype=torch.bool)
     action_mask = valid.clone()
     action_mask[:, :3] = False
-    scorer.score(torch.arange(24).reshape(2, 12), valid, action_mask).logprobs.sum().backward()
+    computer.compute(torch.arange(24).reshape(2, 12), valid, action_mask).logprobs.sum().backward()
     trainable = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     assert len(trainable) == 2 * 2 * 7  # two factors on seven matrices in two layers
     assert {p.dtype for p in trainable.values()} == {torch.float32}
@@ -143,7 +143,7 @@ def test_the_engine_samples_from_a_4_bit_policy_with_the_logprobs_it_scores(dtyp
     sampled, logprobs = asyncio.run(sample())
     token_ids = torch.tensor([[72, 105, *sampled]])
     action_mask = torch.tensor([[False, False, *[True] * 6]])
-    scored = Scorer(policy.model).score(token_ids, torch.ones_like(action_mask), action_mask).logprobs[0, 2:]
+    scored = LogprobComputer(policy.model).compute(token_ids, torch.ones_like(action_mask), action_mask).logprobs[0, 2:]
     tolerance = 1e-4 if dtype == "float32" else 0.05  # bfloat16 carries 8 bits
     torch.testing.assert_close(scored.detach(), torch.tensor(logprobs), rtol=0, atol=tolerance)
 

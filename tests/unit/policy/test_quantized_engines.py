@@ -26,7 +26,7 @@ from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 
@@ -56,7 +56,12 @@ def scored(policy: Policy, sampled: list[int]) -> torch.Tensor:
     """[T] logprobs of what was sampled after tokens 72 and 105, as the learner computes them."""
     token_ids = torch.tensor([[72, 105, *sampled]])
     action_mask = torch.tensor([[False, False, *[True] * len(sampled)]])
-    return Scorer(policy.model).score(token_ids, torch.ones_like(action_mask), action_mask).logprobs[0, 2:].detach()
+    return (
+        LogprobComputer(policy.model)
+        .compute(token_ids, torch.ones_like(action_mask), action_mask)
+        .logprobs[0, 2:]
+        .detach()
+    )
 
 
 @pytest.mark.parametrize("is_copy", [False, True])

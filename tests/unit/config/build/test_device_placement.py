@@ -21,7 +21,7 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local import engine as local
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.kv_store import PlainStore
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion
@@ -160,7 +160,7 @@ def test_the_scorer_makes_every_tensor_on_the_models_device(emulated_device: Non
         attention_mask, action_mask = torch.ones(2, 20, dtype=torch.bool), torch.zeros(2, 20, dtype=torch.bool)
         attention_mask[1, 15:] = False
         action_mask[:, 5:9] = True
-    Scorer(model).score(token_ids, attention_mask, action_mask).logprobs.sum().backward()
+    LogprobComputer(model).compute(token_ids, attention_mask, action_mask).logprobs.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

@@ -7,7 +7,7 @@ import torch
 
 from gspo_gym.engine.local.sampling import RowSampling, sampling_logprobs
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.scoring import Scorer, truncate
+from gspo_gym.learning.logprobs import LogprobComputer, truncate
 from gspo_gym.types import Sampling
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
@@ -82,8 +82,8 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_softmax(make_
     token_ids = torch.tensor([[5, 3, 40]])
     everywhere = torch.ones(1, 3, dtype=torch.bool)
     sampled = torch.tensor([[False, True, True]])
-    scorer = Scorer(model, sampling=Sampling(top_k=10), entropy_has_gradient=True)
-    scores = scorer.score(token_ids, everywhere, sampled)
+    computer = LogprobComputer(model, sampling=Sampling(top_k=10), entropy_has_gradient=True)
+    scores = computer.compute(token_ids, everywhere, sampled)
     assert scores.logprobs[0].tolist() == pytest.approx([0, -math.log(10), -math.log(11)])
     assert scores.entropy[0].tolist() == pytest.approx([0, math.log(10), math.log(11)])
     (scores.logprobs.sum() + scores.entropy.sum()).backward()
@@ -95,7 +95,7 @@ def test_truncation_that_keeps_all_is_the_whole_softmax(make_model):
     model = make_model()
     ids, everywhere = torch.tensor([[5, 3, 40]]), torch.ones(1, 3, dtype=torch.bool)
     sampled = torch.tensor([[False, True, True]])
-    plain, same = (Scorer(model, sampling=t).score(ids, everywhere, sampled) for t in (None, Sampling()))
+    plain, same = (LogprobComputer(model, sampling=t).compute(ids, everywhere, sampled) for t in (None, Sampling()))
     assert torch.equal(plain.logprobs, same.logprobs)
     assert not Sampling().is_truncated
     assert all(Sampling(**setting).is_truncated for setting in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
@@ -119,8 +119,8 @@ def test_the_entropys_gradient_is_that_of_its_definition(make_model, chunk_token
     model = make_model(dtype=torch.float64)
     ids, everywhere = torch.tensor([[5, 3, 40, 7]]), torch.ones(1, 4, dtype=torch.bool)
     sampled = torch.tensor([[False, True, False, True]])
-    scorer = Scorer(model, chunk_tokens=chunk_tokens, entropy_has_gradient=True)
-    scorer.score(ids, everywhere, sampled).entropy.sum().backward()
+    computer = LogprobComputer(model, chunk_tokens=chunk_tokens, entropy_has_gradient=True)
+    computer.compute(ids, everywhere, sampled).entropy.sum().backward()
     output = model(input_ids=ids, output_hidden_states=True)
     expected = torch.zeros_like(model.lm_head.weight)
     for t in (0, 2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gspo_gym.learning.scoring import Scorer, seeded_random
+from gspo_gym.learning.logprobs import LogprobComputer, seeded_random
 
 peft = pytest.importorskip("peft")
 ROUNDING = 2e-5  # of float32 logprobs of order 10, where kernels with and without gradient may differ
@@ -30,31 +30,31 @@ def make_lora(make_model):
     return make
 
 
-def score(scorer, tokens, seed):
-    with torch.no_grad(), scorer.adapter_dropout(seed):
-        return scorer.score(*tokens).logprobs
+def score(computer, tokens, seed):
+    with torch.no_grad(), computer.adapter_dropout(seed):
+        return computer.compute(*tokens).logprobs
 
 
 def test_the_seed_decides_the_masks_with_and_without_gradients(make_lora, tokens):
-    scorer = Scorer(make_lora("q_proj", "down_proj"))
-    plain = scorer.score(*tokens).logprobs.detach()
-    without = score(scorer, tokens, seed=5)
-    with scorer.adapter_dropout(5):
-        with_gradients = scorer.score(*tokens).logprobs.detach()
+    computer = LogprobComputer(make_lora("q_proj", "down_proj"))
+    plain = computer.compute(*tokens).logprobs.detach()
+    without = score(computer, tokens, seed=5)
+    with computer.adapter_dropout(5):
+        with_gradients = computer.compute(*tokens).logprobs.detach()
     torch.testing.assert_close(with_gradients, without, rtol=0, atol=ROUNDING)
     assert float((without - plain).abs().max()) > 0.05, "a third of the adapter's input is dropped"
-    assert float((score(scorer, tokens, seed=6) - without).abs().max()) > 0.05
-    assert torch.equal(scorer.score(*tokens).logprobs.detach(), plain), "outside, nothing is dropped"
+    assert float((score(computer, tokens, seed=6) - without).abs().max()) > 0.05
+    assert torch.equal(computer.compute(*tokens).logprobs.detach(), plain), "outside, nothing is dropped"
 
 
 def test_the_models_own_dropout_stays_off(make_lora, tokens):
-    scorer = Scorer(make_lora("q_proj", attention_dropout=0.5))
-    with scorer.adapter_dropout(5):
-        scorer.score(*tokens)
-        on = [name for name, module in scorer._model.named_modules() if module.training]
+    computer = LogprobComputer(make_lora("q_proj", attention_dropout=0.5))
+    with computer.adapter_dropout(5):
+        computer.compute(*tokens)
+        on = [name for name, module in computer._model.named_modules() if module.training]
     assert on
     assert all("lora_dropout" in name for name in on)
-    assert not any(module.training for module in scorer._model.modules())
+    assert not any(module.training for module in computer._model.modules())
 
 
 @pytest.mark.parametrize("seed", [5, 6])
@@ -64,10 +64,10 @@ def test_gradients_with_and_without_checkpointing_are_the_same(make_lora, tokens
         model = make_lora("q_proj", "down_proj")
         if is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        scorer, calls = Scorer(model), []
+        computer, calls = LogprobComputer(model), []
         model.base_model.model.model.layers[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        with scorer.adapter_dropout(seed):
-            scorer.score(*tokens).logprobs.sum().backward()
+        with computer.adapter_dropout(seed):
+            computer.compute(*tokens).logprobs.sum().backward()
         assert len(calls) == (2 if is_checkpointed else 1)
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     for plain, again in zip(*gradients, strict=True):
@@ -77,9 +77,9 @@ def test_gradients_with_and_without_checkpointing_are_the_same(make_lora, tokens
 def test_an_adapter_on_the_head_has_the_same_masks_when_its_chunks_are_computed_again(make_lora, tokens):
     """Gradients of chunks against finite differences of the loss under the same masks."""
     model = make_lora("lm_head", dtype=torch.float64)
-    scorer = Scorer(model, chunk_tokens=4)
-    with scorer.adapter_dropout(5):
-        scorer.score(*tokens).logprobs.sum().backward()
+    computer = LogprobComputer(model, chunk_tokens=4)
+    with computer.adapter_dropout(5):
+        computer.compute(*tokens).logprobs.sum().backward()
     weight = next(p for name, p in model.named_parameters() if "lora_A" in name)
     step = 1e-5
     for place in ((0, 0), (2, 7), (3, 31)):
@@ -87,7 +87,7 @@ def test_an_adapter_on_the_head_has_the_same_masks_when_its_chunks_are_computed_
         for sign in (1, -1):
             with torch.no_grad():
                 weight[place] += sign * step
-            values.append(float(score(scorer, tokens, seed=5).sum()))
+            values.append(float(score(computer, tokens, seed=5).sum()))
             with torch.no_grad():
                 weight[place] -= sign * step
         # central differences: error of order step^2, and rounding of order 1e-13 / step
@@ -95,18 +95,18 @@ def test_an_adapter_on_the_head_has_the_same_masks_when_its_chunks_are_computed_
 
 
 def test_the_global_generator_is_left_as_it_was_also_after_an_error(make_lora, tokens):
-    scorer = Scorer(make_lora("q_proj"))
+    computer = LogprobComputer(make_lora("q_proj"))
     before = torch.get_rng_state()
 
     def fail():
-        with scorer.adapter_dropout(5):
-            scorer.score(*tokens)
+        with computer.adapter_dropout(5):
+            computer.compute(*tokens)
             raise ValueError("on purpose")
 
     with pytest.raises(ValueError, match="on purpose"):
         fail()
     assert torch.equal(torch.get_rng_state(), before)
-    assert not any(module.training for module in scorer._model.modules())
+    assert not any(module.training for module in computer._model.modules())
 
 
 def test_within_a_seed_the_generator_is_one_of_that_seed():
@@ -118,5 +118,5 @@ def test_within_a_seed_the_generator_is_one_of_that_seed():
 
 
 def test_a_model_without_an_adapter_has_nothing_to_drop(make_model, tokens):
-    scorer = Scorer(make_model())
-    assert torch.equal(score(scorer, tokens, seed=5), score(scorer, tokens, seed=6))
+    computer = LogprobComputer(make_model())
+    assert torch.equal(score(computer, tokens, seed=5), score(computer, tokens, seed=6))

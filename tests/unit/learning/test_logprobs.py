@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.learning.scoring import Scorer, score_logprobs
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
 from gspo_gym.types import Sampling
 
@@ -26,6 +26,10 @@ def tokens():
     action_mask = torch.zeros(3, 12, dtype=torch.bool)
     action_mask[0, 1:3] = action_mask[0, 5:8] = action_mask[1, 2:9] = action_mask[2, 11] = True
     return token_ids, attention_mask, action_mask
+
+
+def compute_once(model, *tokens, temperature=1.0):
+    return LogprobComputer(model, sampling=Sampling(temperature=temperature)).compute(*tokens).logprobs
 
 
 def from_all_logits(model, token_ids, attention_mask, action_mask, temperature=1.0):
@@ -62,7 +66,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits(make_
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
 
-    scores = Scorer(model, sampling=Sampling(temperature=0.7), chunk_tokens=5).score(*tokens)
+    scores = LogprobComputer(model, sampling=Sampling(temperature=0.7), chunk_tokens=5).compute(*tokens)
     torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=FLOAT32)
     torch.testing.assert_close(scores.entropy, expected_entropy, rtol=0, atol=FLOAT32)
     assert scores.logprobs.dtype == torch.float32
@@ -82,7 +86,7 @@ def test_in_float64_scoring_and_the_models_logits_agree_to_its_last_digits(make_
     model = make_model(dtype=torch.float64).eval()
     distribution = torch.log_softmax(model(input_ids=tokens[0], attention_mask=tokens[1].long()).logits / 2, -1)
     expected = distribution[:, :-1].gather(-1, tokens[0][:, 1:, None]).squeeze(-1)
-    logprobs = score_logprobs(model, *tokens, temperature=2.0)
+    logprobs = compute_once(model, *tokens, temperature=2.0)
     # 1e-6, not 1e-13, because rotary angles and attention kernels of transformers pass through float32 here and there
     torch.testing.assert_close(logprobs[:, 1:][tokens[2][:, 1:]], expected[tokens[2][:, 1:]], rtol=0, atol=1e-6)
     assert logprobs.dtype == torch.float64
@@ -90,22 +94,22 @@ def test_in_float64_scoring_and_the_models_logits_agree_to_its_last_digits(make_
 
 def test_a_16_bit_model_is_scored_in_float32(make_model, tokens):
     model = make_model(dtype=torch.bfloat16)
-    logprobs = score_logprobs(model, *tokens)
+    logprobs = compute_once(model, *tokens)
     assert logprobs.dtype == torch.float32
     # exp of the logprobs of all tokens at one place sums to 1 in float32; in bf16 it would be off by up to 1e-2
     every_token = torch.arange(61)[:, None]
     prefix = tokens[0][:1, :4].expand(61, 4)
     mask = torch.zeros(61, 5, dtype=torch.bool)
     mask[:, 4] = True
-    scored = score_logprobs(model, torch.cat([prefix, every_token], 1), torch.ones(61, 5, dtype=torch.bool), mask)
+    scored = compute_once(model, torch.cat([prefix, every_token], 1), torch.ones(61, 5, dtype=torch.bool), mask)
     assert scored[:, 4].exp().sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 4, 12, 13, 100])
 def test_the_chunk_size_changes_nothing(make_model, tokens, chunk_tokens):
     model = make_model(dtype=torch.float64)
-    whole = Scorer(model, chunk_tokens=1000).score(*tokens)
-    chunked = Scorer(model, chunk_tokens=chunk_tokens).score(*tokens)
+    whole = LogprobComputer(model, chunk_tokens=1000).compute(*tokens)
+    chunked = LogprobComputer(model, chunk_tokens=chunk_tokens).compute(*tokens)
     # float64: only the matrix product's order of summation may differ
     torch.testing.assert_close(chunked.logprobs, whole.logprobs, rtol=0, atol=1e-12)
     torch.testing.assert_close(chunked.entropy, whole.entropy, rtol=0, atol=1e-12)
@@ -128,11 +132,11 @@ class WidestLogits(TorchDispatchMode):
 
 def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward(make_model, tokens):
     model = make_model()
-    scorer = Scorer(model, chunk_tokens=4)
+    computer = LogprobComputer(model, chunk_tokens=4)
     head_rows = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: head_rows.append(output.numel() // 61))
     with WidestLogits() as widest:
-        scorer.score(*tokens).logprobs.sum().backward()
+        computer.compute(*tokens).logprobs.sum().backward()
     assert int(tokens[2].sum()) == 13
     # three full chunks and one token, computed once more in the backward pass; B * T would be 36 rows
     assert sorted(head_rows) == sorted([4, 4, 4, 1] * 2)
@@ -143,29 +147,31 @@ def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward(make_model, t
 
 def test_without_gradients_nothing_is_computed_twice(make_model, tokens):
     model = make_model()
-    scorer = Scorer(model, chunk_tokens=4)
+    computer = LogprobComputer(model, chunk_tokens=4)
     head_rows = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: head_rows.append(output.numel() // 61))
     with torch.no_grad():
-        scorer.score(*tokens)
+        computer.compute(*tokens)
     assert head_rows == [4, 4, 4, 1]
 
 
 def test_what_stands_in_the_padding_changes_nothing(make_model, tokens):
     token_ids, attention_mask, action_mask = tokens
-    scorer = Scorer(make_model())
+    computer = LogprobComputer(make_model())
     other = torch.where(attention_mask, token_ids, 60)
-    assert torch.equal(scorer.score(*tokens).logprobs, scorer.score(other, attention_mask, action_mask).logprobs)
+    assert torch.equal(
+        computer.compute(*tokens).logprobs, computer.compute(other, attention_mask, action_mask).logprobs
+    )
 
 
 def test_dropout_is_off_with_and_without_gradients(make_model, tokens):
     model = make_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    scorer = Scorer(model)
+    computer = LogprobComputer(model)
     model.train()
-    with_gradients = scorer.score(*tokens).logprobs.detach()
+    with_gradients = computer.compute(*tokens).logprobs.detach()
     model.train()
     with torch.no_grad():
-        without = scorer.score(*tokens).logprobs
+        without = computer.compute(*tokens).logprobs
     # equal but for the order of summation, as the two may take different kernels; dropout would move them by units
     torch.testing.assert_close(with_gradients, without, rtol=0, atol=FLOAT32)
     assert not any(module.training for module in model.modules()), "also when the backward pass computes parts again"
@@ -179,7 +185,7 @@ def test_dropout_stays_off_where_the_backward_pass_applies_the_head_again(make_m
     gradients = []
     for chunk_tokens in (1000, 4):  # the first keeps its logits, the second computes them again
         model.zero_grad()
-        Scorer(model, chunk_tokens=chunk_tokens).score(*tokens).logprobs.sum().backward()
+        LogprobComputer(model, chunk_tokens=chunk_tokens).compute(*tokens).logprobs.sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
     for kept, computed_again in zip(*gradients, strict=True):
         torch.testing.assert_close(computed_again, kept, rtol=0, atol=1e-4 * float(kept.abs().max()))
@@ -187,15 +193,15 @@ def test_dropout_stays_off_where_the_backward_pass_applies_the_head_again(make_m
 
 def test_gradient_checkpointing_still_acts_and_changes_no_gradient(make_model, tokens):
     model = make_model(attention_dropout=0.5).train()
-    Scorer(model).score(*tokens).logprobs.sum().backward()
+    LogprobComputer(model).compute(*tokens).logprobs.sum().backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    scorer = Scorer(model)
+    computer = LogprobComputer(model)
     calls = []
     model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    scorer.score(*tokens).logprobs.sum().backward()
+    computer.compute(*tokens).logprobs.sum().backward()
     assert len(calls) == 2, "the layer ran once forward and once more in the backward pass"
     assert not any(module.training for module in model.modules()), "an engine that shares the model can decode with it"
     for name, parameter in model.named_parameters():
@@ -206,10 +212,10 @@ def test_gradient_checkpointing_still_acts_and_changes_no_gradient(make_model, t
 def test_checkpointed_layers_that_would_drop_out_are_refused(make_model):
     # OPT's layers read their own training flag for dropout, which checkpointing needs to be set
     model = make_model("opt", ffn_dim=48, word_embed_proj_dim=16, dropout=0.5)
-    Scorer(model)
+    LogprobComputer(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ConfigError, match="drops out in eval mode"):
-        Scorer(model)
+        LogprobComputer(model)
 
 
 def test_a_lora_model_is_scored_as_peft_computes_it(make_model, tokens):
@@ -218,7 +224,7 @@ def test_a_lora_model_is_scored_as_peft_computes_it(make_model, tokens):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(make_model(), config)
     expected, _ = from_all_logits(model.eval(), *tokens)
-    logprobs = Scorer(model, chunk_tokens=4).score(*tokens).logprobs
+    logprobs = LogprobComputer(model, chunk_tokens=4).compute(*tokens).logprobs
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=FLOAT32)
     with model.disable_adapter():
         base, _ = from_all_logits(model, *tokens)
@@ -237,7 +243,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(make_model
 
     model.__class__ = Capped
     with pytest.raises(ConfigError, match="changes its logits"):
-        Scorer(model)
+        LogprobComputer(model)
     assert not model.lm_head._forward_hooks, "what the probe watched with is removed"
 
 
@@ -255,14 +261,14 @@ def test_logits_may_differ_by_eight_roundings_of_the_largest(make_model, num_rou
     model = make_model()
     model.__class__ = Off
     with pytest.raises(ConfigError, match="changes its logits") if is_refused else contextlib.nullcontext():
-        Scorer(model)
+        LogprobComputer(model)
 
 
 def test_a_model_that_does_not_do_what_its_config_says_is_refused(make_model):
     model = make_model("cohere", logit_scale=0.25)
     model.config.logit_scale = 0.5
     with pytest.raises(ConfigError, match="changes its logits"):
-        Scorer(model)
+        LogprobComputer(model)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +289,7 @@ def test_a_model_must_apply_its_head_once_to_every_token(make_model, logits_of):
     model = make_model()
     model.__class__ = Other
     with pytest.raises(ConfigError, match="applied once"):
-        Scorer(model)
+        LogprobComputer(model)
 
 
 def test_a_model_that_gives_its_head_a_hundredth_more_than_its_decoder_says_is_refused(make_model):
@@ -294,7 +300,7 @@ def test_a_model_that_gives_its_head_a_hundredth_more_than_its_decoder_says_is_r
     model = make_model()
     model.__class__ = Other
     with pytest.raises(ConfigError, match="cannot be scored"):
-        Scorer(model)
+        LogprobComputer(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -303,7 +309,7 @@ def test_a_model_that_looks_into_its_padding_is_refused(make_model, dtype):
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ConfigError, match="cannot be scored"):
-        Scorer(model)
+        LogprobComputer(model)
 
 
 def test_a_model_whose_weights_are_not_finite_is_refused(make_model):
@@ -311,7 +317,7 @@ def test_a_model_whose_weights_are_not_finite_is_refused(make_model):
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
     with pytest.raises(ConfigError, match="weights sound"):
-        Scorer(model)
+        LogprobComputer(model)
 
 
 @pytest.mark.parametrize("names", ["itself", "none"])
@@ -320,36 +326,36 @@ def test_a_model_that_names_no_decoder_is_scored_through_its_base_model(make_mod
         def get_decoder(self):
             return self if names == "itself" else None
 
-    expected = score_logprobs(make_model(), *tokens)
+    expected = compute_once(make_model(), *tokens)
     model = make_model()
     model.__class__ = Own
-    assert torch.equal(score_logprobs(model, *tokens), expected)
+    assert torch.equal(compute_once(model, *tokens), expected)
 
 
 def test_a_module_without_an_output_head_is_refused(make_model):
     with pytest.raises(ConfigError, match="output head"):
-        Scorer(make_model().model)
+        LogprobComputer(make_model().model)
 
 
 def test_left_padding_and_uncaused_tokens_are_refused(make_model, tokens):
     token_ids, attention_mask, action_mask = tokens
-    scorer = Scorer(make_model())
+    computer = LogprobComputer(make_model())
     with pytest.raises(RecordError, match="on the right"):
-        scorer.score(token_ids, attention_mask.flip(1), action_mask)
+        computer.compute(token_ids, attention_mask.flip(1), action_mask)
     with pytest.raises(RecordError, match="on the right"):
-        scorer.score(token_ids, attention_mask, action_mask | ~attention_mask)
+        computer.compute(token_ids, attention_mask, action_mask | ~attention_mask)
     with pytest.raises(RecordError, match="position 0"):
-        scorer.score(token_ids, attention_mask, attention_mask)
+        computer.compute(token_ids, attention_mask, attention_mask)
 
 
-def make_scorer(model, *, temperature=1.0, **settings):
-    return Scorer(model, sampling=Sampling(temperature=temperature), **settings)
+def make_computer(model, *, temperature=1.0, **settings):
+    return LogprobComputer(model, sampling=Sampling(temperature=temperature), **settings)
 
 
 @pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": float("nan")}, {"chunk_tokens": 0}])
 def test_settings_out_of_range_are_refused(make_model, setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
-        make_scorer(make_model(), **setting)
+        make_computer(make_model(), **setting)
 
 
 def test_a_model_that_cannot_be_called_without_a_cache_is_refused() -> None:
@@ -360,4 +366,4 @@ def test_a_model_that_cannot_be_called_without_a_cache_is_refused() -> None:
 
     policy.model.forward = forward
     with pytest.raises(ConfigError, match=r"takes no token ids without a cache: .*use_cache"):
-        Scorer(policy.model)
+        LogprobComputer(policy.model)

@@ -26,13 +26,13 @@ from gspo_gym.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class TokenLogprobs:
     """Logprobs and entropies of sampled tokens; float32 (float64 of a float64 model), nats.
 
     Attributes:
         logprobs: [B, T], differentiable; 0 where nothing was sampled.
         entropy: [B, T], of the distribution each token was sampled from; 0 where nothing was sampled. Differentiable if
-            the scorer was told so, else detached.
+            the computer was told so, else detached.
     """
 
     logprobs: Tensor
@@ -55,7 +55,7 @@ class _Parts:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
-class Scorer:
+class LogprobComputer:
     """Computes logprobs of sampled tokens under a causal language model of transformers, plain or wrapped by peft.
 
     The logprob of the token at position t comes from the logits at t - 1. The model runs in eval mode with and without
@@ -84,10 +84,11 @@ class Scorer:
         sampling = sampling or Sampling()
         if not sampling.temperature > 0:
             raise ConfigError(
-                f"Scorer.temperature: expected > 0, got {sampling.temperature} (greedy samples are not trainable)"
+                f"LogprobComputer.temperature: expected > 0, got {sampling.temperature} (greedy samples are not "
+                "trainable)"
             )
         if chunk_tokens < 1:
-            raise ConfigError(f"Scorer.chunk_tokens: expected at least 1, got {chunk_tokens}")
+            raise ConfigError(f"LogprobComputer.chunk_tokens: expected at least 1, got {chunk_tokens}")
         self._model = model
         self._parts = _take_apart(model)
         self.sampling = sampling
@@ -97,7 +98,7 @@ class Scorer:
         self._drops_out = False
         _probe(model, self._parts)
 
-    def score(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Scores:
+    def compute(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenLogprobs:
         """Return logprob and entropy of every sampled token; [B, T] inputs as in `TokenBatch`, on the model's device.
 
         Gradients flow unless disabled.
@@ -106,9 +107,9 @@ class Scorer:
             RecordError: padding that is not on the right, or a sampled token at position 0.
         """
         if bool((attention_mask[:, 1:] & ~attention_mask[:, :-1]).any()) or bool((~attention_mask & action_mask).any()):
-            raise RecordError("Scorer: expected padding on the right only, and no sampled token in it")
+            raise RecordError("LogprobComputer: expected padding on the right only, and no sampled token in it")
         if bool(action_mask[:, 0].any()):
-            raise RecordError("Scorer: the token at position 0 has no context to be sampled from")
+            raise RecordError("LogprobComputer: the token at position 0 has no context to be sampled from")
         # Dropout in one of two passes would be a difference that the ratio takes for learning, and the backward pass
         # may run parts of the forward again.
         _eval_mode(self._model)
@@ -116,15 +117,15 @@ class Scorer:
         with _as_current(token_ids.device), _checkpointing(self._model):
             hidden_BTD = _hidden_states(self._parts.decoder, token_ids[:, :-1])  # the last token predicts none of them
         predicts_action = action_mask[:, 1:]
-        logprobs, entropy = self._score_flat(hidden_BTD[predicts_action], token_ids[:, 1:][predicts_action])
+        logprobs, entropy = self._compute_flat(hidden_BTD[predicts_action], token_ids[:, 1:][predicts_action])
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
-        return Scores(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
+        return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
 
     @contextlib.contextmanager
     def adapter_dropout(self, seed: int) -> Iterator[None]:
         """Let the dropout of the model's LoRA adapter act while inside, if it has one.
 
-        The first `score` within draws the same masks whenever seed and shapes are the same. The global generators are
+        The first `compute` within draws the same masks whenever seed and shapes are the same. The global generators are
         left as they were.
         """
         # Common random numbers: with fresh masks in each pass a ratio would mostly measure the masks. The backward pass
@@ -140,19 +141,19 @@ class Scorer:
                 self._drops_out = False
                 switch(self._dropouts, on=False)
 
-    def _score_flat(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_flat(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropy, both [A], of hidden states [A, D] and targets [A]."""
         if len(targets) <= self._chunk_tokens:  # one chunk: keeping its logits is no more than recomputing would hold
-            return self._score_chunk(hidden, targets)
+            return self._compute_chunk(hidden, targets)
         size = self._chunk_tokens
         # In the backward pass each chunk's logits are computed again: one [chunk, V] exists at once.
         pieces = [
-            checkpoint(self._score_chunk, h, t, use_reentrant=False, preserve_rng_state=self._drops_out)
+            checkpoint(self._compute_chunk, h, t, use_reentrant=False, preserve_rng_state=self._drops_out)
             for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
         ]
         return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
-    def _score_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self._parts.finish_logits(self._parts.head(hidden))
         if self.sampling.temperature != 1.0:
             logits = logits / self.sampling.temperature
@@ -162,19 +163,6 @@ class Scorer:
         with torch.set_grad_enabled(self._entropy_has_gradient and torch.is_grad_enabled()):
             entropy = _entropy(log_softmax)
         return log_softmax.gather(-1, targets[:, None]).squeeze(-1), entropy
-
-
-def score_logprobs(
-    model: nn.Module,
-    token_ids: Tensor,
-    attention_mask: Tensor,
-    action_mask: Tensor,
-    *,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Return [B, T] logprobs of the sampled tokens, for a single use; keep a `Scorer` to score more than once."""
-    scorer = Scorer(model, sampling=Sampling(temperature=temperature))
-    return scorer.score(token_ids, attention_mask, action_mask).logprobs
 
 
 def _entropy(log_softmax: Tensor) -> Tensor:  # [A] of [A, V]
