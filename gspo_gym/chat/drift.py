@@ -1,10 +1,8 @@
 """Compare the tokens that an episode accumulated with a fresh rendering of its messages.
 
 The tokens are right by construction, because the model read them. A difference means that a chat server, which renders
-every prompt from messages, would show the model something else. Usually the model spelt something differently (white
-space in JSON, blank edges that a template trims, a word in other pieces); anything else is a fault of the renderer or
-of the environment's messages. `check_drift` finds any difference and is a measurement; `check_context` finds only
-faults and may be a gate, as in `gspo-gym env check --model`.
+every prompt from messages, would show the model something else. `check_drift` finds any difference and is a
+measurement; `check_context` finds only faults and may be a gate, as in `gspo-gym env check --model`.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ class DriftReport:
     Attributes:
         position: index of the first token that differs, or None.
         same_text: both decode to the same text, so only the tokenisation differs.
-        expected: text around the difference in the fresh rendering, or "".
-        actual: the same for the accumulated tokens.
+        expected, actual: text around the difference in the fresh rendering and in the accumulated tokens, or "".
     """
 
     position: int | None
@@ -37,7 +34,6 @@ class DriftReport:
 
     @property
     def matches(self) -> bool:
-        """Return whether the tokens are equal."""
         return self.position is None
 
     def __str__(self) -> str:
@@ -52,13 +48,9 @@ class DriftReport:
 def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Message]) -> DriftReport:
     """Compare the tokens of an episode's last segment with a fresh rendering of all its messages.
 
-    Args:
-        renderer: of the model that played.
-        tokens: the segment's ids, up to and including the last answer (closed or cut off) or the last prompt.
-        messages: the episode's messages, ending with that answer or with the last observation.
-
-    Raises:
-        TemplateError: the template cannot render these messages.
+    `tokens` are the segment's ids, up to and including the last answer (closed or cut off) or the last prompt;
+    `messages` end with that answer or with the last observation. Raises a TemplateError where the template cannot
+    render these messages.
     """
     actual = [int(token) for token in tokens]
     if messages and messages[-1].role == "assistant":
@@ -87,17 +79,13 @@ def check_context(
 ) -> DriftReport:
     """Compare everything that was *not* sampled in a prompt with a fresh rendering of its messages.
 
-    Answers may be spelt differently; the pieces before, between and after them must be in the rendering in order, with
-    exactly one answer in each gap.
+    The pieces before, between and after the answers must be in the rendering in order, with exactly one answer in each
+    gap. Raises a TemplateError where the template cannot render these messages.
 
     Args:
-        renderer: of the model that played.
         prompt: the ids that the model was given, from the start of the segment.
         is_sampled: which of them the model sampled.
         messages: the conversation in the prompt, ending with the message to be answered.
-
-    Raises:
-        TemplateError: the template cannot render these messages.
     """
     actual = [int(token) for token in prompt]
     expected = renderer.start(messages)
@@ -106,7 +94,7 @@ def check_context(
     for is_answer, flags in itertools.groupby(is_sampled):
         stop = start + len(list(flags))
         piece = actual[start:stop]
-        if is_answer:
+        if is_answer:  # which may be spelt differently: white space in JSON, blank edges, a word in other pieces
             said = piece
         else:
             at = _position(expected, piece, done, is_first=start == 0, is_last=stop == len(actual))
@@ -123,8 +111,7 @@ def check_context(
 
 
 def _position(expected: list[int], piece: list[int], done: int, *, is_first: bool, is_last: bool) -> int | None:
-    """Return the place of `piece` in `expected` from `done` on; the first and the last piece have fixed places."""
-    if is_first or is_last:
+    if is_first or is_last:  # the only place where it can be
         places = [0 if is_first else len(expected) - len(piece)]
     else:
         places = [i for i in range(done, len(expected)) if expected[i] == piece[0]]

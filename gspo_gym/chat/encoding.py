@@ -1,9 +1,7 @@
 """Rendered text to token ids and back, with special tokens only where the template put them.
 
 Text without special tokens is tokenised exactly as by `tokenizer(text, add_special_tokens=False)`. If a message holds
-the text of a special token, as in an attempt to forge a turn, that text becomes ordinary tokens: the message is
-rendered with a marker in its place, and the marker's ids are inserted after tokenisation. Only merges across its edges
-are lost.
+the text of a special token, as in an attempt to forge a turn, that text becomes ordinary tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ class Escapes:
         self._markers: dict[str, str] = {}
 
     @property
-    def originals(self) -> list[str]:
-        """Return the texts in the order of their markers' numbers."""
+    def originals(self) -> list[str]:  # in the order of their markers' numbers
         return list(self._markers)
 
     def __call__(self, text: str) -> str:
@@ -51,10 +48,7 @@ class Escapes:
 
 
 class TextCodec:
-    """Encoder and decoder for one tokenizer.
-
-    Args:
-        tokenizer: any transformers tokenizer.
+    """Encoder and decoder for one transformers tokenizer.
 
     Attributes:
         added: id by text of every token added to the vocabulary, special or not.
@@ -85,7 +79,6 @@ class TextCodec:
         self._escaped = _escape_pattern(self._guarded)
 
     def escapes(self) -> Escapes:
-        """Return a fresh record for one rendering."""
         return Escapes(self._escaped)
 
     def find_special(self, text: str, start: int = 0) -> re.Match[str] | None:
@@ -100,7 +93,6 @@ class TextCodec:
         """Return the ids of rendered text.
 
         Args:
-            text: rendered with `escapes`.
             escapes: meaning of the markers in the text; None if nothing was escaped.
             after: special token before the text, not part of the result. Sentencepiece tokenizers treat the start of a
                 string differently, but not the text after a special token.
@@ -108,6 +100,8 @@ class TextCodec:
         originals = [] if escapes is None else escapes.originals
         if not originals:
             return self._encode_behind(after, text)
+        # The message was rendered with a marker in place of each special token's text, whose ids are inserted after
+        # tokenisation: only merges across its edges are lost.
         ids: list[int] = []
         position = 0
         for marker in _MARKER.finditer(text):
@@ -133,7 +127,6 @@ class TextCodec:
         return ids[1:] if ids[0] == self.added.get(anchor) else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        """Return the tokenizer's ids, cached for short texts."""
         # Environments repeat themselves, and the episodes of a group read the same. Besides the time of encoding,
         # the cache saves waits: the tokenizer releases the GIL, and gets it back late from an engine that decodes in
         # another thread.
@@ -162,7 +155,6 @@ class TextCodec:
                 )
 
     def _encode_as_plain(self, text: str) -> list[int]:
-        """Return ids for a special token's text that do not include that token."""
         if text not in self._plain_ids:
             self._plain_ids[text] = self._find_plain(text)
         return self._plain_ids[text]
@@ -187,6 +179,6 @@ def _escape_pattern(guarded: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of any of the texts, longest first, which matches nothing if there are none."""
+    # The longest first: of two tokens that begin alike, the longer is meant. No texts: a pattern that matches nothing.
     ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

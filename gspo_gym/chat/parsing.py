@@ -31,10 +31,8 @@ _MAX_NESTING = 32  # levels of JSON; deeper values could exhaust the stack of re
 class ParseFailure:
     """Sampled text that is not a message.
 
-    Attributes:
-        status: kind of failure; never `ParseStatus.OK`.
-        error: what was expected and what came, in words that the model can act on.
-        text: the whole sampled text, unchanged.
+    `status` is never `ParseStatus.OK`; `error` says what was expected and what came, in words that the model can act
+    on; `text` is the whole sampled text, unchanged.
     """
 
     status: ParseStatus
@@ -43,8 +41,6 @@ class ParseFailure:
 
 
 class _BadTextError(Exception):
-    """Carries a failure from the place that found it to `parse_action`."""
-
     def __init__(self, status: ParseStatus, error: str) -> None:
         super().__init__(error)
         self.status = status
@@ -80,7 +76,6 @@ def parse_action(
 
 
 def _split_reasoning(text: str, *, is_truncated: bool, starts_inside: bool) -> tuple[str | None, str]:
-    """Return the reasoning without the line breaks around it, and the answer after it."""
     stripped = text.lstrip()
     if stripped.startswith(REASONING_OPEN):
         inside = stripped[len(REASONING_OPEN) :]
@@ -107,7 +102,6 @@ def _split_reasoning(text: str, *, is_truncated: bool, starts_inside: bool) -> t
 
 
 def _split_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the content and the tool calls of an answer in any of the formats."""
     if _CALL_OPEN in answer or _CALL_CLOSE in answer:
         return _split_tagged_calls(answer, is_truncated=is_truncated)
     if _CALL_LIST in answer:
@@ -125,7 +119,6 @@ def _split_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCal
 
 
 def _split_tagged_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the content and the calls of `<tool_call>` blocks."""
     calls: list[ToolCall] = []
     texts: list[str] = []
     position = 0
@@ -148,7 +141,6 @@ def _split_tagged_calls(answer: str, *, is_truncated: bool) -> tuple[str, tuple[
 
 
 def _split_call_list(answer: str, *, is_truncated: bool) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the content and the calls of `[TOOL_CALLS]` with a JSON list, which ends the answer."""
     content, _, document = answer.partition(_CALL_LIST)
     value, end = _read_json(document, 0, where="tool calls", is_truncated=is_truncated)
     if not isinstance(value, list) or not value:
@@ -159,7 +151,6 @@ def _split_call_list(answer: str, *, is_truncated: bool) -> tuple[str, tuple[Too
 
 
 def _read_json(text: str, position: int, *, where: str, is_truncated: bool) -> tuple[Any, int]:
-    """Return the JSON value at `position` and its end."""
     start = _skip_space(text, position)
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -180,7 +171,6 @@ def _read_json(text: str, position: int, *, where: str, is_truncated: bool) -> t
 
 
 def _to_call(value: Any, index: int, where: str) -> ToolCall:
-    """Return a checked call."""
     if not isinstance(value, Mapping):
         _reject(f"{where}: expected a JSON object with name and arguments, got {_quote(json.dumps(value))}")
     name = value.get("name")
@@ -193,8 +183,7 @@ def _to_call(value: Any, index: int, where: str) -> ToolCall:
     return ToolCall(given_id if isinstance(given_id, str) and given_id else f"call_{index}", name, arguments)
 
 
-def _require_shallow(value: Any, levels: int) -> None:
-    """Raise if the nesting is so deep that a recursive function could exhaust its stack."""
+def _require_shallow(value: Any, levels: int) -> None:  # else a recursive reader could exhaust its stack
     if isinstance(value, Mapping | list):
         if levels == 0:
             raise ValueError(f"nested more than {_MAX_NESTING} levels deep")

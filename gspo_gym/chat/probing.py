@@ -169,17 +169,14 @@ _PROBE_TOOL = "probe_tool"
 
 def _call(call_id: str) -> Wire:
     function = {"name": _PROBE_TOOL, "arguments": {"key": _ARGUMENT}}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-    }
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def searched_literals(source: str) -> re.Pattern[str]:
     r"""Return a pattern of the literals that a template looks for in messages, as by `'</think>' in content`.
 
-    Line breaks and spaces are left out, because their effect shows on marked texts.
+    Line breaks and spaces are left out: their effect shows on marked texts.
 
     >>> searched_literals("{% if '</think>' in m.content %}{{ m.content.split('\n') }}{% endif %}").pattern
     '</think>'

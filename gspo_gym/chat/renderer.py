@@ -3,10 +3,6 @@
 Sampled tokens are never rendered again: a turn appends the closing and the new messages to the existing ids. If the
 template would rewrite those (Qwen3 strips earlier reasoning when a user speaks), the whole prompt is rendered again and
 a new segment begins; seams.py decides that.
-
-The appended ids are those of the whole text, because they begin after a special token, across which nothing merges. The
-sampled ids stand as sampled: a model may spell a word in other pieces, and a message in other white space, than the
-template.
 """
 
 from __future__ import annotations
@@ -90,8 +86,7 @@ class Renderer:
     def start(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt of an episode: the whole conversation and the opening of the model's turn.
 
-        Raises:
-            TemplateError: the template refuses a message, or does not show it exactly once.
+        Raises a TemplateError where the template refuses a message, or does not show it exactly once.
         """
         return self.full(messages, add_generation_prompt=True)
 
@@ -118,6 +113,7 @@ class Renderer:
         seam = self._seams.find(history, new_messages, escapes)
         if seam is None:
             return Continuation(self.start([*history, *new_messages]), is_new_segment=True)
+        # They are the ids of the whole text, because they begin after a special token, across which nothing merges.
         after_stop = self._codec.encode(seam.rest, escapes, after=seam.stop)
         if closed:
             return Continuation(after_stop, is_new_segment=False)
@@ -182,11 +178,7 @@ class Renderer:
         return text[:at], stop
 
     def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
-        """Return the ids of the whole conversation, rendered from nothing.
-
-        Raises:
-            TemplateError: as for `start`.
-        """
+        """Return the ids of the whole conversation, rendered from nothing; raises as `start`."""
         escapes = self._codec.escapes()
         wires = self._seams.wires(messages, escapes)
         text = self._template.text(wires, add_generation_prompt=add_generation_prompt)
@@ -218,7 +210,6 @@ class Renderer:
         return parsed
 
     def _extends_over(self, turns: Sequence[tuple[Message, ...]]) -> bool:
-        """Return whether all seams in these conversations hold; those that the template cannot render do not count."""
         verdicts: list[bool] = []
         for messages in turns:
             answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
@@ -227,13 +218,12 @@ class Renderer:
                     self.action_ids(messages[answer])
                     seam = self._seams.find(messages[: answer + 1], messages[answer + 1 : end], self._codec.escapes())
                     verdicts.append(seam is not None)
-            except TemplateError:
+            except TemplateError:  # what the template cannot render does not count
                 continue
         return bool(verdicts) and all(verdicts)
 
 
 def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:
-    """Raise if rendered text lacks a part of what a message says."""
     parts = {"content": said["content"], "reasoning": said.get("reasoning_content", "")}
     parts |= {f"call of {call['function']['name']}": call["function"]["name"] for call in said.get("tool_calls", ())}
     for part, words in parts.items():
@@ -243,8 +233,7 @@ def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:
             )
 
 
-def _conversation(letters: str) -> tuple[Message, ...]:
-    """Return a small conversation, one letter a message (see `kinds`)."""
+def _conversation(letters: str) -> tuple[Message, ...]:  # one letter a message, see `kinds`
     call = (ToolCall("call_0", "probe_tool", {"key": "value"}),)
     kinds = {
         "s": Message("system", "Be brief."),
@@ -289,10 +278,7 @@ def with_system_prompt(messages: tuple[Message, ...], prompt: str | None) -> tup
 class RendererCache:
     """One renderer per set of tools: probing a template is slow, and the episodes of an environment share it.
 
-    Args:
-        tokenizer: a transformers tokenizer with a chat template.
-        template_kwargs: passed to the chat template, such as {"enable_thinking": False}.
-        system_prompt: beginning of every conversation, before the environment's messages; None for none.
+    `system_prompt` is the beginning of every conversation, before the environment's messages.
     """
 
     _MAX_KEPT = 64  # tools may differ from task to task, so old renderers are dropped
@@ -306,11 +292,7 @@ class RendererCache:
         self._renderers: dict[str, Renderer] = {}
 
     def for_tools(self, tool_schemas: Sequence[Mapping[str, Any]]) -> Renderer:
-        """Return the renderer of conversations with these tools.
-
-        Raises:
-            TemplateError: the chat template cannot be rendered exactly.
-        """
+        """Return the renderer of conversations with these tools; a TemplateError if it cannot be exact."""
         key = json.dumps(list(tool_schemas))  # unsorted: the order of keys reaches the prompt
         if key not in self._renderers:
             if len(self._renderers) >= self._MAX_KEPT:

@@ -56,7 +56,6 @@ class Seam:
 
     Attributes:
         unclosed: template text between a cut-off answer and its stop token.
-        stop: the stop token.
         rest: from the stop token to the end of the next prompt.
     """
 
@@ -85,8 +84,6 @@ class _Plan:
 
 
 class _NoPlan(enum.Enum):
-    """Why a shape has no plan."""
-
     REWRITES = enum.auto()  # the template rewrites what was said
     UNREADABLE = enum.auto()  # it does something unknown to a text, so render each time
 
@@ -151,11 +148,7 @@ class Seams:
         return Seam(plan.unclosed, plan.stop, "".join(rest))
 
     def require_shown(self, messages: Sequence[Message]) -> None:
-        """Raise if the template does not show what the model must see; checked once for each shape.
-
-        Raises:
-            TemplateError: it drops or repeats a message that is not the model's, or drops tool calls.
-        """
+        """Raise a TemplateError if the template does not show what the model must see; checked once for each shape."""
         shape = (len(messages), tuple(map(_shape_of, messages)))
         if shape in self._shown:
             return
@@ -177,7 +170,7 @@ class Seams:
         self._shown.add(shape)
 
     def _are_predictable(self, messages: Sequence[Message]) -> bool:
-        """Return whether the template must treat these messages like marked ones of the same shape."""
+        # Whether the template must treat these messages like marked ones of the same shape.
         if self._facts.compares_messages and len({message.content for message in messages}) < len(messages):
             return False
         return all(map(self._is_predictable, messages))
@@ -268,7 +261,7 @@ class Seams:
         return kept
 
     def _find_by_rendering(self, history: Sequence[Message], new: Sequence[Message], escapes: Escapes) -> Seam | None:
-        """Return the seam in the real text: as with marks, but with the real answer in their place."""
+        # As with marks, but with the real answer in their place.
         self.require_shown([*history, *new])
         prior = self.wires(history[:-1], escapes)
         later = self.wires(new, escapes, first_index=len(history))
@@ -308,8 +301,7 @@ class Seams:
         return [to_wire(message, index, self._facts.style) for index, message in enumerate(marked)]
 
 
-def _shape_of(message: Message) -> tuple[Any, ...]:
-    """Return everything but texts that a template may decide by."""
+def _shape_of(message: Message) -> tuple[Any, ...]:  # all but texts that a template may decide by
     reasoning = message.reasoning_content
     return (
         message.role,
@@ -345,17 +337,14 @@ def _marked(messages: Sequence[Message], *, keep_ids: bool = False) -> list[Mess
 
 
 def _marks_of(message: Message) -> list[str]:
-    """Return the marks in a marked assistant message."""
     texts = [message.content, message.reasoning_content or ""]
     return [text for text in texts if text] + [call.arguments["key"] for call in message.tool_calls if call.arguments]
 
 
 def _put_in(marked: str, texts: Mapping[str, str]) -> str:
-    """Return a marked text with these texts in place of their marks."""
     return _MARK.sub(lambda found: texts.get(found.group(), found.group()), marked)
 
 
-def _make_room(store: dict[Any, Any] | set[Any]) -> None:
-    """Empty a full store, whose entries can be computed again."""
+def _make_room(store: dict[Any, Any] | set[Any]) -> None:  # of what can be computed again
     if len(store) >= _MAX_REMEMBERED:
         store.clear()

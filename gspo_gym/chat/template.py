@@ -1,6 +1,7 @@
-"""A tokenizer's chat template as a function from messages to text, and messages in the form that templates read.
+"""A tokenizer's chat template as a function from messages to text, and facts about it from rendering marked texts.
 
-The only file that calls `apply_chat_template`.
+The only file that calls `apply_chat_template`. A template's source is read only for the literals that it looks for
+inside texts, because a message with one of them may be treated differently from any marked text, and for comparisons.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message
 
-# A message for a template, JSON-like.
-Wire = dict[str, Any]
+Wire = dict[str, Any]  # a message for a template, JSON-like
 
 _RESERVED = frozenset(
     {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
@@ -112,8 +112,7 @@ class ChatTemplate:
         return text
 
     def _first_refused(self, wires: Sequence[Wire], add_generation_prompt: bool, with_tools: bool) -> int:
-        """Return the last index of the shortest refused beginning."""
-        # Templates read from the front, so that message is the refused one.
+        # Templates read from the front, so the last message of the shortest refused beginning is the refused one.
         for count in range(1, len(wires)):
             try:
                 self._apply(wires[:count], add_generation_prompt, with_tools)
@@ -168,7 +167,6 @@ def plain_json(value: Any, escape: Callable[[str], str] = str) -> Any:
 
 
 def _call_id(call_id: str, style: WireStyle) -> str:
-    """Return the id, or nine letters and digits derived from it."""
     if not style.needs_nine_character_ids or _NINE_ALPHANUMERICS.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -36,11 +36,12 @@ from gspo_gym.rollout.evaluation import (
     Evaluation,
     KeptRows,
     PlayedRow,
+    compare,
+    comparison_table,
     evaluation_of_rows,
     evaluation_table,
     in_one_unit,
 )
-from gspo_gym.rollout.evaluation_comparison import compare, comparison_table
 from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.report.progress import counting
 from gspo_gym.seeding import child_seed

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from gspo_gym.base.keys import checked_url
 from gspo_gym.base.settings import Settings, same
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.rollout.scoring import ScoringLimits
+from gspo_gym.rollout.limits import ScoringLimits
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -1,19 +1,23 @@
 """Seeded evaluation: one episode per seed. The same seeds are the same tasks for ever, to be compared pair by pair.
 
-An episode that failed for infrastructure reasons is counted, never scored 0. Nothing is learned or saved.
+An episode that failed for infrastructure reasons is counted, never scored 0. Intervals and tests are closed forms and
+seeded resampling, without scipy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 from rich.table import Column, Table
 
 from gspo_gym.base.settings import parse_seeds
+from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.pool import RolloutPool, require_episodes
-from gspo_gym.rollout.statistics import Interval, as_list, as_text, bootstrap_mean_interval, wilson_interval
+from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
 
 
@@ -384,4 +388,160 @@ def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
             str(result.num_episodes),
             str(result.num_failed),
         )
+    return table
+
+
+_Z_95 = 1.959963984540054  # the 97.5% point of the standard normal distribution
+_NUM_RESAMPLES = 10_000
+_MAX_RESAMPLED_NUMBERS = 2_000_000  # held at once, so that 100,000 episodes do not need gigabytes
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95% interval."""
+
+    low: float
+    high: float
+
+
+def wilson_interval(num_successes: int, num_trials: int) -> Interval:
+    """Return the 95% score interval of a success probability (Wilson 1927, without continuity correction).
+
+    With p = num_successes / num_trials, n = num_trials and z = 1.96: centre (p + z^2/2n) / (1 + z^2/n), half width
+    z sqrt(p (1 - p)/n + z^2/4n^2) / (1 + z^2/n). Unlike p +- z sqrt(p (1 - p)/n) it keeps its coverage near 0 and 1.
+
+    >>> interval = wilson_interval(0, 10)
+    >>> interval.low, round(interval.high, 4)
+    (0.0, 0.2775)
+    """
+    if num_trials < 1 or not 0 <= num_successes <= num_trials:
+        raise ConfigError(f"wilson_interval: expected 0 <= successes <= trials >= 1, got {num_successes}/{num_trials}")
+    n, p, z2 = num_trials, num_successes / num_trials, _Z_95**2
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z_95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    # At the ends the exact bounds are 0 and 1; the subtraction only rounds to them.
+    low = 0.0 if num_successes == 0 else centre - half
+    high = 1.0 if num_successes == n else centre + half
+    return Interval(low, high)
+
+
+def bootstrap_mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval | None:
+    """Return the 95% percentile bootstrap interval of the mean (Efron 1979), 10,000 resamples, seeded.
+
+    None for fewer than 2 values, from which no spread can be seen. If all values are equal the interval is that value,
+    which says nothing about values that were not drawn.
+    """
+    # And not Student's t: returns are often two-valued or skewed.
+    if len(values) < 2:
+        return None
+    sample = np.asarray(values, dtype=np.float64)
+    rng = generator(seed, "bootstrap")
+    block = max(1, _MAX_RESAMPLED_NUMBERS // len(sample))
+    means = np.concatenate(
+        [
+            sample[rng.integers(len(sample), size=(min(block, _NUM_RESAMPLES - done), len(sample)))].mean(axis=1)
+            for done in range(0, _NUM_RESAMPLES, block)
+        ]
+    )
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(float(low), float(high))
+
+
+def mcnemar_exact_p(num_only_first: int, num_only_second: int) -> float:
+    """Return the two-sided p-value of McNemar's exact test: are successes of one side more frequent on the same tasks?
+
+    Only pairs that differ count. Under the null hypothesis each of the n = num_only_first + num_only_second goes either
+    way with probability 1/2 (the sign test), so p = min(1, 2 P[Binomial(n, 1/2) <= min of the two]); 1 if no pair
+    differs.
+
+    >>> mcnemar_exact_p(0, 5)  # 2 / 2**5
+    0.0625
+    """
+    n = num_only_first + num_only_second
+    tail: int = sum(math.comb(n, k) for k in range(min(num_only_first, num_only_second) + 1))
+    p: float = 2 * tail / 2**n  # integers divide exactly, however large
+    return min(1.0, p)
+
+
+def as_list(interval: Interval | None) -> list[float] | None:
+    """Return an interval as JSON values."""
+    return None if interval is None else [interval.low, interval.high]
+
+
+def as_text(interval: Interval | None) -> str:
+    """Return an interval for a table for people."""
+    return "-" if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two evaluations of the same seeds, pair by pair; differences are second minus first.
+
+    Attributes:
+        num_pairs: seeds that both could score; everything below is about these.
+        difference_interval: 95% percentile bootstrap interval of it over pairs; None for a single pair.
+        num_only_first, num_only_second: seeds on which only that side succeeded; None without a notion of success.
+        success_p_value: McNemar's exact test, two-sided; None without a notion of success.
+    """
+
+    num_pairs: int
+    num_unpaired: int
+    mean_difference: float
+    difference_interval: Interval | None
+    num_only_first: int | None
+    num_only_second: int | None
+    success_p_value: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, the interval as [low, high] or None."""
+        return asdict(self) | {"difference_interval": as_list(self.difference_interval)}
+
+
+def compare(first: Evaluation, second: Evaluation) -> Comparison:
+    """Compare two evaluations; a ConfigError for different environments or seeds, or no scored seed in common."""
+    if first.env_id != second.env_id:
+        raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
+    rows, others = _rows_by_task(first), _rows_by_task(second)
+    differing = {seed for _, seed in rows.keys() ^ others.keys()}
+    if differing:
+        raise ConfigError(f"compare: evaluations of different seeds; only one side has {sorted(differing)[:5]}")
+    pairs: list[tuple[EvaluationRow, EvaluationRow]] = []
+    differences: list[float] = []
+    for task, a in rows.items():
+        b = others[task]
+        if a.episode_return is not None and b.episode_return is not None:
+            pairs.append((a, b))
+            differences.append(b.episode_return - a.episode_return)
+    if not pairs:
+        raise ConfigError("compare: no seed was scored in both evaluations")
+    has_success = any(row.success is not None for pair in pairs for row in pair)
+    only_first = sum(a.success is True and b.success is not True for a, b in pairs)
+    only_second = sum(b.success is True and a.success is not True for a, b in pairs)
+    return Comparison(
+        num_pairs=len(pairs),
+        num_unpaired=len(first.rows) - len(pairs),
+        mean_difference=sum(differences) / len(pairs),
+        difference_interval=bootstrap_mean_interval(differences),
+        num_only_first=only_first if has_success else None,
+        num_only_second=only_second if has_success else None,
+        success_p_value=mcnemar_exact_p(only_first, only_second) if has_success else None,
+    )
+
+
+def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow]:
+    return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
+
+
+def comparison_table(comparison: Comparison, *, first: str, second: str) -> Table:
+    """Return a table for people: what changed from the evaluation named `first` to that named `second`."""
+    table = Table(Column(f"{second} against {first}", overflow="fold"), "value")
+    table.add_row("pairs of episodes", str(comparison.num_pairs))
+    table.add_row("mean return, difference", f"{comparison.mean_difference:+.3f}")
+    table.add_row("  95% interval", as_text(comparison.difference_interval))
+    if comparison.success_p_value is not None:
+        table.add_row(f"only {second} succeeded", str(comparison.num_only_second))
+        table.add_row(f"only {first} succeeded", str(comparison.num_only_first))
+        table.add_row("p-value (McNemar, exact)", f"{comparison.success_p_value:.4g}")
+    if comparison.num_unpaired:
+        table.add_row("seeds left out (failed)", str(comparison.num_unpaired))
     return table

@@ -15,6 +15,8 @@ all environments share has another limit (`env/workers/loading.py`). Where a lim
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from gspo_gym.base.settings import Settings
@@ -61,3 +63,20 @@ class PoolLimits(_AttemptLimits):
     """Limits of a rollout pool."""
 
     max_concurrent_rollouts: int = Field(default=64, gt=0, description="episodes in flight at once")
+
+
+class ScoringLimits(Settings):
+    """Limits on scores that are late or do not come."""
+
+    max_unscored: int = Field(
+        default=256,
+        gt=0,
+        description="episodes that are played and wait for their score; while so many do, no further one begins",
+    )
+    on_unscored: Literal["refill", "drop"] = Field(
+        default="refill",
+        description=(
+            "what becomes of an episode that gets no score: another is played in its place, limits.max_attempts at "
+            "most, or it is dropped at once; it never counts as 0"
+        ),
+    )

@@ -85,11 +85,11 @@ def test_one_step_equals_the_step_written_out_by_hand(make_model, make_batch, te
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(make_model, make_batch):
     batch, model = make_batch(), make_model()
     learner = make_learner(model)
-    scorer = learner._computer
+    computer = learner._computer
 
     def score():
         with torch.no_grad():
-            return scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+            return computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
 
     before = score()
     learner.update(batch)
@@ -358,7 +358,7 @@ def test_the_engines_logprobs_are_compared_with_the_learners(make_model, make_ba
     batch, model = make_batch(), make_model()
     learner = make_learner(model)
     with torch.no_grad():
-        own = learner._computer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        own = learner._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
     selected = batch.advantages != 0
     gap = (batch.rollout_logprobs - own)[selected].double()
     metrics = learner.update(batch).metrics

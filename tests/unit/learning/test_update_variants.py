@@ -167,7 +167,7 @@ def test_the_engines_logprobs_may_stand_for_the_old_ones(make_model, make_batch,
         advantages=AdvantageSettings(whiten="tokens"),
     )
     with torch.no_grad():
-        own = learner._computer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        own = learner._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
     metrics = learner.update(batch).metrics
     gap = (own - batch.rollout_logprobs).double()
     ratios = []
@@ -193,7 +193,7 @@ def test_the_gap_to_the_engine_is_that_before_the_weights_moved(make_model, make
         correction=CorrectionSettings(old_logprobs=old_logprobs),
     )
     with torch.no_grad():
-        own = learner._computer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        own = learner._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
     batch = dataclasses.replace(batch, rollout_logprobs=own)
     metrics = learner.update(batch).metrics
     assert metrics["kl/rollout_max_gap"] <= 1e-4 < 1e-2 < metrics["kl/old_k3"], "logprobs of order 10 in float32"
@@ -203,8 +203,8 @@ def test_a_correction_weighs_the_policy_term(make_model, make_batch):
     """w = 2 everywhere: the engine found every token half as likely."""
     batch = make_batch()
     with torch.no_grad():
-        scorer = make_learner(make_model())._computer
-        own = scorer.score(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        computer = make_learner(make_model())._computer
+        own = computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
     batch = dataclasses.replace(
         batch,
         rollout_logprobs=torch.where(batch.action_mask, own - math.log(2), 0.0),

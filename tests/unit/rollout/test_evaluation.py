@@ -28,19 +28,22 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.evaluation import (
     Evaluation,
     EvaluationRow,
+    Interval,
     PlayedRow,
     ScoreUnit,
+    bootstrap_mean_interval,
+    compare,
+    comparison_table,
     evaluate,
     evaluation_of_rows,
     evaluation_table,
     in_one_unit,
     join,
     restated,
+    wilson_interval,
 )
-from gspo_gym.rollout.evaluation_comparison import compare, comparison_table
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
-from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, wilson_interval
 from gspo_gym.types import Outcome
 
 

@@ -7,8 +7,7 @@ from published_table import check_promises
 from pydantic import ValidationError
 
 from gspo_gym.base.settings import Settings
-from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
-from gspo_gym.rollout.scoring import ScoringLimits
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, ScoringLimits
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.rollout import statistics
-from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
+from gspo_gym.rollout import evaluation as statistics
+from gspo_gym.rollout.evaluation import Interval, bootstrap_mean_interval, mcnemar_exact_p, wilson_interval
 from gspo_gym.seeding import generator
 
 
