@@ -15,9 +15,8 @@ from typing import Any
 
 from gspo_gym.chat.encoding import Escapes, TextCodec
 from gspo_gym.chat.parsing import ParseFailure, parse_action
-from gspo_gym.chat.probing import mark, probe
 from gspo_gym.chat.seams import Seams
-from gspo_gym.chat.template import ChatTemplate
+from gspo_gym.chat.template import ChatTemplate, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 

@@ -23,8 +23,7 @@ from typing import Any
 
 from gspo_gym.chat.encoding import Escapes
 from gspo_gym.chat.parsing import REASONING_CLOSE
-from gspo_gym.chat.probing import TemplateFacts, mark
-from gspo_gym.chat.template import ChatTemplate, Wire, to_wire
+from gspo_gym.chat.template import ChatTemplate, TemplateFacts, Wire, mark, to_wire
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gspo_gym.chat.encoding import TextCodec
 from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message
@@ -174,3 +177,217 @@ def _call_id(call_id: str, style: WireStyle) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+_EMPTY_REASONING = re.compile(rf"\s*{REASONING_OPEN}\s*{REASONING_CLOSE}\s*")
+_SEARCH_METHODS = frozenset(
+    {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "replace", "find", "rfind", "index",
+     "count", "removeprefix", "removesuffix"}
+)  # fmt: skip
+
+
+def mark(number: int) -> str:
+    """Return a text that no template writes: nine letters and digits, which also pass for Mistral's call ids."""
+    return f"zq{number:07d}"
+
+
+_USER, _ANSWER, _REASONING, _ARGUMENT, _RESULT = (mark(9_000_000 + i) for i in range(5))
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """Results of probing.
+
+    Attributes:
+        style: the form in which the template wants messages.
+        closers: the special tokens that close an assistant turn, first that of an ordinary answer.
+        empty_reasoning: the empty reasoning block that the template writes before a last answer without reasoning
+            (Qwen3), or "".
+        opens_reasoning: the generation prompt ends inside a reasoning block.
+        renders_calls: tool calls of an assistant message are shown.
+        max_tool_calls: most calls in one assistant message; None for no limit.
+        literals: finds the texts that the template looks for inside messages.
+        compares_messages: the template compares values with each other, so equal messages may matter (Mistral).
+    """
+
+    style: WireStyle
+    closers: tuple[str, ...]
+    empty_reasoning: str
+    opens_reasoning: bool
+    renders_calls: bool
+    max_tool_calls: int | None
+    literals: re.Pattern[str]
+    compares_messages: bool
+
+
+def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
+    """Return the facts of a template, and tell `codec` which tokens messages may not contain.
+
+    Raises:
+        TemplateError: the template has no generation prompt, closes no turn, drops or repeats texts, or does not show
+            its tools.
+    """
+    user = {"role": "user", "content": _USER}
+    prompt = template.text([user], add_generation_prompt=True)
+    answer = template.text([user, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
+    for text, who in ((_USER, "a user message"), (_ANSWER, "an assistant message")):
+        if answer.count(text) != 1:
+            raise TemplateError(f"{template.name} shows the content of {who} {answer.count(text)} times, expected once")
+    head = _check_generation_prompt(template, user, prompt, answer)
+    tail = answer[answer.index(_ANSWER) + len(_ANSWER) :]
+    closer = codec.find_special(tail) or codec.find_added(tail)
+    if closer is None:
+        raise TemplateError(
+            f"{template.name} closes an assistant turn with {tail!r}, which holds no special token of this tokenizer: "
+            "the model could not end its turn. Add the token (tokenizer.add_special_tokens) or use another template"
+        )
+    between = answer[answer.index(_USER) + len(_USER) : answer.index(_ANSWER)]
+    style = WireStyle(
+        knows_reasoning=_REASONING
+        in template.text(
+            [user, {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}],
+            add_generation_prompt=False,
+        ),
+        needs_nine_character_ids=not template.accepts([user, _call("call_0")])
+        and template.accepts([user, _call(mark(0))]),
+        answer_opening=(between.strip() or None) if codec.find_added(between) is None else None,
+    )
+    codec.guard({found for found in codec.added if found in between + tail} - {REASONING_OPEN, REASONING_CLOSE})
+    calls = _probe_calls(template, codec, closer.group())
+    if template.tools:
+        _check_tools(template, user, calls)
+    last = prompt[prompt.index(_USER) :]
+    return TemplateFacts(
+        style=style,
+        closers=calls.closers,
+        empty_reasoning=head if _EMPTY_REASONING.fullmatch(head) else "",
+        opens_reasoning=last.rfind(REASONING_OPEN) > last.rfind(REASONING_CLOSE),
+        renders_calls=calls.error is None,
+        max_tool_calls=calls.max_tool_calls,
+        literals=searched_literals(template.source),
+        compares_messages=compares_messages(template.source),
+    )
+
+
+def _check_generation_prompt(template: ChatTemplate, user: Wire, prompt: str, answer: str) -> str:
+    """Return the text between the generation prompt and the answer; "" if the template rewrites the prompt."""
+    head = answer[len(prompt) : answer.index(_ANSWER)] if answer.startswith(prompt) else None
+    if prompt == template.text([user], add_generation_prompt=False) and (head is None or head.strip()):
+        raise TemplateError(
+            f"{template.name} has no generation prompt: add_generation_prompt changes nothing, although an assistant "
+            f"message opens with {answer[answer.index(_USER) + len(_USER) : answer.index(_ANSWER)]!r}. Write that "
+            "opening at the template's end under {% if add_generation_prompt %}"
+        )
+    return head or ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """How tool calls are rendered; `error` says why they cannot be used, or is None."""
+
+    closers: tuple[str, ...]
+    error: str | None
+    max_tool_calls: int | None = None
+
+
+def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str) -> _Calls:
+    user = {"role": "user", "content": _USER}
+    call_id = "call_0" if template.accepts([user, _call("call_0")]) else mark(0)
+    called = [user, _call(call_id)]
+    try:
+        text = template.text(called, add_generation_prompt=False)
+        if text.count(_ARGUMENT) != 1:
+            return _Calls(
+                (closer,), f"{template.name} shows the tool calls of an assistant message {text.count(_ARGUMENT)} times"
+            )
+        result = {"role": "tool", "content": _RESULT, "tool_call_id": call_id, "name": _PROBE_TOOL}
+        answered = template.text([*called, result], add_generation_prompt=True)
+    except TemplateError as error:
+        return _Calls((closer,), str(error))
+    if answered.count(_RESULT) != 1:
+        return _Calls((closer,), f"{template.name} shows the result of a tool {answered.count(_RESULT)} times")
+    tail = text[text.index(_ARGUMENT) + len(_ARGUMENT) :]
+    other = None if closer in tail else codec.find_special(tail)
+    closers = (closer,) if other is None else (closer, other.group())
+    twice = _call(call_id)
+    twice["tool_calls"] += _call(mark(1))["tool_calls"]
+    return _Calls(closers, None, None if template.accepts([user, twice]) else 1)
+
+
+def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:
+    with_tools = template.text([user], add_generation_prompt=True)
+    if with_tools == template.text([user], add_generation_prompt=True, with_tools=False):
+        raise TemplateError(
+            f"{template.name} does not show tools to the model: it renders the same with and without tool_schemas. Use "
+            "a template with tool support, or describe the tools in a system message and give no schemas"
+        )
+    if calls.error is not None:
+        raise TemplateError(f"{calls.error}; an environment with tools needs calls and results shown once each")
+
+
+_PROBE_TOOL = "probe_tool"
+
+
+def _call(call_id: str) -> Wire:
+    function = {"name": _PROBE_TOOL, "arguments": {"key": _ARGUMENT}}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def searched_literals(source: str) -> re.Pattern[str]:
+    r"""Return a pattern of the literals that a template looks for in messages, as by `'</think>' in content`.
+
+    Line breaks and spaces are left out: their effect shows on marked texts.
+
+    >>> searched_literals("{% if '</think>' in m.content %}{{ m.content.split('\n') }}{% endif %}").pattern
+    '</think>'
+    """
+    tree = _parse(source)
+    inside: set[str] = set()
+    whole: set[str] = set()
+    for compare in tree.find_all(nodes.Compare):
+        operands = [compare.expr, *(operand.expr for operand in compare.ops)]
+        if any(operand.op in ("in", "notin") for operand in compare.ops):
+            inside |= _constants(compare.expr)
+        elif not any(map(_reads_role, operands)):
+            whole |= {text for operand in operands if isinstance(operand, nodes.Const) for text in _constants(operand)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCH_METHODS:
+            inside |= {text for argument in call.args for text in _constants(argument)}
+    for used in tree.find_all(nodes.Filter):
+        if used.name == "replace":
+            inside |= {text for argument in used.args for text in _constants(argument)}
+    patterns = sorted(re.escape(text) for text in inside if text.strip())
+    patterns += sorted(rf"\A{re.escape(text)}\Z" for text in whole if text.strip())
+    return re.compile("|".join(patterns) or r"(?!)")
+
+
+def compares_messages(source: str) -> bool:
+    """Return whether the template compares two values from the conversation.
+
+    >>> compares_messages("{% if message == messages[-1] %}{% endif %}{% if message.role == 'user' %}{% endif %}")
+    True
+    """
+    values = (nodes.Name, nodes.Getattr, nodes.Getitem)
+    return any(
+        isinstance(compare.expr, values) and isinstance(operand.expr, values) and operand.op in ("eq", "ne")
+        for compare in _parse(source).find_all(nodes.Compare)
+        for operand in compare.ops
+    )
+
+
+def _parse(source: str) -> nodes.Template:
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    # transformers' own tag around assistant text; it does not change what is rendered.
+    return environment.parse(re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source))
+
+
+def _reads_role(node: nodes.Expr) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "role"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "role"
+
+
+def _constants(node: Any) -> set[str]:
+    values = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
+    return {value.value for value in values if isinstance(value.value, str)}
