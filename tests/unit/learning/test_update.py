@@ -103,8 +103,8 @@ def test_scoring_first_or_at_the_only_pass_is_the_same(make_model, make_batch):
     single, separate = make_model(), make_model()
     first = make_learner(single)
     second = make_learner(separate)
-    plan = [second._score(minibatch) for minibatch in second._plan(batch)]
-    second._plan = lambda batch: plan  # the scored micro-batches are then used as they are
+    plan = [second._label(minibatch) for minibatch in second._plan(batch)]
+    second._plan = lambda batch: plan  # the labelled micro-batches are then used as they are
     report, other = first.update(batch), second.update(batch)
     assert other.metrics["ratio/noise_floor"] <= 1e-5  # logprobs of order 10 in float32
     assert report.metrics["ratio/noise_floor"] == 0.0
