@@ -132,7 +132,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceClient]
 def test_two_ranks_score_as_one_process_does(settings: ScoringSettings, dense: ReferenceClient) -> None:
     batch = make_batch(1)
     expected = plain_logprobs(load_policy("tiny:qwen3-128@5").model, batch, settings)
-    actual = dense.compute(batch, settings)
+    actual = dense.score(batch, settings)
     assert expected[batch.action_mask].max() < -0.5  # far from where all models agree
     torch.testing.assert_close(actual, expected, rtol=0, atol=ROUNDING)
 
@@ -153,21 +153,21 @@ def test_new_weights_reach_both_ranks_and_other_ones_are_refused(dense: Referenc
         dense.load(file, seed)
         assert health_of(dense)["version"] == seed
         expected = plain_logprobs(others[seed], batch, PLAIN)
-        torch.testing.assert_close(dense.compute(batch, PLAIN), expected, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(dense.score(batch, PLAIN), expected, rtol=0, atol=ROUNDING)
     save_file({"weight": torch.ones(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ServiceError, match="holds other parameters"):
         dense.load(tmp_path / "other.safetensors", 9)
     with pytest.raises(ServiceError, match=r"ConfigError: LogprobComputer\.temperature"):
-        dense.compute(batch, ScoringSettings(Sampling(temperature=0.0), 1024))
+        dense.score(batch, ScoringSettings(Sampling(temperature=0.0), 1024))
     assert health_of(dense)["version"] == 5
-    torch.testing.assert_close(dense.compute(batch, PLAIN), expected, rtol=0, atol=ROUNDING)  # it still serves
+    torch.testing.assert_close(dense.score(batch, PLAIN), expected, rtol=0, atol=ROUNDING)  # it still serves
 
 
 def test_requests_that_come_together_get_each_its_own_answer(dense: ReferenceClient) -> None:
     batches = [make_batch(seed) for seed in range(12)]
-    alone = [dense.compute(batch, PLAIN) for batch in batches]
+    alone = [dense.score(batch, PLAIN) for batch in batches]
     with ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(lambda batch: dense.compute(batch, PLAIN), batches))
+        together = list(pool.map(lambda batch: dense.score(batch, PLAIN), batches))
     assert all(one.equal(other) for one, other in zip(alone, together, strict=True))
     assert len({one.sum().item() for one in alone}) == 12
 
@@ -202,7 +202,7 @@ def test_a_mixture_of_experts_with_a_head_of_its_own_is_shared_out(tmp_path: Pat
             client.load(tmp_path / "new", 1)
             for settings in SETTINGS:
                 expected = plain_logprobs(model, batch, settings)
-                torch.testing.assert_close(client.compute(batch, settings), expected, rtol=0, atol=ROUNDING)
+                torch.testing.assert_close(client.score(batch, settings), expected, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_rank_that_is_killed_ends_the_server_which_names_it(tmp_path: Path) ->
 
         def ask() -> None:
             try:
-                client.compute(make_batch(1), PLAIN)
+                client.score(make_batch(1), PLAIN)
             except ServiceError as error:
                 caught.append(str(error))
 
@@ -279,11 +279,11 @@ def test_a_rank_that_is_killed_ends_the_server_which_names_it(tmp_path: Path) ->
 def test_a_rank_that_hangs_ends_the_server(tmp_path: Path) -> None:
     log = Fifo(tmp_path / "log")
     with serving("tiny:qwen3-128@5", log.path, "--max-request-s", "1.5") as client:
-        client.compute(make_batch(1), PLAIN)
+        client.score(make_batch(1), PLAIN)
         other = health_of(client)["pids"][1]
         os.kill(other, signal.SIGSTOP)
         with pytest.raises(ServiceError, match="does not answer /score"):
-            client.compute(make_batch(1), PLAIN)
+            client.score(make_batch(1), PLAIN)
     assert "the ranks were not done after 1.5 seconds" in log.read()
 
 

@@ -95,7 +95,7 @@ def test_logprobs_are_those_of_the_scorer_here_bit_for_bit(
 ) -> None:
     client = ReferenceClient(f"http://127.0.0.1:{port}")
     expected = own_logprobs(load_policy(BASE).model, batch, settings)
-    actual = client.compute(batch, settings)
+    actual = client.score(batch, settings)
     assert actual.dtype == torch.float32
     assert actual.equal(expected)
     assert not actual[~batch.action_mask].any()
@@ -119,7 +119,7 @@ def test_health_says_what_is_served_once_it_is_loaded(served: tuple[ReferenceMod
     assert client.health() is None
     assert ask(port, "GET", "/health") == (503, b'{"status": "loading"}')
     with pytest.raises(ServiceError, match=r"refused /score \(503\): .*being loaded"):
-        client.compute(batch, PLAIN)
+        client.score(batch, PLAIN)
     model.load(BASE, dtype="float32", device="cpu")
     health = client.health()
     assert health is not None
@@ -179,13 +179,13 @@ def test_only_who_knows_the_token_changes_the_weights(port: int, batch: TokenBat
     file = tmp_path / "other.safetensors"
     save_file({name: p.detach().contiguous() for name, p in other.named_parameters()}, file)
     url = f"http://127.0.0.1:{port}"
-    before = ReferenceClient(url).compute(batch, PLAIN)
+    before = ReferenceClient(url).score(batch, PLAIN)
     for token in (None, "guessed"):
         with pytest.raises(ServiceError, match=r"refused /load \(403\)"):
             ReferenceClient(url, token=token).load(file, 1)
-    assert ReferenceClient(url).compute(batch, PLAIN).equal(before)
+    assert ReferenceClient(url).score(batch, PLAIN).equal(before)
     ReferenceClient(url, token=TOKEN).load(file, 1)
-    after = ReferenceClient(url).compute(batch, PLAIN)
+    after = ReferenceClient(url).score(batch, PLAIN)
     assert after.equal(own_logprobs(other, batch, PLAIN))
     assert not after.equal(before)
 
@@ -239,4 +239,4 @@ def test_an_answer_that_does_not_come_is_an_error_with_an_explanation(batch: Tok
     server.server_close()  # nobody listens at its port any more
     client = ReferenceClient(f"http://127.0.0.1:{server.server_port}", explain=lambda: "what the log says")
     with pytest.raises(ServiceError, match=r"does not answer /score: ConnectionRefusedError(.|\n)*what the log says"):
-        client.compute(batch, PLAIN)
+        client.score(batch, PLAIN)
