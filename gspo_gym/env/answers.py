@@ -1,7 +1,4 @@
-"""Checks of what an environment answered, which make it a `StepResult`, and the place in its code where it raised.
-
-Pure functions.
-"""
+"""Checks of what an environment answered, which make it a `StepResult`, and the place in its code where it raised."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ _INSTALLED = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pureli
 
 
 def as_reset_result(answer: object, *, where: str) -> StepResult:
-    """Return the result of an answer of `reset`, which must be (observation, info).
-
-    Raises:
-        ContractError: it is anything else, or shows the model nothing. Starts with `where`.
-    """
+    """Return the result of an answer of `reset`, (observation, info); a ContractError that starts with `where` else."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise ContractError(f"{where}: expected (observation, info), got {described(answer)}")
     observation, info = answer
@@ -43,11 +36,7 @@ def as_reset_result(answer: object, *, where: str) -> StepResult:
 def as_step_result(answer: object, *, where: str) -> StepResult:
     """Return the result of an answer of `step`, which must be (observation, reward, terminated, truncated, info).
 
-    The terms, events and success of a `Reward` are kept. An empty text that ends an episode is no message.
-
-    Raises:
-        ContractError: it is anything else; the reward is not None and not a finite number; a flag is no bool; or the
-            episode goes on without a message for the model. Starts with `where`.
+    The terms, events and success of a `Reward` are kept. A ContractError starts with `where`.
     """
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise ContractError(
@@ -56,6 +45,7 @@ def as_step_result(answer: object, *, where: str) -> StepResult:
     observation, reward, terminated, truncated, info = answer
     is_terminated = _as_flag(terminated, "terminated", where)
     is_truncated = _as_flag(truncated, "truncated", where)
+    # An empty text that ends an episode is no message.
     is_last_word = isinstance(observation, str) and not observation and (is_terminated or is_truncated)
     rich = reward if isinstance(reward, Reward) else Reward({})
     try:
@@ -76,11 +66,8 @@ def as_step_result(answer: object, *, where: str) -> StepResult:
 def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
     """Return an observation as messages: a string as one user message, or a sequence of messages or OpenAI mappings.
 
-    Content may be a list of text parts, which become lines of one text (as vLLM shows them to a text model).
-
-    Raises:
-        ContractError: it is anything else, an image, or a text that cannot be encoded. Starts with `where`.
-
+    Content may be a list of text parts, which become lines of one text (as vLLM shows them to a text model). Anything
+    else, an image, or a text that cannot be encoded is a ContractError that starts with `where`.
     >>> as_messages([{"role": "user", "content": "Hi."}], where="here")[0].content
     'Hi.'
     """
@@ -148,14 +135,12 @@ def _as_info(info: object, where: str) -> dict[str, Any]:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if unknown.
-
-    That is the innermost line outside this library, Python's own and installed packages; if the environment itself is
-    an installed package, the outermost line outside this library.
-    """
+    """Return where the author's code raised, as " (folder/file.py:41, in step: the line)"; "" if unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
+    # The innermost line outside this library, Python's own and installed packages; if the environment itself is an
+    # installed package, the outermost line outside this library.
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     authored = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
     frame = (authored or foreign[:1] or frames)[-1]

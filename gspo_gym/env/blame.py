@@ -16,8 +16,9 @@ The rules, for everything that plays episodes:
 
 So one long wait and many short ones end an episode in the same way: scored at the floor.
 
-Ours, because no signal tells a query that is too large from a machine that is too small, but a second try does. It
-costs a failed episode one more failure, and successful episodes nothing.
+So one long wait and many short ones end an episode in the same way: scored at the floor. Ours, because no signal tells
+a query that is too large from a machine that is too small, but a second try does. It costs a failed episode one more
+failure, and successful episodes nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError
 from gspo_gym.types import Message
 
-# What an environment was given: a message for `step`, or the error text for `invalid_action`.
-Action = Message | str
+Action = Message | str  # what an environment was given: a message for `step`, or the error text for `invalid_action`
 LIMIT_TERM = "action_limit"  # the reward term of a turn whose action exceeded a limit
 
 _NOTHING = Message("assistant", "")
@@ -43,16 +43,7 @@ _LIMIT_CODE, _LOST_CODE = "action_limit", "env_step_lost"
 
 @dataclass(frozen=True, slots=True)
 class Retrial:
-    """What it takes to play actions again.
-
-    Attributes:
-        factory: makes a fresh environment.
-        env_id: its name in errors.
-        seed, options: of the task.
-        step_timeout_seconds: limit of each call; None for no limit.
-        max_seconds: limit of one replay.
-        clock: monotonic seconds.
-    """
+    """What it takes to play actions again: `max_seconds` limit one replay, `step_timeout_seconds` each call."""
 
     factory: Callable[[], Any]
     env_id: str
@@ -101,7 +92,6 @@ def failure_of(code: object) -> type[EnvError]:
 
 
 async def _fails_at_any(actions: Sequence[Action], retrial: Retrial) -> bool:
-    """Return whether it was the first action, and the environment fails at an empty one too."""
     if len(actions) > 1:
         return False
     control = await _played_again([_NOTHING], retrial)
@@ -151,18 +141,15 @@ async def _answer_all(
 
 
 async def answer_to(session: EnvSession, action: Action) -> Any:
-    """Return the environment's answer to an action."""
+    """Return the environment's answer to an action, or to the error text of one that could not be read."""
     return await (session.invalid_action(action) if isinstance(action, str) else session.step(action))
 
 
 def floor_of(env: Any, earned: float, stated: float | None) -> float:
     """Return the return of an episode that ended because an action exceeded a limit.
 
-    Args:
-        env: its `reward_range` declares the lowest return.
-        earned: the return so far; the floor is never above it.
-        stated: the return that the configuration states instead, or None.
-
+    `env.reward_range` declares the lowest return, and the floor is never above what was `earned` so far; `stated` is
+    the return that the configuration states instead, or None.
     >>> floor_of(object(), 0.5, None), floor_of(object(), 0.5, 0.0)
     (-1.0, 0.0)
     """

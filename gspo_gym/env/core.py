@@ -118,8 +118,6 @@ class TextEnv(gymnasium.Env[Any, Any]):
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """The outcome of the current turn so far."""
-
     terms: dict[str, float] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     success: bool | None = None
@@ -132,8 +130,7 @@ class _OpenTurn:
         return self.terminated or self.truncated
 
 
-class _TimeLimitError(Exception):
-    """A tool took longer than its limit."""
+class _TimeLimitError(Exception): ...
 
 
 # Set in a thread that runs a tool with a time limit; the event is set when the limit has passed.
@@ -224,11 +221,7 @@ class ToolEnv(TextEnv):
         turn.is_scored = True
 
     def finish(self, reward: Reward | float | None = None, *, truncated: bool = False) -> None:
-        """End the episode with this turn: the task is over, or, if `truncated`, it is cut off from outside.
-
-        Raises:
-            UsageError, ContractError: as `add_reward`.
-        """
+        """End the episode with this turn: the task is over, or, if `truncated`, it is cut off from outside."""
         if reward is not None:
             self.add_reward(reward)
         turn = self._open_turn("finish")
@@ -298,8 +291,7 @@ class ToolEnv(TextEnv):
             return [await self._answer(call) for call in action.tool_calls]
         return await self._call(self.no_tool_call, action.content if isinstance(action, Message) else action)
 
-    async def _play(self, action: Message | str | None, error: str = "") -> Any:
-        """Play one turn; with `action` None, only show `error`."""
+    async def _play(self, action: Message | str | None, error: str = "") -> Any:  # without an action, only show `error`
         turn = self._open_turn("step")
         try:
             observation = error if action is None else await self._observe(action)
@@ -340,7 +332,6 @@ class ToolEnv(TextEnv):
         return text_of(result)
 
     async def _call(self, function: Callable[..., Any], *args: Any, time_limit_seconds: float | None = None) -> Any:
-        """Call the author's code in the event loop, in this thread, or in the environment's thread."""
         if inspect.iscoroutinefunction(function):
             watchdog = asyncio.timeout(time_limit_seconds)
             try:

@@ -14,14 +14,9 @@ AnyFunction = Callable[..., Any]  # plain or async, with any parameters
 
 @dataclass(frozen=True)
 class KeywordFunction:
-    """A function and its parameters.
+    """A function and the names that it must and may be given (`optional` None: all, for `**kwargs`).
 
-    Attributes:
-        function: as the author gave it.
-        where: its name in errors ("reward 'exact'").
-        required: names that must be given.
-        optional: names that are passed if given; None for all (`**kwargs`).
-        is_async: whether its answer must be awaited.
+    `where` is its name in errors ("reward 'exact'"); `is_async`: its answer must be awaited.
     """
 
     function: AnyFunction
@@ -32,11 +27,7 @@ class KeywordFunction:
 
     @classmethod
     def of(cls, function: Any, where: str) -> KeywordFunction:
-        """Return the record of a function or a callable object.
-
-        Raises:
-            ConfigError: it cannot be called by keyword.
-        """
+        """Return the record of a function or a callable object; a ConfigError if it cannot be called by keyword."""
         if not callable(function):
             raise ConfigError(f"{where}: expected a function, got {function!r:.80}")
         parameters = inspect.signature(function).parameters.values()
@@ -55,11 +46,7 @@ class KeywordFunction:
         )
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
-        """Return the function's answer, or an awaitable of it.
-
-        Raises:
-            ContractError: a required name is not given; names the nearest.
-        """
+        """Return the function's answer, or an awaitable of it; a ContractError if a required name is not given."""
         for name in sorted(self.required - given.keys()):
             raise ContractError(f"{self.where} takes {name!r}, which is not given; {nearest_name(name, given)}")
         wanted = given.keys() if self.optional is None else self.required | self.optional

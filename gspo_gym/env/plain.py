@@ -151,18 +151,12 @@ class PlainEnv(gymnasium.Env[str, str]):
             self._stop()
 
     def _run(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """Return the coroutine's result in the private loop."""
         if self._loop is None:
             answer.close()  # else Python warns that it was never awaited
             raise UsageError(f"{self._name}: the environment is closed")
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
-    def _message(self, text: str) -> Message:
-        """Return an action as the assistant's message.
-
-        Raises:
-            ValueError: a tool call cannot be read; the text is for the model.
-        """
+    def _message(self, text: str) -> Message:  # the text of a ValueError is for the model
         if not self.session.tool_schemas:
             return Message("assistant", text)
         read = read_tool_calls(text)
@@ -178,11 +172,8 @@ class PlainEnv(gymnasium.Env[str, str]):
 
 
 def read_tool_calls(text: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]] | None:
-    """Return the text beside the calls, and the calls as (name, arguments); None if there is no call.
-
-    Raises:
-        ValueError: a call cannot be read.
-
+    """Return the text beside the calls, and the calls as (name, arguments); None without a call, a ValueError for one
+    that cannot be read.
     >>> read_tool_calls('Look. <tool_call>{"name": "query", "arguments": {"sql": "SELECT 1"}}</tool_call>')
     ('Look.', [('query', {'sql': 'SELECT 1'})])
     >>> read_tool_calls("42") is None

@@ -16,8 +16,7 @@ from gspo_gym.types import Message, StepResult, ToolCall
 
 _COMPARED = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events")
 
-# Entered around each call of the environment, with the method's name and the turn (-1 before the first).
-Watch = Callable[[str, int], AbstractContextManager[None]]
+Watch = Callable[[str, int], AbstractContextManager[None]]  # around each call: its method, and the turn (-1 at first)
 
 
 class PlayerError(Exception):
@@ -154,8 +153,7 @@ def _is_free_text(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") == "string" and "enum" not in schema
 
 
-def _value(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
-    """Return a small value that fits a JSON schema, as far as its first alternative tells."""
+def _value(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:  # as far as the first alternative tells
     if "enum" in schema:
         return schema["enum"][int(rng.integers(len(schema["enum"])))]
     for alternatives in ("anyOf", "oneOf"):

@@ -26,13 +26,8 @@ _ENTRY_POINT_GROUP = "gymnasium.envs"
 def register(env_id: str, entry_point: Callable[..., Any] | str, **kwargs: Any) -> None:
     """Register an environment under NAME-vN or NAMESPACE/NAME-vN, replacing an earlier one of the same id.
 
-    Args:
-        env_id: the id.
-        entry_point: a class, a function that makes an instance, or "package.module:Class".
-        **kwargs: as in `gymnasium.register`, such as `kwargs={...}` for the constructor.
-
-    Raises:
-        ConfigError: the id is malformed or contradicts another one.
+    `kwargs` are as in `gymnasium.register`, such as `kwargs={...}` for the constructor. A ConfigError says that the id
+    is malformed or contradicts another one.
     """
     # Gymnasium warns of a replacement, which is intended here (in a notebook, for example).
     gymnasium.registry.pop(env_id, None)
@@ -51,18 +46,13 @@ def make(env_id: str, /, **kwargs: Any) -> Any:
     subclass `gymnasium.Env` gives a plain instance without wrappers.
 
     Raises:
-        UnknownNameError: there is no environment of that name; names the nearest.
-        ConfigError: the constructor takes no such argument; names the nearest.
+        UnknownNameError: there is no environment of that name. ConfigError: the constructor takes no such argument.
     """
     return make_from(gymnasium.registry[resolve(env_id)], **kwargs)
 
 
 def make_from(spec: EnvSpec, **kwargs: Any) -> Any:
-    """Return a fresh environment of a specification, registered or not; otherwise like `make`.
-
-    Raises:
-        ConfigError: the constructor takes no such argument; names the nearest.
-    """
+    """Return a fresh environment of a specification, registered or not; otherwise like `make`."""
     spec = copy.copy(spec)
     spec.disable_env_checker, spec.order_enforce = True, False
     creator: Any = spec.entry_point
@@ -117,7 +107,6 @@ def resolve(env_id: str) -> str:
 
 
 def _id_of(creator: Callable[..., Any], text: str) -> str:
-    """Return the newest id of a class or function; one without an id is registered as `text`."""
     known = [spec for spec in gymnasium.registry.values() if spec.entry_point in (creator, text)]
     if known:
         return max(known, key=_age).id
@@ -144,8 +133,7 @@ def _load_plugins() -> tuple[tuple[str, str], ...]:
     return tuple(failed)
 
 
-def _matches(name: str) -> list[str]:
-    """Return the ids that match a name (with its namespace and version, if given), the newest of a namespace."""
+def _matches(name: str) -> list[str]:  # with its namespace and version, if given; the newest of a namespace
     try:
         namespace, wanted, version = parse_env_id(name)
     except gymnasium.error.Error:
@@ -167,8 +155,7 @@ def _age(spec: EnvSpec) -> int:
     return -1 if spec.version is None else spec.version
 
 
-def _nearest(name: str) -> str:
-    """Return a hint at the nearest id, with as many parts as `name` has, or at all."""
+def _nearest(name: str) -> str:  # with as many parts as `name` has, or at all
     ids = list_environments()
     if "/" not in name:
         ids = tuple(env_id.rpartition("/")[2] for env_id in ids)
@@ -178,11 +165,7 @@ def _nearest(name: str) -> str:
 
 
 def require_known_arguments(env_id: str, creator: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if the class or function does not take an argument, before anything is made.
-
-    Raises:
-        ConfigError: an argument is not taken; names the nearest.
-    """
+    """Raise a ConfigError if the class or function does not take an argument, before anything is made."""
     try:
         parameters = inspect.signature(creator).parameters.values()
     except (TypeError, ValueError):  # written in C: the call itself will raise

@@ -152,11 +152,7 @@ class RewardTerms:
     async def score_async(
         self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any
     ) -> Reward | None:
-        """Return the reward like `score`, awaiting async terms one after another.
-
-        Raises:
-            ContractError, EnvError: as `score`.
-        """
+        """Return the reward like `score`, awaiting async terms one after another."""
         given = {**given, "events": events, "success": success}
         awaited: dict[str, Any] = {}
         for name, function in self._functions.items():
@@ -166,7 +162,6 @@ class RewardTerms:
         return self._weighted(given, awaited)
 
     def _weighted(self, given: Mapping[str, Any], awaited: Mapping[str, Any]) -> Reward | None:
-        """Return the reward; `awaited` are the answers of async functions."""
         scores: dict[str, float] = {}
         for name, function in self._functions.items():
             with _naming(name):
@@ -183,7 +178,6 @@ class RewardTerms:
 
 @contextmanager
 def _naming(term: str) -> Iterator[None]:
-    """Turn an exception of a term's function into an EnvError that names the term."""
     try:
         yield
     except GymError:
@@ -195,15 +189,7 @@ def _naming(term: str) -> Iterator[None]:
 class Achievements:
     """The achievements of an episode and of the current turn.
 
-    Args:
-        names: all achievements; `unlock` refuses others, so a typing error earns nothing.
-
-    Attributes:
-        names: as given.
-
-    Raises:
-        ContractError: a name is given twice, or is no name.
-
+    `names` are all of them; `unlock` refuses others, so a typing error earns nothing.
     >>> achievements = Achievements(["collect_wood", "place_table"])
     >>> achievements.unlock("collect_wood"), achievements.unlock("collect_wood")
     (True, False)
@@ -230,15 +216,10 @@ class Achievements:
         return tuple(self._unlocked)
 
     def reset(self) -> None:
-        """Clear everything for a new episode."""
         self._unlocked, self._of_turn = {}, {}
 
     def unlock(self, name: str) -> bool:
-        """Note that `name` was achieved in this turn; return whether it is new in this episode.
-
-        Raises:
-            ContractError: there is no such achievement; names the nearest.
-        """
+        """Note that `name` was achieved in this turn; return whether it is new in this episode."""
         if name not in self.names:
             raise ContractError(f"there is no achievement {name!r}; {nearest_name(name, self.names)}")
         is_new = name not in self._unlocked

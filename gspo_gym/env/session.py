@@ -126,11 +126,7 @@ class EnvSession:
         return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
-        """Return the answer to text that could not be parsed; without such a method, show `error` with reward 0.
-
-        Raises:
-            as `step`.
-        """
+        """Return the answer to text that could not be parsed; without such a method, show `error` with reward 0."""
         # Called on the unwrapped environment: Gymnasium's wrappers do not know this method.
         method = getattr(self.env, "invalid_action", None)
         if method is None:
@@ -165,7 +161,6 @@ class EnvSession:
                 self._thread.release()
 
     def _added(self, result: StepResult, method: str) -> StepResult:
-        """Return the result after adding its reward to the return, which must stay possible."""
         if result.reward is None or not self._checks_returns:
             return result
         self._episode_return += result.reward
@@ -195,7 +190,6 @@ class EnvSession:
         return await self._answer_of(method, call)
 
     async def _answer_of(self, method: str, call: Callable[[], Any]) -> Any:
-        """Return the call's answer in time; what it raises becomes an EnvError."""
         seconds, late = self._deadline_of(method)
         watchdog = asyncio.timeout(seconds)
         try:
@@ -220,7 +214,7 @@ class EnvSession:
             self._raise_failure(method, error)
 
     def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
-        """Return the limit of a call and the error past it: the environment's limit on actions, or the caller's."""
+        # The environment's own limit on actions is the action's doing, the caller's is not.
         declared = self._max_action_seconds if method in _ANSWERS_ACTION else None
         if declared is not None and (self._timeout is None or declared < self._timeout):
             return declared, ActionLimitError
@@ -233,7 +227,7 @@ class EnvSession:
         return returned.unwrap()
 
     async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
-        """Return the awaitable's result; a cancellation is passed on without waiting for it to take effect."""
+        # A cancellation is passed on without waiting for it to take effect.
         task = asyncio.ensure_future(_contained(awaitable))
         try:
             await asyncio.wait({task})
@@ -270,8 +264,7 @@ class EnvSession:
 def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
     """Return the smallest and the largest return that an environment declares; infinite without a declaration.
 
-    Raises:
-        ContractError: `reward_range` is not two numbers in order. Starts with `where`.
+    Anything but two numbers in order is a ContractError that starts with `where`.
     """
     # Any other wrapper may change rewards, so its own declaration counts.
     while isinstance(env, _KEEP_REWARDS):
@@ -292,7 +285,6 @@ def _announced(told: str, call: Callable[[], Any]) -> Any:
 
 
 async def _contained(awaitable: Awaitable[Any]) -> Returned:
-    """Return the result or error of an awaitable."""
     # A SystemExit that leaves a task would end the event loop.
     try:
         return Returned(await awaitable, None)
@@ -308,12 +300,7 @@ async def open_session(
     A slow constructor therefore blocks no other environment, and what it ties to its thread (an sqlite3 connection)
     works in the methods. If cancelled, it waits until the environment is made, and closes it.
 
-    Args:
-        factory: makes the environment.
-        env_id, checks_returns: as in `EnvSession`.
-        step_timeout_seconds: as in `EnvSession`, and limit of making it, without loads for many environments
-            (`loading.py`).
-
+    `step_timeout_seconds` is also the limit of making it, without loads for many environments (`loading.py`).
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
         ContractError: what it made is no environment.

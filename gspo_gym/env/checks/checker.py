@@ -41,11 +41,7 @@ class CheckReport:
         return not self.problems
 
     def raise_if_failed(self) -> None:
-        """Raise every problem in one error.
-
-        Raises:
-            ContractError: the report has problems.
-        """
+        """Raise every problem in one ContractError."""
         if self.problems:
             raise ContractError(str(self))
 
@@ -56,7 +52,6 @@ class CheckReport:
         return "ok" if check in self.checks else "-"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return {
             "environment": self.name,
             "passed": self.passed,
@@ -134,7 +129,6 @@ def check_env(
 
 
 def _named(env: str | Callable[..., Any], config: dict[str, Any]) -> tuple[str | Callable[..., Any], dict[str, Any]]:
-    """Return the callable and the arguments of a `functools.partial`."""
     # A worker process imports its environment by name; a partial has none, but the function it wraps does.
     if isinstance(env, partial) and env.func is make and len(env.args) == 1:
         return env.args[0], {**env.keywords, **config}

@@ -81,7 +81,6 @@ async def speaks(subject: Subject, findings: Findings) -> None:
 
 
 def _tools_answer(subject: Subject, findings: Findings) -> None:
-    """Check that no tool fails at every call."""
     answers: dict[tuple[str, bool], list[str]] = {}  # by tool, and whether a hand-written player called it
     for (player, _), run in subject.runs.items():
         for action, answer in zip(run.actions, run.answers, strict=True):
@@ -175,7 +174,6 @@ async def closes(subject: Subject, findings: Findings) -> None:
 
 
 async def _open_noting(subject: Subject, made: list[Any]) -> EnvSession:
-    """Open a session in this process and append the environment to `made`."""
 
     def make() -> Any:
         made.append(subject.factory())
@@ -211,11 +209,7 @@ async def gymnasium_agrees(subject: Subject, findings: Findings) -> None:
 
 
 def _gymnasium_advice(subject: Subject) -> list[str] | None:
-    """Return the warnings of Gymnasium's checker; None if it does not apply.
-
-    Raises:
-        Exception: what the checker objects to.
-    """
+    """Return the warnings of Gymnasium's checker; None if it does not apply. Raises what the checker objects to."""
     env = getattr(subject.factory(), "unwrapped", None)
     if not isinstance(env, gymnasium.Env):
         return None

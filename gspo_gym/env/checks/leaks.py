@@ -55,10 +55,8 @@ class Holdings:
 class Leak:
     """Something that every episode leaves behind.
 
-    Attributes:
-        kind: "files", "threads", "child processes" or "bytes of memory".
-        per_episode: amount per episode, the smaller one of the two halves.
-        examples: up to two descriptions; for memory, the lines of code that allocate most.
+    `per_episode` is the smaller amount of the two halves; of memory, `examples` are the lines of code that allocate
+    most.
     """
 
     kind: str
@@ -76,19 +74,14 @@ async def find_leaks(play: Callable[[], Awaitable[None]], *, num_episodes: int) 
 
     A file, thread or child process counts if at least every second episode leaves one, memory from `MIN_BYTES` an
     episode. Memory is what tracemalloc sees: Python objects and numpy arrays, no allocations of foreign code. Nothing
-    else may run in this process meanwhile.
-
-    Args:
-        play: does the same work each time, or the warm-up does not fill its caches.
-        num_episodes: episodes measured, in two halves; half as many warm up before. If memory seems to leak, four times
-            as many follow, to find the lines of code that allocate it.
+    else may run in this process meanwhile. `num_episodes` are measured, in two halves; half as many warm up before.
     """
     half = max(1, num_episodes // 2)
     with _tracing(), _older_objects_set_aside():
         for _ in range(half):
             await play()
         leaks, num_bytes = await _find_in_halves(play, half)
-        if num_bytes >= MIN_BYTES * half:
+        if num_bytes >= MIN_BYTES * half:  # four times as many follow, to find the lines of code that allocate it
             leaks += await _find_memory(play, _AGAIN * half)
     return leaks
 
@@ -99,7 +92,6 @@ def can_count_files() -> bool:
 
 
 async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tuple[list[Leak], int]:
-    """Return what both halves of `half` episodes leave (files, threads, children), and their common growth in bytes."""
     gc.collect()
     marks = [Holdings.now()]
     grown = []
@@ -114,7 +106,6 @@ async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tup
 
 
 async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[Leak]:
-    """Return a leak of the lines of code whose memory grows in both halves, if there is one."""
     first = Holdings.now()
     marks = [_bytes_by_line()]
     for _ in range(2):
@@ -134,7 +125,6 @@ async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[L
 
 
 def _bytes_by_line() -> Counter[str]:
-    """Return the bytes that are allocated now by "file:line", without those of this measurement."""
     measuring = [
         tracemalloc.Filter(inclusive=False, filename_pattern=file) for file in (tracemalloc.__file__, __file__)
     ]
@@ -143,8 +133,7 @@ def _bytes_by_line() -> Counter[str]:
     return Counter({f"{frame.filename}:{frame.lineno}": size for frame, size in frames})
 
 
-async def _settled(first: Holdings) -> tuple[Holdings, int]:
-    """Return the holdings and the bytes of memory, once threads and processes that are ending have ended."""
+async def _settled(first: Holdings) -> tuple[Holdings, int]:  # once threads and processes that are ending have ended
     deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
     while True:
         gc.collect()
@@ -199,7 +188,6 @@ def _older_objects_set_aside() -> Iterator[None]:
 
 
 def _open_files() -> dict[str, str]:
-    """Return the target of each open descriptor."""
     files: dict[str, str] = {}
     with suppress(OSError):  # no /proc
         for name in os.listdir("/proc/self/fd"):
@@ -208,8 +196,7 @@ def _open_files() -> dict[str, str]:
     return files
 
 
-def _children() -> dict[str, str]:
-    """Return the names of child processes by id, zombies included."""
+def _children() -> dict[str, str]:  # zombies included
     children: dict[str, str] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended meanwhile

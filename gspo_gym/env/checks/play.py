@@ -26,8 +26,6 @@ from gspo_gym.errors import EnvTimeoutError, GymError
 
 @dataclass(frozen=True, slots=True)
 class _Touch:
-    """A call that changed process-wide state."""
-
     place: str
     name: str
 
@@ -62,7 +60,6 @@ async def _enter_worker(subject: Subject) -> str | None:
 
 
 async def _play_all(subject: Subject, touched: list[_Touch]) -> list[str]:
-    """Fill `runs` and `calls`; return the failures."""
     subject.runs.clear()
     subject.calls.clear()
     failures = []
@@ -110,7 +107,6 @@ def _watch(subject: Subject, where: str, touched: list[_Touch]) -> Watch:
 
 
 def _tell_where(subject: Subject, findings: Findings, touched: list[_Touch], obstacle: str | None) -> None:
-    """Report the process-wide changes and where the environment was played."""
     if subject.isolation == "thread":
         for touch in touched:
             findings.fail(f"{touch}, but it declares isolation = 'thread'; declare 'process', or leave it alone")
@@ -147,7 +143,6 @@ async def is_deterministic(subject: Subject, findings: Findings) -> None:
 
 
 async def _count_tasks(subject: Subject, findings: Findings) -> None:
-    """Report how many tasks the seeds give, at least."""
     # The same actions are played under every seed, so only the tasks can make a difference.
     spoken = [run.actions for run in subject.runs.values() if run.seed == subject.seeds[0]]
     played = await subject.replay_all([(actions, seed) for seed in subject.seeds for actions in spoken])

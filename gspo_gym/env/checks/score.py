@@ -78,7 +78,6 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
 
 
 async def _played(subject: Subject, findings: Findings, player: str, policy: PolicyFactory) -> list[Playthrough]:
-    """Return the player's episodes up to its first failure, which is reported."""
     runs = []
     for seed in subject.seeds:
         try:
@@ -94,13 +93,11 @@ async def _played(subject: Subject, findings: Findings, player: str, policy: Pol
 
 
 def _rubric(subject: Subject) -> str:
-    """Return the environment's words on its grading and the names of its reward terms."""
     terms = {name for run in subject.runs.values() for answer in run.answers for name in answer.reward_terms}
     return "\n".join([subject.rubric, *sorted(terms)])
 
 
-def _is_unscored(subject: Subject) -> bool:
-    """Return whether no turn has a reward, which leaves scoring to a judge."""
+def _is_unscored(subject: Subject) -> bool:  # which leaves scoring to a judge
     return all(run.episode_return is None for run in subject.runs.values())
 
 
@@ -195,10 +192,8 @@ def _parts(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _suspects(tasks: Sequence[_Task]) -> list[str]:
-    """Return the places that every task has, with texts that vary and that the reference says.
-
-    Values of info are suspected even if the reference does not say them. Places with the same texts count once.
-    """
+    # Places that every task has, with texts that vary and that the reference says. Values of info are suspected even if
+    # it does not say them. Places with the same texts count once.
     common = [name for name in tasks[0].places if all(name in task.places for task in tasks)]
     seen: set[tuple[str, ...]] = set()
     found = []
@@ -218,7 +213,6 @@ def _is_info(name: str) -> bool:
 
 
 def _says(reference: Playthrough | None, text: str) -> bool:
-    """Return whether the reference says the text as a word or as an argument; True without a reference."""
     if reference is None:
         return True
     said = (
@@ -229,15 +223,13 @@ def _says(reference: Playthrough | None, text: str) -> bool:
     return any(_as_word(text).search(part) for part in said)
 
 
-def _forms(task: _Task, place: str) -> list[Message | None]:
-    """Return the ways to say a text: alone (None), and as the reference says this task's."""
+def _forms(task: _Task, place: str) -> list[Message | None]:  # alone (None), and as the reference says this task's
     said = [] if task.reference is None else list(task.reference.actions)
     forms = [_form(action, task.places[place], task.choices) for action in said]
     return [None, *[form for form in forms if form not in said][-1:]]
 
 
 def _form(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
-    """Return the action with a gap for the text."""
     calls = []
     for call in action.tool_calls:
         given = call.arguments.items()
@@ -254,7 +246,6 @@ def _gap(value: Any, text: str) -> Any:
 
 
 def _filled(form: Message, text: str) -> Message:
-    """Return the form with `text` in its gap."""
     is_number = re.fullmatch(r"-?\d{1,18}", text) is not None
     values = {_GAP: text, _NUMBER_GAP: int(text) if is_number else text}
     calls = [
@@ -285,11 +276,10 @@ async def _task(subject: Subject, seed: int) -> _Task:
 
 
 async def _always_wins(subject: Subject, tasks: Sequence[_Task], place: str, form: Message | None) -> bool:
-    """Return whether saying the place's text wins every task, with more than one text."""
     for task in tasks:
         if place not in task.places or not await _wins(subject, task, task.places[place], form):
             return False
-    return len({task.places[place] for task in tasks}) > 1
+    return len({task.places[place] for task in tasks}) > 1  # one text for all tasks answers none of them
 
 
 async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) -> bool:
@@ -312,8 +302,7 @@ def _repeating(action: Message) -> PolicyFactory:
     return lambda _env, _rng: lambda _messages: action
 
 
-def _target(subject: Subject) -> float:
-    """Return the least return of the reference, which solves its tasks; without one, the largest possible."""
+def _target(subject: Subject) -> float:  # without a reference, which solves its tasks, the largest possible return
     references = [run.episode_return for run in subject.runs_of(subject.settings.reference)]
     earned = [value for value in references if value is not None]
     return min(earned, default=subject.reward_range[1])

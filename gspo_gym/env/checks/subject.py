@@ -94,8 +94,7 @@ class Subject:
     """The environment under check.
 
     Attributes:
-        factory: makes an instance in this process.
-        in_worker: makes an instance in a worker process.
+        factory, in_worker: make an instance in this process and in a worker process.
         policies, reward_range, reference_is_perfect, isolation: as an instance declares them.
         max_steps: Gymnasium's time limit.
         rubric: the environment's text on its grading.
@@ -178,5 +177,5 @@ def mean_return(runs: Sequence[Playthrough]) -> float:
 
 
 def _own_policy(name: str) -> PolicyFactory:
-    """Return a player that takes the policy from the environment it plays, because a worker's plays in the worker."""
+    # Taken from the environment that is played, because a worker's plays in the worker.
     return lambda env, rng: env.policies[name](env, rng)

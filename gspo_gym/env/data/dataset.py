@@ -264,8 +264,7 @@ class RowReward:
         """Return the reward of a grader's name, MODULE:NAME, or a function.
 
         Raises:
-            UnknownNameError: there is none of that name.
-            ConfigError: it cannot be called by keyword.
+            UnknownNameError: there is none of that name. ConfigError: it cannot be called by keyword.
         """
         function = _named_function(reward) if isinstance(reward, str) else reward
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", repr(reward))
@@ -286,11 +285,7 @@ class RowReward:
         return self.function({**row, "completion": completion})
 
     def as_reward(self, answered: Any, top: float) -> Reward | None:
-        """Return the function's answer as a reward; a plain number from `top` up is a success, if `top` is finite.
-
-        Raises:
-            ContractError: the answer is none of what a reward function may return.
-        """
+        """Return the function's answer as a reward; a plain number from `top` up is a success, if `top` is finite."""
         if answered is None or isinstance(answered, Reward):
             return answered
         if isinstance(answered, bool | np.bool_):
@@ -326,8 +321,7 @@ def _is_number(text: str) -> bool:
     return _NUMBER.fullmatch(text.strip().strip("$%")) is not None
 
 
-def _last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} with balanced braces; None if there is none or it is not closed."""
+def _last_boxed(text: str) -> str | None:  # with balanced braces; None also if it is not closed
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -51,9 +51,7 @@ def read_rows(source: RowSource) -> list[Row]:
 
     Raises:
         ConfigError: there is no such source, or a part of it is no row (with its place).
-        UnknownNameError: MODULE:NAME does not exist.
-        MissingExtraError: the source needs the `datasets` package.
-
+        UnknownNameError: MODULE:NAME does not exist. MissingExtraError: the source needs the `datasets` package.
     >>> read_rows([{"question": "2+2?", "answer": "4"}])[0].where
     'rows[0]'
     """
@@ -74,11 +72,7 @@ def read_rows(source: RowSource) -> list[Row]:
 
 
 def named_object(name: str, what: str) -> Any:
-    """Import and return MODULE:NAME; `what` describes its use in errors.
-
-    Raises:
-        UnknownNameError: the module cannot be imported, or has no such name.
-
+    """Import and return MODULE:NAME, or raise an UnknownNameError; `what` describes its use in errors.
     >>> named_object("math:pi", "a number") > 3
     True
     """
@@ -189,8 +183,7 @@ def _saved_dataset(folder: Path) -> Any:
         raise ConfigError(f"rows: {folder} is no folder of Dataset.save_to_disk: {error}") from error
 
 
-def _hub_dataset(text: str) -> Any:
-    """Load `hub:OWNER/NAME?name=CONFIG&split=train&revision=...`; the default split is "train"."""
+def _hub_dataset(text: str) -> Any:  # hub:OWNER/NAME?name=CONFIG&split=train&revision=...
     dataset, _, query = text.removeprefix(_HUB_PREFIX).partition("?")
     try:
         settings = dict(parse_qsl(query, strict_parsing=bool(query)))
@@ -215,10 +208,6 @@ class ConversationTemplate:
     """The opening messages of an episode, with {column} placeholders; {{ and }} are plain braces.
 
     Values are inserted as they are (their braces mean nothing); a value that is not text becomes JSON.
-
-    Raises:
-        ConfigError: not a list of messages of text, or the last one is not the user's.
-
     >>> template = ConversationTemplate.of([{"role": "user", "content": "Q: {question}"}])
     >>> template.messages({"question": "{x}?"})[0].content
     'Q: {x}?'
@@ -288,10 +277,7 @@ def load_questions(
     """Return the questions of one source split by `held_out_fraction`, or of two sources.
 
     A question is its conversation with any white space counted as one space. It is held out if the hash of (split_seed,
-    question) falls into the fraction; each side is ordered by that hash.
-
-    Raises:
-        ConfigError: a source cannot be read, rows are bad (lists the first few), or one side is empty.
+    question) falls into the fraction; each side is ordered by that hash. A ConfigError lists the first few bad rows.
     """
     if isinstance(rows, str | Path) and (held_out is None or isinstance(held_out, str | Path)):
         stamps = (_stamp(rows), _stamp(held_out))
@@ -339,7 +325,6 @@ def _load_named(
 
 
 def _stamp(source: str | Path | None) -> tuple[int, int] | None:
-    """Return the file's time and size; None if the source is no file."""
     if source is None or not Path(source).is_file():
         return None
     status = Path(source).stat()
@@ -347,11 +332,7 @@ def _stamp(source: str | Path | None) -> tuple[int, int] | None:
 
 
 def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[Entry[Row]], int]:
-    """Return the entries of rows that are short enough, and the number of longer ones.
-
-    Raises:
-        ConfigError: lists the first bad rows.
-    """
+    """Return the entries of rows that are short enough, and the number of longer ones."""
     entries: list[Entry[Row]] = []
     problems: list[str] = []
     num_too_long = 0
@@ -380,7 +361,6 @@ def _renamed(row: Row, renamed: Iterable[tuple[str, str]]) -> Row:
 
 
 def _problem(row: Row, columns: Iterable[str]) -> str | None:
-    """Return the fault of a row, or None."""
     for column in sorted(columns):
         if column not in row.values:
             return f"there is no column {column!r}; {nearest_name(column, row.values)}"
@@ -391,8 +371,7 @@ def _problem(row: Row, columns: Iterable[str]) -> str | None:
     return None
 
 
-def _pieces(content: str, where: str) -> list[tuple[str, str | None]]:
-    """Return the pairs of a template's literal text and the column after it, None for none."""
+def _pieces(content: str, where: str) -> list[tuple[str, str | None]]:  # literal texts, each with the column after it
     try:
         pieces = [(text, name, spec, how) for text, name, spec, how in string.Formatter().parse(content)]
     except ValueError as error:

@@ -29,9 +29,9 @@ class Sides(Generic[T]):
     def of_seed(self, seed: int) -> T:
         """Return the member of a task: held out below seed 2**31, training from there up.
 
-        Consecutive seeds go round the side in its shuffled order, so a training run, which counts its seeds up
-        (`seeding.training_seed`), meets every member once before it meets one again.
+        Consecutive seeds go round the side in its shuffled order, each once before one comes again.
         """
+        # So a training run, which counts its seeds up (`seeding.training_seed`), meets every member before one again.
         if is_held_out_seed(seed):
             return self.held_out[seed % len(self.held_out)]
         return self.train[(seed - FIRST_TRAINING_SEED) % len(self.train)]
@@ -57,10 +57,8 @@ def next_seed(rng: np.random.Generator, *, is_held_out: bool | None = None) -> i
     This is the rule of every interface: the episode stays on the side of the last given seed, and is a training task if
     none was given.
 
-    Args:
-        rng: the generator of the last given seed (Gymnasium's `np_random`); drawn from once.
-        is_held_out: side; None for that of `rng`.
-
+    `rng` is the generator of the last given seed (Gymnasium's `np_random`), and is drawn from once. `is_held_out` is
+    the side; None for that of `rng`.
     >>> next_seed(np.random.default_rng(7)) < FIRST_TRAINING_SEED <= next_seed(np.random.default_rng())
     True
     """
@@ -86,11 +84,7 @@ def is_held_out_content(content: int, held_out_fraction: float) -> bool:
 
 
 def checked_fraction(fraction: float | None, default: float, *, has_own_held_out: bool, where: str) -> float:
-    """Return the held-out fraction that the user gave, or the default.
-
-    Raises:
-        ConfigError: it is not in (0, 1), or is given beside a held-out set.
-    """
+    """Return the held-out fraction in (0, 1) that was given, or the default; a ConfigError beside a held-out set."""
     if has_own_held_out and fraction is not None:
         raise ConfigError(f"{where}: held_out is a set of its own, so held_out_fraction has no effect; remove it")
     chosen = default if fraction is None else fraction
