@@ -165,7 +165,6 @@ class TaskSource(Generic[T]):
         return Sides(in_order(train), in_order(held_out))
 
     def _entries(self, listed: Any, name: str) -> list[Entry[Any]]:
-        """Return the entries of a file, or of `_kept` tasks."""
         if isinstance(listed, str | Path):
             found = [(row.values, row.where) for row in read_rows(listed)]
         else:
@@ -178,10 +177,6 @@ class TaskSource(Generic[T]):
 
 def canonical_json(task: Any, *, where: str) -> str:
     """Return one text for equal tasks: keys sorted, dataclasses as objects, numpy numbers as numbers.
-
-    Raises:
-        ContractError: the task is no JSON value. Starts with `where`.
-
     >>> canonical_json({"b": (1, 2), "a": np.int64(3)}, where="here")
     '{"a":3,"b":[1,2]}'
     """
@@ -196,7 +191,6 @@ def canonical_json(task: Any, *, where: str) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a JSON value for an object that `json` does not know."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, np.generic | np.ndarray):
@@ -204,8 +198,7 @@ def _as_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not")
 
 
-def _kept(source: Any, name: str) -> Any:
-    """Return a file's name as it is, and tasks as a tuple, because an iterator can be read only once."""
+def _kept(source: Any, name: str) -> Any:  # as a tuple, because an iterator can be read only once
     if isinstance(source, str | Path):
         return source
     if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):

@@ -78,7 +78,6 @@ class Tool:
     """A function as a model sees it.
 
     Attributes:
-        name, description: for the model.
         parameters: JSON schema of the arguments, an object.
         function: called with the checked arguments by name.
         time_limit_seconds: limit of one call; None for no limit.
@@ -138,11 +137,7 @@ class Tool:
 
 
 def tools_of(cls: type) -> tuple[Tool, ...]:
-    """Return the unbound tools of a class, base classes first, in the order of definition.
-
-    Raises:
-        ContractError: as `Tool.from_function`.
-    """
+    """Return the unbound tools of a class, base classes first, in the order of definition."""
     names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
     namespace: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -152,11 +147,7 @@ def tools_of(cls: type) -> tuple[Tool, ...]:
 
 
 def text_of(result: object) -> str:
-    """Return a tool's result for the model: a string unchanged, anything else as JSON.
-
-    Raises:
-        ToolError: it is neither.
-    """
+    """Return a tool's result for the model: a string unchanged, anything else as JSON, or raise a ToolError."""
     if isinstance(result, str):
         return result
     try:
@@ -166,11 +157,7 @@ def text_of(result: object) -> str:
 
 
 def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Return the tools by name.
-
-    Raises:
-        ContractError: two tools share a name.
-    """
+    """Return the tools by name; a ContractError if two share one."""
     by_name: dict[str, Tool] = {}
     for each in tools:
         if each.name in by_name:
@@ -180,7 +167,7 @@ def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 
 def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any]) -> Tool:
-    """Return the tool of all but the first `skip` parameters; annotations may also use `names`."""
+    # Without the first `skip` parameters (self); annotations may also use `names`.
     name = getattr(function, "__name__", type(function).__name__)
     where = f"tool {getattr(function, '__qualname__', name)}"
     if not _NAME.fullmatch(name):
@@ -210,8 +197,7 @@ def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any])
 
 def _annotations(
     function: Callable[..., Any], parameters: Iterable[inspect.Parameter], names: Mapping[str, Any], where: str
-) -> dict[str, Any]:
-    """Return the resolved annotations of the parameters; the return type is ignored, and may be unresolvable."""
+) -> dict[str, Any]:  # the return type is ignored, and may be unresolvable
     hints: dict[str, Any] = {}
     for parameter in parameters:
         place = f"{where}, parameter {parameter.name!r}"
@@ -226,7 +212,6 @@ def _annotations(
 
 
 def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str, Any], place: str) -> Any:
-    """Return the type that an annotation stands for."""
     # The function's module comes before the class body, where a tool may be called `list`.
     holder = types.SimpleNamespace(__annotations__={"annotation": annotation})
     module = getattr(inspect.unwrap(function), "__globals__", {})
@@ -240,7 +225,6 @@ def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str,
 
 
 def _property(parameter: inspect.Parameter, hint: Any, descriptions: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return the JSON schema of one parameter."""
     place = f"{where}, parameter {parameter.name!r}"
     schema = _schema(hint, place)
     if description := descriptions.get(parameter.name):
@@ -252,7 +236,6 @@ def _property(parameter: inspect.Parameter, hint: Any, descriptions: Mapping[str
 
 
 def _default(value: Any, hint: Any, place: str) -> Any:
-    """Return a parameter's default as a JSON value."""
     if isinstance(value, enum.Enum):
         return value.value
     try:
@@ -267,7 +250,6 @@ def _default(value: Any, hint: Any, place: str) -> Any:
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema of a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
@@ -289,7 +271,7 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
-    """Return the JSON schema of a model without references and titles, which would only cost tokens."""
+    # Without references and titles, which would only cost tokens.
     try:
         schema = model.model_json_schema()
     except PydanticInvalidForJsonSchema as error:
@@ -316,7 +298,6 @@ def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
 
 
 def _choice(values: list[Any], where: str) -> dict[str, Any]:
-    """Return the JSON schema of a choice among constants."""
     strangers = [value for value in values if type(value) not in _JSON_TYPES]
     if strangers or not values:
         raise ContractError(f"{where}: expected choices that are JSON values, got {strangers or 'none'}")
@@ -325,11 +306,6 @@ def _choice(values: list[Any], where: str) -> dict[str, Any]:
 
 
 def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
-    """Return the value as the parameter's type.
-
-    Raises:
-        ToolError: it is not of that type.
-    """
     # Checked as JSON, where an enum is given by its value.
     try:
         text = json.dumps(value, allow_nan=False)
@@ -347,8 +323,7 @@ def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
     return checked
 
 
-def _agree(a: object, b: object) -> bool:
-    """Return whether two equal JSON values also agree on which values are booleans."""
+def _agree(a: object, b: object) -> bool:  # of equal JSON values, also on which are booleans
     if isinstance(a, list) and isinstance(b, list):
         return all(map(_agree, a, b))
     if isinstance(a, dict) and isinstance(b, Mapping):
@@ -356,8 +331,7 @@ def _agree(a: object, b: object) -> bool:
     return isinstance(a, bool) == isinstance(b, bool)
 
 
-def _fields(schema: Any) -> set[str]:
-    """Return the names of the fields of all models in a schema."""
+def _fields(schema: Any) -> set[str]:  # of all models in a schema
     if isinstance(schema, list):
         return set().union(*map(_fields, schema))
     if not isinstance(schema, dict):
@@ -366,7 +340,6 @@ def _fields(schema: Any) -> set[str]:
 
 
 def _explained(detail: Any, fields: Collection[str]) -> str:
-    """Return one of pydantic's errors in a few words, with the place in a list or among the `fields` of a model."""
     message = str(detail["msg"]).replace("Input should be", "expected", 1)
     # A location also names the alternatives of a union, which would tell the model nothing.
     path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int) or part in fields)
@@ -416,7 +389,6 @@ def parse_docstring(text: str | None) -> Docstring:
 
 
 def _google_entries(lines: list[str]) -> dict[str, str]:
-    """Return the entries of an "Args:" section."""
     # Entries share one indentation; their further lines are deeper.
     margin = next((_indentation(line) for line in lines if line.strip()), 0)
     texts: dict[str, list[str]] = {}

@@ -83,11 +83,6 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
     stay on its side, held-out or training (see `splits.next_seed`). Calls work inside a running event loop too, and
     block it.
 
-    Args:
-        factory: makes a fresh environment.
-        num_envs: number of environments.
-        env_id: their name in errors.
-        autoreset_mode, step_timeout_seconds: see `make_vec`.
     """
 
     def __init__(
@@ -127,10 +122,8 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[tuple[TextObservation, ...], Infos]:
         """Begin an episode in every environment, or in those of options["reset_mask"] ([num_envs] bool).
-
-        Raises:
-            ConfigError: not one seed an environment, or a mask of another shape.
-            EnvError: an environment could not be made or reset; names it. The others were reset.
+        A ConfigError: not one seed an environment, or a mask of another shape. An EnvError names an environment that
+        could not be made or reset; the others were reset.
         """
         seeds = self._seeds_from(seed)
         given = dict(options or {})
@@ -185,7 +178,6 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self._thread.release()
 
     def _seeds_from(self, seed: int | Sequence[int] | None) -> Sequence[int | None]:
-        """Return one seed an environment, or None each."""
         if seed is None:
             return [None] * self.num_envs
         seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else list(seed)
@@ -208,7 +200,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         self._is_over[index] = False
 
     async def _turn(self, index: int, action: Message | str) -> StepResult | None:
-        """Return the answer to the action; None if the episode was over, in which case a new one has begun."""
+        # None if the episode was over, in which case a new one has begun.
         session = self._sessions[index]
         if self._is_over[index] or session is None:
             await self._begin(index, {})
@@ -239,8 +231,7 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         return result
 
 
-async def _all(calls: Any) -> list[Any]:
-    """Return the result of each call, or the failure of its environment; other errors are raised."""
+async def _all(calls: Any) -> list[Any]:  # the failures of environments are results, other errors are raised
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, GymError):

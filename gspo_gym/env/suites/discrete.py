@@ -42,12 +42,8 @@ CLASSIC_CONTROL: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "MountainCar": (("position", "velocity"), ("accelerate left", "coast", "accelerate right")),
     "Acrobot": (
         (
-            "cosine of joint 1",
-            "sine of joint 1",
-            "cosine of joint 2",
-            "sine of joint 2",
-            "angular velocity of joint 1",
-            "angular velocity of joint 2",
+            *("cosine of joint 1", "sine of joint 1", "cosine of joint 2", "sine of joint 2"),
+            *("angular velocity of joint 1", "angular velocity of joint 2"),
         ),
         ("torque -1", "torque 0", "torque +1"),
     ),
@@ -194,10 +190,6 @@ def random_actions(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 def in_numbers(observation: Any, names: Sequence[str] | None = None) -> str:
     """Return the numbers of an observation with their names: x0, x1, ... or the keys of a Dict space.
-
-    Raises:
-        ConfigError: it has too many numbers, or the names are not as many as the numbers.
-
     >>> in_numbers(np.array([0.5, -1.0]))
     'x0 = 0.5000, x1 = -1.000'
     >>> in_numbers({"speed": 3, "doors": np.array([1, 0])})
@@ -214,7 +206,6 @@ def in_numbers(observation: Any, names: Sequence[str] | None = None) -> str:
 
 
 def _numbers(observation: Any, name: str) -> list[tuple[str, Any]]:
-    """Return all (name, number) pairs of an observation, in order."""
     if isinstance(observation, Mapping):
         return [pair for key, part in observation.items() for pair in _numbers(part, str(key))]
     if isinstance(observation, tuple | list):
@@ -248,7 +239,6 @@ def _registered_limit(env: Any) -> int | None:
 
 
 def _function(given: Any, what: str) -> Any:
-    """Return the function, or the one that "MODULE:NAME" names; None stays None."""
     return named_object(given, what) if isinstance(given, str) else given
 
 
@@ -256,11 +246,8 @@ def _function(given: Any, what: str) -> Any:
 class Actions:
     """The choices in each dimension of an action; a Discrete space has one dimension.
 
-    Attributes:
-        names: for each dimension, the names in the order of their numbers.
-        starts: for each dimension, the number of its first name.
-        is_single: an action is one number (Discrete), not an array (MultiDiscrete).
-
+    `names` and `starts` are for each dimension the names in the order of their numbers, and the number of the first;
+    `is_single`: an action is one number (Discrete), not an array (MultiDiscrete).
     >>> actions = Actions.of(Discrete(3), ["left", "stay", "right"])
     >>> actions.parse(" Right "), actions.parse("1"), actions.parse("jump")
     (2, 1, None)
@@ -274,11 +261,7 @@ class Actions:
 
     @classmethod
     def of(cls, space: Any, names: Sequence[Any] | None) -> Actions:
-        """Return the actions of a space; without names, they are called by their numbers.
-
-        Raises:
-            ConfigError: the space is not discrete, or the names do not fit it.
-        """
+        """Return the actions of a space (else a ConfigError); without names, they are called by their numbers."""
         counts: tuple[int, ...]
         starts: tuple[int, ...]
         if isinstance(space, Discrete):

@@ -115,7 +115,6 @@ class GemEnv(TextEnv):
         return self.step("")
 
     def close(self) -> None:
-        """Close GEM's environment, if it can be closed."""
         close = getattr(self.inner, "close", None)
         self.inner, self._is_playing = None, False
         if callable(close):
@@ -132,8 +131,7 @@ class GemEnv(TextEnv):
             text = " ".join(re.sub(r"\x1b\[\d+m|\*{4,}", " ", str(error)).split())[:_MAX_SHOWN]
             raise EnvError(f"GEM {self.game}: {what} raised {type(error).__name__}: {text}") from error
 
-    def _text(self, observation: Any, info: Any) -> str:
-        """Return the parts of an observation on separate lines, as GEM's wrappers join them."""
+    def _text(self, observation: Any, info: Any) -> str:  # as GEM's wrappers join the parts
         if not isinstance(observation, str) or not isinstance(info, Mapping):
             raise ContractError(f"GEM {self.game}: expected a text and an info, got {described(observation)}")
         parts = [str(info.get("prefix", "")), observation, str(info.get("suffix", ""))]
@@ -141,7 +139,6 @@ class GemEnv(TextEnv):
 
 
 def _last_word(observation: Any) -> str:
-    """Return the observation at the end, without the request for another move."""
     return "" if observation == _END else str(observation)
 
 

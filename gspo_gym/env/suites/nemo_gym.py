@@ -206,12 +206,6 @@ def _read(rows: RowSource) -> list[tuple[dict[str, Any], str]]:
 
 
 def _common_tools(rows: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools that all rows offer.
-
-    Raises:
-        ContractError: a row has no `responses_create_params`, or a tool is no function.
-        ConfigError: there are no rows, or their tools differ.
-    """
     # The model is told its tools once per environment, before a row is drawn.
     if not rows:
         raise ConfigError("NeMoGym: expected at least one row on each side, got none")
@@ -254,15 +248,7 @@ _MAX_TRIES = 3  # for a request that may be repeated
 
 
 class ServerSession:
-    """Cookies and connection of one episode.
-
-    Args:
-        url: of the server.
-        timeout_seconds: limit of one answer; the session is given up after it.
-
-    Raises:
-        MissingExtraError: the httpx package is not installed.
-    """
+    """Cookies and connection of one episode; a server without an answer in `timeout_seconds` ends it."""
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self.url = url
@@ -272,11 +258,7 @@ class ServerSession:
         self._session = ""
 
     async def begin(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send the first request, which must start a session, and return its answer.
-
-        Raises:
-            ContractError: it sets no cookie, or more than one; and as `post`.
-        """
+        """Send the first request, which must start a session (else a ContractError), and return its answer."""
         answer = await _read_json(await self._send(path, body), self._where(path))
         jar = self._jar()
         if len(jar) != 1:
@@ -288,13 +270,10 @@ class ServerSession:
     async def post(self, path: str, body: Mapping[str, Any], *, may_repeat: bool = False) -> dict[str, Any]:
         """Return the JSON answer to a request in this session.
 
-        Args:
-            path, body: of the request.
-            may_repeat: the server recognises a repeated request, so one without an answer is sent again.
+        A server that recognises a repeated request (`may_repeat`) is sent one without an answer again.
 
         Raises:
-            EnvError: the session is lost, or the server fails.
-            EnvTimeoutError: no answer in time.
+            EnvError: the session is lost, or the server fails. EnvTimeoutError: no answer in time.
             ContractError: the request is refused (4xx), or the answer is no JSON object.
         """
         for attempt in range(_MAX_TRIES):
@@ -312,11 +291,7 @@ class ServerSession:
         raise AssertionError("the last try returns or raises")
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a tool's answer as text; a refusal of the arguments (400, 422) is text for the model.
-
-        Raises:
-            as `post`.
-        """
+        """Return a tool's answer as text; a refusal of the arguments (400, 422) is text for the model."""
         path = f"/{name}"
         response = await self._send_in_session(path, arguments)
         if response.status in (400, 422):
@@ -325,13 +300,11 @@ class ServerSession:
         return response.text
 
     async def close(self) -> None:
-        """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
     async def _send_in_session(self, path: str, body: Mapping[str, Any]) -> HttpAnswer:
-        """Send with the session's cookie, and check that the answer is of the same session."""
         if self._client is None:
             raise EnvError(f"{self._where(path)}: the session is closed")
         self._require_session(path, "before the request")
@@ -369,7 +342,6 @@ class _NemoHttp(HttpClient):
     needs = "NeMoGym needs: pip install 'gspo-gym[envs-nemo-gym]'"
 
     def failure(self, message: str, *, kind: str) -> GymError:
-        """Return an EnvError."""
         return EnvTimeoutError(message) if kind == "timeout" else EnvError(message)
 
 

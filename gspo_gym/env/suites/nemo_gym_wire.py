@@ -18,11 +18,7 @@ JsonObject = Mapping[str, Any]
 
 
 def messages_of(params: JsonObject, *, where: str) -> tuple[Message, ...]:
-    """Return the messages of `responses_create_params`: its instructions and its input.
-
-    Raises:
-        ContractError: something in it is no text message.
-    """
+    """Return the messages of `responses_create_params`, which must be text: its instructions and its input."""
     messages = [Message("system", params["instructions"])] if params.get("instructions") else []
     given = params.get("input", ())
     if isinstance(given, str):
@@ -40,11 +36,7 @@ def messages_of(params: JsonObject, *, where: str) -> tuple[Message, ...]:
 
 
 def tool_schemas_of(params: JsonObject, *, where: str) -> tuple[JsonObject, ...]:
-    """Return the row's tools as OpenAI chat function schemas, which nest name and parameters one level deeper.
-
-    Raises:
-        ContractError: a tool is no function.
-    """
+    """Return the row's tools as OpenAI chat function schemas, which nest name and parameters one level deeper."""
     schemas = []
     for tool in params.get("tools") or ():
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
@@ -72,10 +64,7 @@ def response_of(messages: Sequence[Message], params: JsonObject, *, response_id:
 
 
 def session_of(cookie: str) -> str:
-    """Return the session of a signed Starlette cookie: its `session_id`, else all its data.
-
-    Any other cookie is returned as it is.
-    """
+    """Return the session of a signed Starlette cookie (`session_id`, else all its data); others as they are."""
     # base64(JSON).time.signature: time and signature change with every reply.
     payload = cookie.strip('"').partition(".")[0]
     try:
@@ -99,7 +88,6 @@ def _content_of(content: Any, where: str) -> str:
 
 
 def _items(message: Message, item_id: str) -> list[dict[str, Any]]:
-    """Return the output items of one message."""
     if message.role == "tool":
         return [{"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content}]
     if message.role != "assistant":

@@ -238,11 +238,7 @@ class OpenEnvEnv(TextEnv):
         return await self._socket.exchange({"type": "step", "data": action})
 
     def _recoverable(self, reply: Frame) -> str | None:
-        """Return the text for the model of an error that the session survives, else None.
-
-        Raises:
-            EnvError: too many steps in a row were not executed.
-        """
+        """Return the text for the model of an error that the session survives, else None."""
         code = _code(reply)
         if code not in _RECOVERABLE:
             self._num_errors = 0
@@ -254,13 +250,7 @@ class OpenEnvEnv(TextEnv):
         return _said(reply)
 
     def _data(self, reply: Frame, asked: str) -> Frame:
-        """Return the data of an observation.
-
-        Raises:
-            EnvError: the server answers with an error; from our own server, of the class that says whether the action
-                exceeded a limit (`env/blame.py`).
-            ContractError: it answers with something else.
-        """
+        # An error of our own server has the class that says whether the action exceeded a limit (`env/blame.py`).
         code = _code(reply)
         if code in ("INVALID_JSON", "UNKNOWN_TYPE"):
             raise ContractError(f"{self._http_url}: {asked}: it does not speak OpenEnv's protocol: {_said(reply)}")
@@ -276,16 +266,14 @@ class OpenEnvEnv(TextEnv):
         return observation_of(data, fields=self._observation_fields, where=self._http_url)
 
 
-def _code(reply: Frame) -> str | None:
-    """Return the code of an error; None for other replies."""
+def _code(reply: Frame) -> str | None:  # None for what is no error
     if reply["type"] != "error":
         return None
     data = reply.get("data")
     return str(data.get("code", "(no code)")) if isinstance(data, Mapping) else "(no code)"
 
 
-def _said(reply: Frame) -> str:
-    """Return an error in words, with pydantic's reasons from the server."""
+def _said(reply: Frame) -> str:  # with pydantic's reasons from the server
     data = reply.get("data")
     if not isinstance(data, Mapping):
         return str(data)
@@ -298,7 +286,6 @@ def _said(reply: Frame) -> str:
 
 
 def _failure_in(reply: Frame) -> type[EnvError]:
-    """Return the class of failure that our own server adds to an error."""
     data = reply.get("data")
     details = data.get(EXTENSION) if isinstance(data, Mapping) else None
     return failure_of(details.get("failure") if isinstance(details, Mapping) else None)

@@ -25,14 +25,7 @@ _CLOSE_SECONDS = 2.0  # for the closing handshake
 
 
 class Socket:
-    """A connection that answers one message with one message.
-
-    Args:
-        url: of the server's WebSocket.
-        headers: sent when it is opened.
-        connect_timeout_seconds, message_timeout_seconds: limits to open it and for one answer.
-        max_message_bytes: longer messages are refused.
-    """
+    """A connection that answers one message with one message; longer ones than `max_message_bytes` are refused."""
 
     def __init__(
         self,
@@ -84,8 +77,7 @@ class Socket:
         """Send a message and return the answer.
 
         Raises:
-            EnvError: the session is lost.
-            EnvTimeoutError: no answer in time.
+            EnvError: the session is lost. EnvTimeoutError: no answer in time.
             ContractError: the answer is no object with a type.
         """
         from websockets.exceptions import ConnectionClosed
@@ -148,10 +140,6 @@ class Socket:
 
 def http_url_of(url: str) -> str:
     """Return the server's HTTP address without a slash at its end; a WebSocket URL is accepted too.
-
-    Raises:
-        ConfigError: it is no URL of http, https, ws or wss.
-
     >>> http_url_of("ws://127.0.0.1:8000/ws"), http_url_of("https://host/env/")
     ('http://127.0.0.1:8000', 'https://host/env')
     """
@@ -264,15 +252,12 @@ class ServerFacts:
 def text_field_of(schema: JsonObject, *, named: str | None, fixed: JsonObject, where: str) -> str:
     """Return the field of an action that takes the model's text.
 
+    A ConfigError says that the choice is ambiguous, or leaves a required field without a value.
+
     Args:
-        schema: of the action.
         named: the user's choice; None takes the only required field if it is a string, or the only string if none is
             required.
         fixed: fields to which the user gave values.
-        where: the server, for errors.
-
-    Raises:
-        ConfigError: the choice is ambiguous, or leaves a required field without a value.
     """
     fields = {name: field for name, field in _properties(schema).items() if name != "metadata"}
     for name in (*fixed, *([named] if named is not None else [])):
@@ -299,11 +284,7 @@ def takes_text(schema: JsonObject, field: str) -> bool:
 
 
 def tool_schemas_of(answer: Any, *, where: str) -> tuple[JsonObject, ...]:
-    """Return OpenAI function schemas from the answer to JSON-RPC's tools/list; () if the server has no tools.
-
-    Raises:
-        ContractError: it is no such answer.
-    """
+    """Return OpenAI function schemas from the answer to JSON-RPC's tools/list; () if the server has no tools."""
     if isinstance(answer, Mapping) and isinstance(answer.get("error"), Mapping):
         return ()  # "Environment does not support MCP"
     result = answer.get("result") if isinstance(answer, Mapping) else None
@@ -325,9 +306,6 @@ def observation_of(data: JsonObject, *, fields: Sequence[str], where: str) -> An
 
     The text has the named fields, each on its own lines; without names the observation's only field if that is text,
     else all of them as JSON.
-
-    Raises:
-        ContractError: there is no observation, or no such field.
     """
     observation = data.get("observation")
     if not isinstance(observation, Mapping):
@@ -346,11 +324,7 @@ def observation_of(data: JsonObject, *, fields: Sequence[str], where: str) -> An
 
 
 def tool_result_of(data: JsonObject, *, where: str) -> str:
-    """Return a tool's answer as text; an error starts with "error: ".
-
-    Raises:
-        ContractError: it is no such answer, or has parts that are not text.
-    """
+    """Return a tool's answer as text (other parts are a ContractError); an error starts with "error: "."""
     observation = data.get("observation")
     if not isinstance(observation, Mapping):
         raise ContractError(f"{where}: expected an observation, got {data!r:.{_SHOWN}}")
@@ -371,11 +345,7 @@ def tool_result_of(data: JsonObject, *, where: str) -> str:
 
 
 def reward_of(data: JsonObject, *, where: str) -> float | None:
-    """Return the reward; None, which means "not scored here", for null.
-
-    Raises:
-        ContractError: it is no finite number.
-    """
+    """Return the reward, a finite number; None, which means "not scored here", for null."""
     reward = data.get("reward")
     if reward is None:
         return None
@@ -396,11 +366,7 @@ def extension_of(data: JsonObject) -> JsonObject | None:
 
 
 def is_done(data: JsonObject, *, where: str) -> bool:
-    """Return whether the episode is over.
-
-    Raises:
-        ContractError: `done` is no bool.
-    """
+    """Return whether the episode is over; a ContractError if `done` is no bool."""
     done = data.get("done", False)
     if not isinstance(done, bool):
         raise ContractError(f"{where}: expected done as true or false, got {done!r:.{_SHOWN}}")

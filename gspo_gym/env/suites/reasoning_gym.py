@@ -48,11 +48,7 @@ class _Source:
     settings: Mapping[str, Any] = field(compare=False)
 
     def made(self, seed: int) -> Any:
-        """Return the package's dataset of a seed.
-
-        Raises:
-            UnknownNameError, ConfigError: there is no such generator, or it refuses the settings.
-        """
+        """Return the package's dataset of a seed, which may refuse the name or the settings."""
         package = _package()
         names = package.factory.DATASETS
         if self.name not in names:
@@ -200,7 +196,6 @@ class ReasoningGymEnv(TextEnv):
         return "", Reward({"score": score}, success=score >= 1.0), True, False, {"answer": answer} | refused
 
     def _score(self, answer: str | None, entry: Entry) -> tuple[float, Info]:
-        """Return the generator's score of an answer, and its refusal if it raised."""
         try:
             return float(self._scorer.score_answer(answer, entry)), {}
         except Exception as error:  # generators may raise anything
@@ -213,8 +208,7 @@ class ReasoningGymEnv(TextEnv):
                 f"reasoning-gym {self.dataset_name}: score_answer raised {type(error).__name__}: {error}"
             ) from error
 
-    def _is_solved(self) -> bool:
-        """Return whether the entry's own answer earns 1."""
+    def _is_solved(self) -> bool:  # the entry's own answer earns 1
         right = self.right_answer()
         return right is not None and self._score(right, self._asked("reset"))[0] >= 1.0
 
@@ -291,11 +285,8 @@ class OwnGenerators:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the episode's states in place of the process-wide ones during the block.
-
-        Raises:
-            EnvError: the code of another episode has held them for a minute; it hangs and cannot be stopped.
-        """
+        """Put the episode's states in place of the process-wide ones during the block."""
+        # Held for a minute by another episode, they are lost: its code hangs and cannot be stopped.
         if not _in_use.acquire(timeout=_MAX_WAIT_SECONDS):
             raise EnvError(
                 f"another environment of this process has not returned for {_MAX_WAIT_SECONDS:g} seconds, and this one "

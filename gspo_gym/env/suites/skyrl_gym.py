@@ -159,13 +159,11 @@ class SkyRLGymEnv(TextEnv):
             raise EnvError(f"skyrl-gym {self.game}, {where}: {what} raised {type(error).__name__}: {error}") from error
 
 
-def _as_sequence(messages: Any) -> tuple[Any, ...]:
-    """Return the messages as plain dicts."""
+def _as_sequence(messages: Any) -> tuple[Any, ...]:  # of plain dicts
     return tuple({**message} for message in messages)
 
 
-def _registered(package: Any, game: str) -> str:
-    """Return the id, after registering a "MODULE:CLASS" under that name."""
+def _registered(package: Any, game: str) -> str:  # a "MODULE:CLASS" under that name
     known = importlib.import_module("skyrl_gym.envs.registration").registry
     with _registering:  # skyrl-gym refuses a second registration
         if game not in known and ":" in game:

@@ -118,7 +118,7 @@ class TextArenaEnv(TextEnv):
         return driven(self._turn("", error), is_async=self._is_async)
 
     def close(self) -> Any:
-        """Drop the game; with a model behind an endpoint, return an awaitable that closes its connections."""
+        # With a model behind an endpoint, an awaitable that closes its connections.
         self._match = None
         return None if self._chat_model is None else self._chat_model.close()
 
@@ -195,7 +195,6 @@ class TextArenaEnv(TextEnv):
         return self._match
 
     def _opponents(self, opponent: str | Mapping[str, Any] | Opponent) -> Callable[[int, int], Opponent]:
-        """Return a function from (seat, seed) to the player of that seat in one game."""
         if isinstance(opponent, Mapping):
             known = ChatModelSettings.__dataclass_fields__
             for name in opponent:

@@ -55,12 +55,7 @@ class Result:
 
 
 class Match:
-    """A game with seats 0 to num_players - 1; the seed determines all of it.
-
-    Raises:
-        ConfigError, UnknownNameError, MissingExtraError: as `make_game`.
-        EnvError: it does not start.
-    """
+    """A game with seats 0 to num_players - 1; the seed determines all of it."""
 
     def __init__(self, game: str, num_players: int, seed: int) -> None:
         self.game, self.num_players = game, num_players
@@ -77,20 +72,14 @@ class Match:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the game has ended by its rules."""
         return bool(self._game.state.done)
 
     @property
     def seat_to_move(self) -> int:
-        """Return the seat to move."""
         return int(self._game.state.current_player_id)
 
     def say(self, text: str) -> None:
-        """Say `text` as the player to move.
-
-        Raises:
-            EnvError: the game raised.
-        """
+        """Say `text` as the player to move; an EnvError if the game raised."""
         with self._generators.in_place():
             try:
                 self._game.step(action=text)
@@ -109,11 +98,7 @@ class Match:
         return [Said(self._name(who), str(text)) for who, text, kind in straight if not self._is_echo(seat, who, kind)]
 
     def result(self) -> Result:
-        """Return the result.
-
-        Raises:
-            ContractError: the rewards are no finite numbers by seat.
-        """
+        """Return the result; a ContractError if the rewards are no finite numbers by seat."""
         rewards, reports = self._game.close()
         if rewards is not None and not isinstance(rewards, Mapping):
             raise ContractError(f"{self.game}: expected rewards by player, got {rewards!r:.80}")
@@ -127,7 +112,6 @@ class Match:
         return str(names.get(speaker, "GAME" if speaker == _GAME else f"Player {speaker}"))
 
     def _is_echo(self, seat: int, speaker: int, kind: Any) -> bool:
-        """Return whether an entry repeats what this player said."""
         # In some games for one player, the player's words come as the game's own.
         return kind.name == "PLAYER_ACTION" and (speaker == seat or self.num_players == 1)
 
@@ -157,21 +141,13 @@ def make_game(game: str) -> Any:
 
 
 def games() -> tuple[str, ...]:
-    """Return the names of all games of the installed textarena, without the ending "-raw".
-
-    Raises:
-        MissingExtraError: textarena is not installed.
-    """
+    """Return the names of all games of the installed textarena, without the ending "-raw"."""
     return tuple(name.removesuffix(_SUFFIX) for name in _registry(_textarena()) if name.endswith(_SUFFIX))
 
 
 @functools.cache
 def fewest_players(game: str) -> int:
-    """Return the smallest number of players with which a game starts.
-
-    Raises:
-        as `make_game`; ConfigError: it starts with no number of players up to 16.
-    """
+    """Return the smallest number of players with which a game starts; a ConfigError for none up to 16."""
     # TextArena declares no number; games refuse a wrong one when they start. A few start with one player although
     # they are not written for it: they have no `SinglePlayerState`.
     single_player = _textarena().SinglePlayerState
@@ -196,8 +172,7 @@ def as_text(said: Sequence[Said], *, with_speakers: bool) -> str:
 
 
 def _straightened(entry: tuple[Any, Any, Any]) -> tuple[int, Any, Any]:
-    """Return (speaker, text, kind); three games of 0.7.4 enter a player's words as (kind, speaker, text)."""
-    first, second, third = entry
+    first, second, third = entry  # (speaker, text, kind); three games of 0.7.4 enter (kind, speaker, text)
     return (second, third, first) if hasattr(first, "name") else entry
 
 
@@ -216,7 +191,7 @@ def _registry(textarena: Any) -> Mapping[str, Any]:
 
 @contextmanager
 def _without_downloads() -> Iterator[None]:
-    """Turn `nltk.download` off during the block: games call it when imported or made, even for data that is there."""
+    # Games call `nltk.download` when imported or made, even for data that is there.
     try:
         nltk: Any = importlib.import_module("nltk")
     except ImportError:
@@ -297,9 +272,7 @@ def stack_disks(_env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def _next_disk_move(peg_of: dict[int, str]) -> tuple[str, str]:
-    """Return the next move of the shortest solution, as (peg, peg)."""
-    # The largest misplaced disk moves once all smaller ones are on the third peg, which is then where they are
-    # wanted.
+    # The largest misplaced disk moves once all smaller ones are on the third peg, which is then where they are wanted.
     wanted, move = "C", ("A", "C")
     for disk in sorted(peg_of, reverse=True):
         if peg_of[disk] != wanted:
@@ -341,8 +314,7 @@ _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 
 
 
 @cache
-def _value(cells: tuple[str, ...], to_move: str) -> int:
-    """Return 1, 0 or -1 for the player to move, under best play of both."""
+def _value(cells: tuple[str, ...], to_move: str) -> int:  # 1, 0 or -1 under best play of both
     if any(cells[a] == cells[b] == cells[c] != " " for a, b, c in _LINES):
         return -1  # the other player has just won
     other = "X" if to_move == "O" else "O"

@@ -178,7 +178,6 @@ def _lake_range(env: Any, max_steps: int) -> tuple[float, float]:
 
 
 def _map(letters: str, place: int, num_columns: int) -> str:
-    """Return the map with an A at the player's place."""
     marked = f"{letters[:place]}A{letters[place + 1 :]}"
     return "\n".join(" ".join(marked[start : start + num_columns]) for start in range(0, len(marked), num_columns))
 
@@ -229,7 +228,6 @@ _TAXI = ("south", "north", "east", "west", "pick up", "drop off")
 
 
 def _games() -> dict[str, Game]:
-    """Return the games by their names without a version."""
     hand = Game("Blackjack-v1", ("stick", "hit"), _blackjack_rules, _hand, _is_positive, _blackjack_range, best_hand)
     cliff = Game("CliffWalking-v1", _CLIFF, _cliff_rules, _cliff, _is_terminated, _cliff_range, play_table)
     cliff = replace(cliff, illegal_penalty=1.0, max_steps=200)
@@ -347,8 +345,7 @@ def value_of_hit(total: int, has_usable_ace: bool, shown: int) -> float:
 
 
 @functools.cache
-def _dealer(shown: int, has_ace: bool) -> tuple[tuple[int, float], ...]:
-    """Return (final sum, probability) pairs of a dealer that shows a card; 22 stands for all sums above 21."""
+def _dealer(shown: int, has_ace: bool) -> tuple[tuple[int, float], ...]:  # (final sum, probability); 22: above 21
     return _dealt(shown + 10 if has_ace else shown, has_ace)
 
 
@@ -364,7 +361,6 @@ def _dealt(total: int, has_usable_ace: bool) -> tuple[tuple[int, float], ...]:
 
 
 def _with_card(total: int, has_usable_ace: bool, card: int) -> tuple[int, bool]:
-    """Return the sum after a card and whether an ace in it counts 11, which it does unless the sum goes above 21."""
     if card == 1 and total + 11 <= 21:
         return total + 11, True
     total += card

@@ -74,7 +74,6 @@ class VerifiersEnv(TextEnv):
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the tools that the environment gives every rollout."""
         return self._loaded.tool_schemas
 
     # type: ignores: the methods are async, which Gymnasium's are not.
@@ -122,11 +121,9 @@ class VerifiersEnv(TextEnv):
         return error, None, False, is_hopeless, {}
 
     async def close(self) -> None:  # type: ignore[override]
-        """Stop the rollout, if there is one."""
         await self._stop()
 
-    async def _next_request(self) -> Request | None:
-        """Return the next prompt; None if the rollout has ended, well or badly."""
+    async def _next_request(self) -> Request | None:  # None: the rollout has ended, well or badly
         assert self._bridge is not None, "there is a bridge as long as there is a rollout"
         assert self._rollout is not None, "a rollout was started"
         asking = asyncio.ensure_future(self._bridge.next_request())
@@ -137,11 +134,7 @@ class VerifiersEnv(TextEnv):
             asking.cancel()
 
     def _news(self, request: Request) -> list[Message]:
-        """Return what the prompt adds to the conversation, and take it over.
-
-        Raises:
-            ContractError: it does not extend the conversation, or speaks in the model's name.
-        """
+        """Return what the prompt adds to the conversation, and take it over."""
         prompt = request.messages
         start = len(self._said)
         where = self._where
@@ -182,7 +175,7 @@ class VerifiersEnv(TextEnv):
         return Reward({"reward": float(total)})
 
     def _last_words(self, output: Mapping[str, Any]) -> list[Message]:
-        """Return the environment's messages after the last answer; calls that it left open are answered here."""
+        # The environment's messages after the last answer; calls that it left open are answered here.
         said = list(output.get("completion") or ())
         words: list[Message] = []
         while said and said[-1].get("role") != "assistant":
@@ -192,11 +185,6 @@ class VerifiersEnv(TextEnv):
         return [*(Message("tool", _UNMADE, tool_call_id=call.id, name=call.name) for call in unmade), *words]
 
     async def _output(self) -> Mapping[str, Any]:
-        """Return the result of the rollout, which has ended.
-
-        Raises:
-            ContractError, EnvError: it raised, or a reward function did.
-        """
         assert self._rollout is not None, "a rollout was started"
         rollout, self._rollout, self._bridge = self._rollout, None, None
         try:
@@ -215,8 +203,7 @@ class VerifiersEnv(TextEnv):
 
 
 def _essence(message: Message) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """Return the parts of a message that must not change."""
-    # Reasoning and the spelling of arguments differ between the forms of one message.
+    # What must not change. Reasoning and the spelling of arguments differ between the forms of one message.
     return message.role, message.content.strip(), tuple((call.id, call.name) for call in message.tool_calls)
 
 

@@ -37,11 +37,7 @@ class Request:
 
 
 class Bridge:
-    """Passes each request of one rollout to the episode, and the episode's answer back.
-
-    Attributes:
-        client: a `verifiers.clients.Client` for the rollout.
-    """
+    """Passes each request of one rollout to the episode, and the episode's answer back, by `client`."""
 
     def __init__(self, package: Any, *, name: str) -> None:
         self.client = client_asking(self._ask)
@@ -51,11 +47,7 @@ class Bridge:
         self._answer: asyncio.Future[Message] | None = None  # None unless the rollout waits
 
     async def next_request(self) -> Request:
-        """Return the rollout's next request.
-
-        Raises:
-            ContractError: the request cannot be shown to the model.
-        """
+        """Return the rollout's next request; a ContractError if it cannot be shown to the model."""
         asked = await self._requests.get()
         if isinstance(asked, ContractError):
             raise asked
@@ -67,7 +59,6 @@ class Bridge:
         self._answer.set_result(message)
 
     async def _ask(self, prompt: Sequence[Any], _sampling: object, tools: Sequence[Any] | None, _state: object) -> Any:
-        """Return a `verifiers.types.Response` to a prompt, once the episode has given its answer."""
         try:
             if self._answer is not None:
                 raise ContractError(
@@ -88,11 +79,7 @@ class Bridge:
 
 
 def as_message(message: Any, *, where: str) -> Message:
-    """Return a message of verifiers, or a mapping in the OpenAI shape, as a `Message`.
-
-    Raises:
-        ContractError: it has parts that are not text, or is no chat message.
-    """
+    """Return a message of verifiers, or a mapping in the OpenAI shape, as a `Message`, which has text only."""
     get = message.get
     role = get("role")
     if role not in ("system", "user", "assistant", "tool"):
@@ -119,8 +106,7 @@ def _content(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _as_call(call: Any) -> ToolCall:
-    """Return a tool call of verifiers, whose arguments are JSON text, as a `ToolCall`."""
+def _as_call(call: Any) -> ToolCall:  # arguments are JSON text
     try:
         arguments = json.loads(call.arguments)
     except json.JSONDecodeError:
@@ -129,14 +115,7 @@ def _as_call(call: Any) -> ToolCall:
 
 
 def response(package: Any, message: Message, *, is_cut_off: bool = False, tokens: Any = None, usage: Any = None) -> Any:
-    """Return a `verifiers.types.Response` with `message`.
-
-    Args:
-        package: the module `verifiers`.
-        message: of the assistant.
-        is_cut_off: the limit on tokens ended it.
-        tokens, usage: a `ResponseTokens` and a `Usage`, if known.
-    """
+    """Return a `verifiers.types.Response` with `message`, which the limit on tokens may have ended."""
     types = package.types
     calls = [
         types.ToolCall(id=call.id, name=call.name, arguments=json.dumps(dict(call.arguments), ensure_ascii=False))
@@ -171,8 +150,7 @@ def client_asking(respond: Respond) -> Any:
         setup_client = to_native_tool = to_native_prompt = get_native_response = _never
         raise_from_native_response = from_native_response = _never
 
-        async def close(self) -> None:
-            """Do nothing: there is no connection."""
+        async def close(self) -> None: ...
 
     return AskingClient(respond)
 
@@ -189,10 +167,7 @@ class Loaded:
     """A loaded verifiers environment.
 
     Attributes:
-        package: the module `verifiers`.
-        environment: as `load_environment` returned it.
         name: its env_id, for errors.
-        tool_schemas: its tools as OpenAI function schemas.
         weights: of the reward functions that have one, by name.
         is_scored: whether it scores rollouts at all.
     """
@@ -205,11 +180,7 @@ class Loaded:
     is_scored: bool
 
     def row(self, seed: int) -> tuple[dict[str, Any], bool]:
-        """Return the row that a seed names, and whether it is held out from training.
-
-        Raises:
-            ConfigError: there is no row on that side.
-        """
+        """Return the row that a seed names, and whether it is held out from training; a ConfigError without rows."""
         is_training = seed >= FIRST_TRAINING_SEED
         with _loading:  # data that could not be built are tried again
             held_out = None if is_training else self.environment.build_eval_dataset()
@@ -222,15 +193,11 @@ class Loaded:
             return dict(rows[(seed % FIRST_TRAINING_SEED if is_training else seed) % len(rows)]), held_out is not None
 
     async def rollout(self, row: dict[str, Any], client: Any) -> Mapping[str, Any]:
-        """Run and score one rollout; return verifiers' output.
-
-        Raises:
-            EnvError: a reward function raised, which verifiers would count as 0.
-        """
+        """Run and score one rollout; return verifiers' output."""
         failures: _Failures = []
         _failures.set(failures)  # a context variable of this rollout's task, so others do not see it
         output: Mapping[str, Any] = await self.environment.run_rollout(row, client, _MODEL, {})
-        if failures:
+        if failures:  # which verifiers would count as 0
             name, error = failures[0]
             text = f"Verifiers: {self.name}: reward function {name} raised {type(error).__name__}: {error}"
             raise EnvError(text) from error
@@ -238,11 +205,7 @@ class Loaded:
 
 
 def load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
-    """Return the environment of that name with these arguments; equal JSON arguments share one.
-
-    Raises:
-        MissingExtraError, ConfigError: as `VerifiersEnv`.
-    """
+    """Return the environment of that name with these arguments; equal JSON arguments share one."""
     try:
         key = json.dumps(env_args, sort_keys=True)
     except TypeError:  # other objects cannot be compared, so they share nothing
@@ -292,11 +255,7 @@ def _load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
 
 
 def schema_of(tool: Any) -> dict[str, Any]:
-    """Return a `verifiers.Tool` as an OpenAI function schema.
-
-    Raises:
-        ContractError: it has no name or no parameters.
-    """
+    """Return a `verifiers.Tool` as an OpenAI function schema; a ContractError without a name or parameters."""
     try:
         function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     except (AttributeError, TypeError) as error:
@@ -304,8 +263,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _rubrics(environment: Any) -> Iterator[Any]:
-    """Yield the rubrics: groups hold rubrics, and groups of environments hold environments."""
+def _rubrics(environment: Any) -> Iterator[Any]:  # groups hold rubrics, and groups of environments hold environments
     waiting = [environment.rubric, *(child.rubric for child in getattr(environment, "envs", ()))]
     while waiting:
         rubric = waiting.pop()
@@ -314,7 +272,7 @@ def _rubrics(environment: Any) -> Iterator[Any]:
 
 
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reward function with its exceptions recorded; verifiers logs them and goes on with a score of 0."""
+    # verifiers logs an exception of a reward function and goes on with a score of 0: it is recorded here.
 
     # verifiers decides by the signature which arguments to pass; functools.wraps keeps it.
     @functools.wraps(function)
@@ -346,7 +304,6 @@ def _name(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def _signals_left_alone(core: Any) -> Iterator[None]:
-    """Keep verifiers from installing signal handlers during the block."""
     # Each environment would replace the handlers of SIGINT and SIGTERM by one that ends the process without the
     # run's last checkpoint. Outside the main thread, where environments are made, Python refuses it.
     real = core.signal

@@ -35,12 +35,7 @@ class ChannelClosedError(Exception):
 
 
 class Channel:
-    """One end of a connection, for one exchange at a time.
-
-    Args:
-        connection: stream socket, closed by `close`.
-        max_bytes: limit of a received value; a longer one is not read.
-    """
+    """One end of a connection, for one exchange at a time; a received value longer than `max_bytes` is not read."""
 
     def __init__(self, connection: socket.socket, *, max_bytes: int) -> None:
         connection.setblocking(False)
@@ -59,11 +54,7 @@ class Channel:
         return False
 
     async def send(self, frame: bytes) -> None:
-        """Send what `frame_of` made.
-
-        Raises:
-            ChannelClosedError: the other end is gone.
-        """
+        """Send what `frame_of` made; a ChannelClosedError if the other end is gone."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, frame)
         except ConnectionError as error:
@@ -86,14 +77,9 @@ class Channel:
         return incoming.value()
 
     def exchange(self, frame: bytes, *, max_seconds: Callable[[], float]) -> Any:
-        """Send and receive without an event loop, blocking.
+        """Send and receive without an event loop, blocking; a TimeoutError, or what `send` and `receive` raise.
 
-        Args:
-            frame: what `frame_of` made.
-            max_seconds: limit for the whole exchange, asked again while it waits.
-
-        Raises:
-            TimeoutError: no answer in time. Others as `send` and `receive`.
+        `max_seconds` is the limit for the whole exchange, asked again while it waits.
         """
         started = time.monotonic()
         incoming = _Incoming(self._max_bytes)
@@ -119,11 +105,7 @@ class Channel:
 
 
 def frame_of(value: Any, *, max_bytes: int, where: str) -> bytes:
-    """Return a JSON value as it is sent.
-
-    Raises:
-        ContractError: it is longer than allowed. Starts with `where`.
-    """
+    """Return a JSON value as it is sent; a ContractError that starts with `where` if it is longer than allowed."""
     payload = json.dumps(value).encode("ascii")  # escaped, because lone surrogates cannot be encoded as UTF-8
     if len(payload) > max_bytes:
         raise ContractError(f"{where} of {len(payload):,} bytes, at most {max_bytes:,} are passed on")
@@ -170,11 +152,7 @@ _NUMBER_OR_NOTHING = (int, float, type(None))
 
 
 def message_to_json(message: Message) -> dict[str, Json]:
-    """Return the OpenAI shape without absent fields, tool arguments as a mapping.
-
-    Raises:
-        ContractError: a tool argument is no JSON value.
-    """
+    """Return the OpenAI shape without absent fields, tool arguments as a mapping of JSON values."""
     wire = message.to_dict()
     for call in message.tool_calls:
         require_json(dict(call.arguments), where=f"arguments of tool call {call.name!r}")
@@ -182,11 +160,7 @@ def message_to_json(message: Message) -> dict[str, Json]:
 
 
 def message_from_json(value: Json, *, where: str) -> Message:
-    """Return the message that `message_to_json` wrote.
-
-    Raises:
-        ContractError: the value is not of that form. Starts with `where`.
-
+    """Return the message that `message_to_json` wrote; a ContractError that starts with `where` for another form.
     >>> message_from_json({"role": "user", "content": "Hi."}, where="here").content
     'Hi.'
     """
@@ -212,11 +186,7 @@ def messages_to_json(messages: Sequence[Message]) -> list[Json]:
 
 
 def messages_from_json(value: Json, *, where: str) -> tuple[Message, ...]:
-    """Return the messages that `messages_to_json` wrote.
-
-    Raises:
-        ContractError: the value is not of that form. Starts with `where`.
-    """
+    """Return the messages that `messages_to_json` wrote; a ContractError for another form."""
     items = _list(value, where)
     return tuple(message_from_json(item, where=f"{where}: message {index}") for index, item in enumerate(items))
 
@@ -236,11 +206,7 @@ def step_result_to_json(result: StepResult) -> dict[str, Json]:
 
 
 def step_result_from_json(value: Json, *, where: str) -> StepResult:
-    """Return the result that `step_result_to_json` wrote.
-
-    Raises:
-        ContractError: the value is not of that form. Starts with `where`.
-    """
+    """Return the result that `step_result_to_json` wrote; a ContractError for another form."""
     names = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events", "info")
     fields = _object(value, names, (), where)
     terms = _mapping(fields["reward_terms"], f"{where}: reward_terms")
@@ -262,31 +228,19 @@ def step_result_from_json(value: Json, *, where: str) -> StepResult:
 
 
 def tool_schemas_to_json(schemas: Sequence[Mapping[str, Any]], *, where: str) -> list[Json]:
-    """Return OpenAI function schemas unchanged.
-
-    Raises:
-        ContractError: one is no JSON object. Starts with `where`.
-    """
+    """Return OpenAI function schemas unchanged; a ContractError if one is no JSON object."""
     return [
         require_json(dict(schema), where=f"{where}: schema of tool {index}") for index, schema in enumerate(schemas)
     ]
 
 
 def tool_schemas_from_json(value: Json, *, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the schemas that `tool_schemas_to_json` wrote.
-
-    Raises:
-        ContractError: the value is not of that form. Starts with `where`.
-    """
+    """Return the schemas that `tool_schemas_to_json` wrote; a ContractError for another form."""
     return tuple(_mapping(schema, f"{where}: schema of tool {i}") for i, schema in enumerate(_list(value, where)))
 
 
 def require_json(value: Any, *, where: str) -> Json:
-    """Return the value if JSON can hold it as it is; a tuple becomes a list.
-
-    Raises:
-        ContractError: it cannot. Starts with `where`.
-
+    """Return the value if JSON can hold it as it is (else a ContractError); a tuple becomes a list.
     >>> require_json({"rows": (1, 2.5, None)}, where="here")
     {'rows': [1, 2.5, None]}
     """
@@ -354,7 +308,6 @@ def _list(value: Json, where: str) -> list[Json]:
 
 
 def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where: str) -> Any:
-    """Return a field of one of the types."""
     value = fields.get(name)
     # bool is a subclass of int, but True is not accepted as a number.
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

@@ -104,8 +104,7 @@ def _end_as(status: int) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _build_root(spec: Spec) -> None:
-    """Make an empty bounded root, bind the needed paths into it, and detach the old one."""
+def _build_root(spec: Spec) -> None:  # empty and bounded, with the needed paths bound into it
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     size = spec["limits"]["file_bytes"] + sum(len(text) + 8192 for text in spec["files"].values()) + 2**18
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=8192,mode=755")
@@ -170,7 +169,6 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _drop_rights(spec: Spec) -> None:
-    """Give up every capability for good, and become another user if root can."""
     for capability in range(_NUM_CAPABILITIES):
         _LIBC.prctl(_CAPBSET_DROP, capability, 0, 0, 0)  # fails for what does not exist, and without the right to
     if os.geteuid() == 0 and spec["user"] is not None:
@@ -185,9 +183,7 @@ def _drop_rights(spec: Spec) -> None:
 
 
 def _restrict_files(spec: Spec) -> None:
-    """Allow by Landlock to read the needed paths only, and forbid connections and signals to others if the kernel
-    can.
-    """
+    # Connections and signals to others are forbidden, too, if the kernel can.
     version = _LIBC.syscall(_NUMBERS["landlock_create_ruleset"], None, ctypes.c_size_t(0), 1)
     _checked("landlock", version)
     rights = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15

@@ -60,10 +60,7 @@ _LACKS: Mapping[str, tuple[str, ...]] = {
 class Confinement:
     """How model-written programs are confined here.
 
-    Attributes:
-        mechanism: "none" if nothing works.
-        is_other_user: it runs as another user than this process; False where that is impossible or not needed.
-        reasons: why better mechanisms do not work.
+    `is_other_user`: it runs as another user than this process; `reasons` say why better mechanisms do not work.
     """
 
     mechanism: Mechanism
@@ -76,12 +73,10 @@ class Confinement:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """Return the guarantees in words."""
         return (*_HOLDS[self.mechanism], *(("another user",) if self.is_other_user else ()))
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Return the missing guarantees in words."""
         return _LACKS[self.mechanism]
 
     def __str__(self) -> str:
@@ -204,7 +199,7 @@ def _places() -> _Places:
 
 
 def _expand(path: str, hidden: set[str], whole: list[str], listed: list[str]) -> None:
-    """Split `path` into parts without hidden places, and the folders around them."""
+    # Splits a path into parts without hidden places, and the folders around them.
     if path in hidden:
         return
     if not any(_is_below(place, [path]) for place in hidden):
@@ -220,14 +215,7 @@ def _is_below(path: str, roots: Sequence[str]) -> bool:
 
 
 def _problem_of(how: Confinement) -> str | None:
-    """Return why a mechanism does not work here, or None."""
-    limits = {
-        "cpu_seconds": 5,
-        "address_bytes": 2**28,
-        "file_bytes": 2**20,
-        "open_files": 32,
-        "processes": 1,
-    }
+    limits = {"cpu_seconds": 5, "address_bytes": 2**28, "file_bytes": 2**20, "open_files": 32, "processes": 1}
     argv = [interpreter(), "-I", "-S", "-B", "-c", "print(6 * 7)"]
     with tempfile.TemporaryDirectory(prefix="gspo_gym_probe_") as folder:
         os.chmod(folder, 0o755)
@@ -242,8 +230,7 @@ def _problem_of(how: Confinement) -> str | None:
     return None
 
 
-def _tried(spec: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the output of the spec's program, and the error of a failed confinement."""
+def _tried(spec: Mapping[str, Any]) -> tuple[str, str]:  # the program's output, and the error of a failed confinement
     status_read, status_write = os.pipe()
     with os.fdopen(status_read, "rb") as status, open_spec(spec) as file:
         try:

@@ -112,11 +112,7 @@ class ProcessEnv:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the worker.
-
-        Raises:
-            UsageError: the environment is closed.
-        """
+        """Return the process id of the worker; a UsageError if the environment is closed."""
         if self._worker is None:
             raise UsageError(f"{self.env_id}: the environment is closed, and has no process any more")
         return self._worker.pid
@@ -286,7 +282,6 @@ class _RemotePolicy:
 
 
 def _as_step(result: StepResult) -> Step:
-    """Return Gymnasium's 5-tuple of a result, with the reward's terms."""
     reward: float | None = result.reward
     if reward is not None and (result.reward_terms or result.events or result.success is not None):
         reward = Reward(result.reward_terms, events=result.events, success=result.success)
@@ -294,7 +289,6 @@ def _as_step(result: StepResult) -> Step:
 
 
 def _death(status: int | None) -> str:
-    """Return how a worker ended, in words."""
     if status is None:
         return "its worker process ended, it is not known how,"
     if os.WIFSIGNALED(status):

@@ -52,12 +52,7 @@ class IsolatedFactory:
 
     A call blocks until the environment is there, and raises what `registry.make` or `ProcessEnv` raises.
 
-    Attributes:
-        env: a registered name, or a class or function.
-        kwargs: arguments of its constructor.
-        isolation: as requested.
-        limits: of worker processes.
-        start_timeout_seconds: limit for a worker process to make the environment.
+    `isolation` is as requested; `start_timeout_seconds` limits how long a worker process may make the environment.
     """
 
     env: str | Callable[..., Any]
@@ -147,8 +142,7 @@ _FOUND: dict[str, Decision] = {}
 _ONE_TRIAL = threading.Lock()
 
 
-def _tried(key: str, factory: IsolatedFactory) -> Decision:
-    """Return the decision of a reset and a step in a worker, made and logged once."""
+def _tried(key: str, factory: IsolatedFactory) -> Decision:  # made and logged once
     if key in _FOUND:
         return _FOUND[key]
     with waiting_for(_ONE_TRIAL):
@@ -177,7 +171,6 @@ def _after_trial(factory: IsolatedFactory) -> Decision:
 
 
 async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[str, ...]]:
-    """Return the instance's declaration, and the generators that making, resetting and stepping it changed."""
     seconds = max(factory.start_timeout_seconds, FIRST_LOAD_SECONDS)
     # Loading its packages may draw from a generator too, once per process and before any seed, which affects no
     # episode.
@@ -199,8 +192,7 @@ async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[st
     return env.declared_isolation, env.changed_generators
 
 
-def _creator_of(env: str | Callable[..., Any]) -> Any:
-    """Return the environment's class or function; None if it cannot be loaded."""
+def _creator_of(env: str | Callable[..., Any]) -> Any:  # None if it cannot be loaded
     if not isinstance(env, str):
         return env
     creator: Any = gymnasium.registry[env].entry_point

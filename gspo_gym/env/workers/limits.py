@@ -23,12 +23,8 @@ from gspo_gym.errors import ConfigError
 class WorkerLimits:
     """Limits of a worker process, and the conditions of its replacement.
 
-    Attributes:
-        memory_mb: MiB of address space; 0 for no limit.
-        max_episodes: episodes until it is replaced.
-        max_growth_mb, max_growth_files, max_growth_threads, max_growth_children: allowed growth of resident MiB, open
-            files, threads and child processes, from after its first constructor to the end of an episode.
-        variables: names of the program's environment variables that it gets.
+    Growth is allowed from after the first constructor to the end of an episode; `variables` are names of the program's
+    environment variables that the process gets. 0 MiB of memory means no limit.
     """
 
     memory_mb: int = 8192
@@ -73,9 +69,7 @@ LIMIT_SIGNAL = signal.SIGALRM  # used for nothing else; its default action ends 
 
 
 class _Process:
-    """Whether this process is a worker, which limits may kill; set once after the fork."""
-
-    is_worker = False
+    is_worker = False  # limits may kill this process; set once after the fork
 
 
 def this_is_a_worker() -> None:

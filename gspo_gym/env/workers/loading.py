@@ -26,12 +26,8 @@ _SLACK = 2.0  # later loads share the machine, the first did not
 class Making:
     """The clock of one environment that is made in another thread; create it in the running event loop.
 
-    Args:
-        seconds: limit for making it without the loads; None for no limit.
-
-    Attributes:
-        timeout: context manager to enter around waiting for the environment.
-        is_given_up: nothing waits for the environment any more.
+    `seconds` limit making it without the loads. Enter `timeout` around waiting for it; `is_given_up` says that nothing
+    waits for it any more.
     """
 
     def __init__(self, seconds: float | None) -> None:

@@ -72,11 +72,7 @@ class ProcessServer:
         self._threads = WorkerPool()  # each reaps one worker
 
     def fork(self, memory_limit_mb: int) -> tuple[int, socket.socket]:
-        """Return the id of a fresh worker process and our end of its connection.
-
-        Raises:
-            EnvError: the server cannot be started, or cannot fork.
-        """
+        """Return the id of a fresh worker process and our end of its connection."""
         try:
             with self._lock:
                 return self._fork(memory_limit_mb)
@@ -153,11 +149,7 @@ class ProcessServer:
         return None if status is None else int(status)
 
     def _ask(self, request: Mapping[str, Any], attached: socket.socket | None = None) -> Any:
-        """Return the server's JSON answer.
-
-        Raises:
-            OSError: the server is gone.
-        """
+        # An OSError says that the server is gone.
         if self._control is None:
             self._start()
         assert self._control is not None
@@ -210,10 +202,7 @@ class ProcessServer:
 
 
 class ProcessPool:
-    """Idle workers, waiting for their next episode.
-
-    Args:
-        max_idle: idle workers kept, over all kinds; beyond, the one idle longest ends.
+    """Idle workers, waiting for their next episode; at most `max_idle` are kept, over all kinds.
 
     Attributes:
         counts: numbers of workers "started", "reused", "killed", "died", "replaced" and "retired" so far.
@@ -232,12 +221,7 @@ class ProcessPool:
         return len(self._idle)
 
     def lease(self, kind: tuple[Any, ...], *, memory_limit_mb: int) -> WorkerProcess:
-        """Return an idle worker of this kind (its imports and limits), or a new one; blocks.
-
-        Raises:
-            ConfigError: this system cannot run environments in worker processes.
-            EnvError: no process can be started.
-        """
+        """Return an idle worker of this kind (its imports and limits), or a new one; blocks."""
         if not is_supported():
             raise ConfigError(f'worker processes need Linux, this is {sys.platform}; set isolation to "thread"')
         while (worker := self._take_idle(kind)) is not None:
@@ -252,8 +236,7 @@ class ProcessPool:
         self.counts["started"] += 1
         return worker
 
-    def give_back(self, worker: WorkerProcess) -> None:
-        """Take back a worker that has nothing open."""
+    def give_back(self, worker: WorkerProcess) -> None:  # which has nothing open
         with self._lock:
             self._used.discard(worker)
             self._idle.append(worker)
@@ -301,7 +284,6 @@ def is_supported() -> bool:
 
 
 def _server_variables(home: str) -> dict[str, str]:
-    """Return the environment variables of the server, which can import what this process can."""
     path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
     variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     variables |= dict.fromkeys(_ONE_THREAD, "1")

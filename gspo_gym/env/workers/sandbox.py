@@ -130,13 +130,8 @@ def run_sandboxed(
 ) -> SandboxResult:
     """Run a program in a fresh folder with `files`, wait for its end and remove the folder.
 
-    Args:
-        argv: the program, by path or by its name in /usr/bin and /bin, and its arguments.
-        files: texts by relative path; the folder is the working directory.
-        stdin: its input.
-        limits: None for the defaults.
-        wrapper: command put in front, with {folder} replaced by the folder's path; replaces the confinement.
-        allow_unconfined: run it even if nothing confines it; it can then do all that this user can.
+    A `wrapper` is a command put in front, with {folder} replaced by the folder's path, and replaces the confinement.
+    With `allow_unconfined` the program runs even if nothing confines it; it can then do all that this user can.
 
     Raises:
         ConfigError: an empty `argv`, a file name outside the folder, or nothing here confines it.
@@ -178,12 +173,7 @@ def run_python(
 ) -> SandboxResult:
     r"""Run a Python program with the standard library and the modules among `files`, without site-packages.
 
-    Args:
-        code: text of main.py.
-        python: interpreter; None for this one.
-
-    Raises:
-        ConfigError, EnvError: as `run_sandboxed`.
+    `code` is the text of main.py; `python` the interpreter, None for this one. The rest is as in `run_sandboxed`.
 
     >>> run_python("print(6 * 7)").stdout
     '42\n'
@@ -199,11 +189,7 @@ def run_python(
 
 
 def require_confinement(who: str, *, allow_unconfined: bool) -> Confinement:
-    """Return the confinement of programs here; `who` names the caller in the error.
-
-    Raises:
-        ConfigError: nothing confines them, and `allow_unconfined` is not set.
-    """
+    """Return the confinement of programs here, or raise a ConfigError without one; `who` names the caller in it."""
     how = confinement()
     if not (how.is_confined or allow_unconfined):
         raise ConfigError(
@@ -226,7 +212,6 @@ def _limited(argv: Sequence[str], limits: SandboxLimits) -> list[str]:
 
 
 def _allowed(wanted: int, kind: int) -> int:
-    """Return the limit, or this process's own if that is lower."""
     # A hard limit cannot be raised, and a shell that fails to would look like the program's failure.
     hardest = resource.getrlimit(kind)[1]
     return wanted if hardest == resource.RLIM_INFINITY else min(wanted, hardest)
@@ -247,11 +232,6 @@ def _run_confined(
     stdin: IO[bytes],
     limits: SandboxLimits,
 ) -> SandboxResult:
-    """Run a program by `confined_start.py`.
-
-    Raises:
-        EnvError: the confinement failed.
-    """
     num_processes = 1 if how.mechanism == "landlock" else limits.max_processes
     numbers = {
         "cpu_seconds": limits.max_cpu_seconds,
@@ -325,8 +305,6 @@ def _run(
 
 @dataclass(slots=True)
 class _Output:
-    """Output of a pipe: the first bytes, and whether more came."""
-
     max_bytes: int
     kept: bytearray = field(default_factory=bytearray)
     is_truncated: bool = False
@@ -338,7 +316,7 @@ class _Output:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> tuple[_Output, _Output, bool]:
-    """Return stdout, stderr and whether the deadline passed. When the program ends, all that it started is killed."""
+    # The last: whether the deadline passed. When the program ends, all that it started is killed.
     assert process.stdout is not None
     assert process.stderr is not None
     stdout, stderr = _Output(max_bytes), _Output(max_bytes)
@@ -359,7 +337,6 @@ def _read(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> 
 
 
 def _read_some(selector: selectors.BaseSelector, seconds: float) -> None:
-    """Read a chunk from each pipe that has one; stop watching a pipe at its end."""
     for key, _ in selector.select(seconds):
         chunk = os.read(key.fd, _CHUNK_BYTES)
         if chunk:
@@ -369,7 +346,7 @@ def _read_some(selector: selectors.BaseSelector, seconds: float) -> None:
 
 
 def _is_dead(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether it has ended, and leave it a zombie: its group id stays taken until the group is killed."""
+    # It is left a zombie: its group id stays taken until the group is killed.
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -383,8 +360,7 @@ def _ends_before(process: subprocess.Popen[bytes], deadline: float) -> bool:
     return True
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill its process group (and with a process namespace all that it started), and reap it."""
+def _kill(process: subprocess.Popen[bytes]) -> None:  # and with a process namespace all that it started
     if process.returncode is None:
         _kill_group(process)
         process.wait()
@@ -395,8 +371,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _remove(folder: Path) -> None:
-    """Remove the folder, including read-only parts and those nested too deep for Python."""
+def _remove(folder: Path) -> None:  # also read-only parts, and those nested too deep for Python
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():

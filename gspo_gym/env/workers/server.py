@@ -58,8 +58,7 @@ def serve(control: socket.socket) -> None:
     _kill_orphans(set())
 
 
-def _fork(control: socket.socket, descriptor: int, memory_limit_mb: int) -> int | None:
-    """Return the process id of a fresh worker; None if the system refuses."""
+def _fork(control: socket.socket, descriptor: int, memory_limit_mb: int) -> int | None:  # None: the system refuses
     server_pid = os.getpid()
     try:
         pid = os.fork()
@@ -73,8 +72,7 @@ def _fork(control: socket.socket, descriptor: int, memory_limit_mb: int) -> int 
     return pid
 
 
-def _reap(pid: int) -> int | None:
-    """Return the status of a process that has ended or is about to; None if it is not our child."""
+def _reap(pid: int) -> int | None:  # None if it is not our child
     try:
         return os.waitpid(pid, 0)[1]
     except ChildProcessError:
@@ -82,7 +80,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _kill_orphans(workers: set[int]) -> None:
-    """Kill processes that workers, now gone, started in sessions of their own, and their children in turn."""
+    # Processes that workers, now gone, started in sessions of their own, and their children in turn.
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while orphans := {int(pid) for pid in children.read_text(encoding="ascii").split()} - workers:
         for pid in orphans:

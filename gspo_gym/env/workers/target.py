@@ -34,7 +34,6 @@ class ProcessTarget:
         name: the id of a registered environment, or a name for errors.
         entry_point: "package.module:Class", or a function instead of the class.
         main_path: the program's main file if `entry_point` is in it, else None.
-        kwargs: JSON arguments of the constructor.
         is_registered: whether it is made as by `registry.make`, with checked arguments, or only called.
         max_episode_steps: Gymnasium's time limit, if registered with one.
     """
@@ -47,20 +46,14 @@ class ProcessTarget:
     max_episode_steps: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for `from_json`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ProcessTarget:
-        """Return the target that `to_json` wrote."""
         return cls(**value)
 
     def make(self) -> Any:
-        """Return a fresh environment; called in the worker.
-
-        Raises:
-            ConfigError: the entry point cannot be imported.
-        """
+        """Return a fresh environment; called in the worker. A ConfigError if it cannot be imported."""
         creator = self._creator()
         if not self.is_registered:
             return creator(**self.kwargs)
@@ -107,11 +100,7 @@ def target_of(env: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> Proce
 
 
 def entry_point_of(creator: Any) -> tuple[str, str | None]:
-    """Return the import path of a class or function, and the program's main file if it is defined there.
-
-    Raises:
-        ConfigError: it cannot be imported: it is local to a function, made on the fly or typed into a shell.
-    """
+    """Return the import path of a class or function, and the program's main file if it is defined there."""
     module, qualname = getattr(creator, "__module__", None), getattr(creator, "__qualname__", None)
     found: Any = sys.modules.get(module) if module else None
     for name in (qualname or "").split("."):
@@ -135,8 +124,7 @@ def entry_point_of(creator: Any) -> tuple[str, str | None]:
     return f"{_MAIN}:{qualname}", os.path.abspath(path)
 
 
-def _main_module(path: str) -> types.ModuleType:
-    """Return the program's main file as a module, run once in this process."""
+def _main_module(path: str) -> types.ModuleType:  # run once in this process
     module = sys.modules.get(_MAIN_OF_WORKER)
     if module is None or getattr(module, "__file__", None) != path:
         module = types.ModuleType(_MAIN_OF_WORKER)

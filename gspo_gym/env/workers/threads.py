@@ -102,8 +102,7 @@ class OwnThread:
     def call(self, function: Callable[[], Any], *, timeout_seconds: float | None) -> Returned:
         """Make the call in the thread and wait; None waits without limit.
 
-        Raises:
-            TimeoutError: the deadline passed (an error of `function` is in the result). Call `abandon` next.
+        An error of `function` is in the result; a TimeoutError says that the deadline passed. Call `abandon` then.
         """
         box: queue.SimpleQueue[Returned] = queue.SimpleQueue()
         self._lease().submit(function, box.put)
@@ -159,5 +158,4 @@ def _settle(future: asyncio.Future[Returned], returned: Returned) -> None:
         future.set_result(returned)
 
 
-def _ignore(_: Returned) -> None:
-    """Drop the result."""
+def _ignore(_: Returned) -> None: ...

@@ -91,10 +91,8 @@ def _give_up_what_was_inherited(connection: socket.socket, server_pid: int) -> N
 
 
 def _lose_sight_of_others() -> None:
-    """Enter a Landlock domain, from which the program's /proc/<pid>/environ and mem cannot be read, even by root.
-
-    Without Landlock, root keeps its sight.
-    """
+    """Enter a Landlock domain, from which the program's /proc/<pid>/environ and mem cannot be read, even by root."""
+    # Without Landlock, root keeps its sight.
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in _SEEING:
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -152,7 +150,7 @@ async def _serve(channel: Channel) -> None:
 
 
 async def _answer_to(worker: _Worker, request: Request) -> bytes:
-    """Return the frame of {"result": ...} or {"error": class, "text": ..., "cause": ...}."""
+    # The frame of {"result": ...} or {"error": class, "text": ..., "cause": ...}.
     method = str(request["method"])
     where = f"{worker.name}: {method}(): an observation"
     try:
@@ -172,9 +170,7 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class _Worker:
-    """The state of a worker: at most one environment, its players, and what the process held before it."""
-
+class _Worker:  # at most one environment, its players, and what the process held before it
     def __init__(self) -> None:
         self.name = "a worker process"
         self._session: EnvSession | None = None
@@ -184,7 +180,6 @@ class _Worker:
         self._changed: set[str] = set()
 
     async def answer(self, method: str, request: Request) -> Any:
-        """Return the JSON result of a request."""
         if method == "open":
             return await self._open(request)
         if method == "close":
@@ -230,7 +225,7 @@ class _Worker:
         }
 
     async def _close(self) -> Any:
-        """Close the environment; return the growth since the first `open` and the generators that changed."""
+        # With the growth since the first `open` and the generators that changed.
         session, self._session = self._session, None
         self._players.clear()
         if session is not None:
@@ -243,7 +238,7 @@ class _Worker:
         return {"grown": grown, "changed_generators": changed}
 
     async def _say(self, session: EnvSession, request: Request) -> Any:
-        """Return the next action of one of the environment's own players, which run here beside the hidden state."""
+        # The environment's own players run here, beside the hidden state.
         player = self._players.get(request["player"])
         if player is None:
             policies, name = session.env.policies, request["policy"]
@@ -256,7 +251,7 @@ class _Worker:
         return said if isinstance(said, str) else message_to_json(said)
 
     def _seed_generators(self, seed: int) -> None:
-        """Seed the process-wide generators, so an environment that draws from them depends on its seed alone."""
+        # An environment that draws from the process-wide generators then depends on its seed alone.
         self._note_changed_generators()
         # Not `seed` itself: an environment that seeds them with it would look like one that leaves them alone.
         seed = child_seed(seed, "process")
@@ -278,14 +273,12 @@ def _generators() -> dict[str, Any]:
 
 
 def _generator(state: Mapping[str, Any]) -> np.random.Generator:
-    """Return the generator with the state that the program sent."""
     bits = getattr(np.random, str(state["bit_generator"]))()
     bits.state = state
     return np.random.Generator(bits)
 
 
-def _possessions() -> dict[str, int]:
-    """Return counts of what an environment may leave behind in its process."""
+def _possessions() -> dict[str, int]:  # what an environment may leave behind in its process
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     tasks = list(Path("/proc/self/task").iterdir())
     children = [pid for task in tasks for pid in (task / "children").read_text(encoding="ascii").split()]
