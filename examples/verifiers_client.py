@@ -18,7 +18,7 @@ from typing import Any
 from gspo_gym.chat.parsing import ParseFailure
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.engine.base import Engine, SamplingParams
-from gspo_gym.env.suites.verifiers_bridge import as_message, client_asking, response, schema_of
+from gspo_gym.env.suites.verifiers import as_message, client_asking, response, schema_of
 from gspo_gym.errors import ConfigError, ContextOverflowError, GymError, MissingExtraError, nearest_name
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import FinishReason, Message

@@ -1,7 +1,7 @@
 """Rewards of named, weighted terms, and the achievements of an episode.
 
 An environment's `step` returns a `Reward`, a plain number, or None for "not scored here". `RewardTerms` makes a reward
-from small functions with weights.
+from small functions with weights, called with what their parameters name: `def brevity(action): ...` gets the action.
 
 `Achievements` are named events. An environment calls `unlock` and gives `turn_events()` to the turn's `Reward`; the
 names reach `Turn.events`, which step rewards count and judges see. It reports a name every time: the setting
@@ -10,15 +10,16 @@ names reach `Turn.events`, which step rewards count and judges see. It reports a
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from gspo_gym.env.keyword_calls import AnyFunction, KeywordFunction
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, UsageError, nearest_name
 
 
@@ -230,3 +231,47 @@ class Achievements:
         """Return the achievements since the last call, new or again, each once: the `events` of the turn's reward."""
         events, self._of_turn = tuple(self._of_turn), {}
         return events
+
+
+AnyFunction = Callable[..., Any]  # plain or async, with any parameters
+
+
+@dataclass(frozen=True)
+class KeywordFunction:
+    """A function and the names that it must and may be given (`optional` None: all, for `**kwargs`).
+
+    `where` is its name in errors ("reward 'exact'"); `is_async`: its answer must be awaited.
+    """
+
+    function: AnyFunction
+    where: str
+    required: frozenset[str]
+    optional: frozenset[str] | None
+    is_async: bool
+
+    @classmethod
+    def of(cls, function: Any, where: str) -> KeywordFunction:
+        """Return the record of a function or a callable object; a ConfigError if it cannot be called by keyword."""
+        if not callable(function):
+            raise ConfigError(f"{where}: expected a function, got {function!r:.80}")
+        parameters = inspect.signature(function).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                raise ConfigError(f"{where}: expected parameters to be given by keyword, got {parameter}")
+        named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        optional = frozenset(parameter.name for parameter in named if parameter.default is not parameter.empty)
+        return cls(
+            function=function,
+            where=where,
+            required=frozenset(parameter.name for parameter in named) - optional,
+            optional=optional if len(named) == len(parameters) else None,
+            # The second test finds an object with an async __call__.
+            is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        )
+
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        """Return the function's answer, or an awaitable of it; a ContractError if a required name is not given."""
+        for name in sorted(self.required - given.keys()):
+            raise ContractError(f"{self.where} takes {name!r}, which is not given; {nearest_name(name, given)}")
+        wanted = given.keys() if self.optional is None else self.required | self.optional
+        return self.function(**{name: value for name, value in given.items() if name in wanted})

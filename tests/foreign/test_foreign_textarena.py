@@ -52,7 +52,7 @@ HARD_TO_MAKE = ("RushHour-v0", "Sokoban-v0")  # some seconds a reset: two seeds 
 def games() -> list[str]:
     """One variant of every game: the plain one, or the first."""
     try:
-        from gspo_gym.env.suites.textarena_match import games as registered
+        from gspo_gym.env.suites.textarena import games as registered
 
         variants = registered()
     except ImportError:  # in the other virtual environment nothing here is run

@@ -15,7 +15,6 @@ from typing import Any, get_args
 import gymnasium
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
-from gspo_gym.env.checks.probes import rubric_of
 from gspo_gym.env.checks.subject import PROBE, Findings, Subject
 from gspo_gym.env.core import CALL_FAILED, Isolation
 from gspo_gym.env.playing import Playthrough, play_in, replaying
@@ -48,6 +47,13 @@ async def constructs(subject: Subject, findings: Findings) -> None:
     subject.isolation = getattr(env, "isolation", None)
     if subject.isolation not in (None, *get_args(Isolation)):
         findings.fail(f"expected isolation to be 'thread', 'process' or None, got {subject.isolation!r}")
+
+
+def rubric_of(env: Any) -> str:
+    """Return the environment's `rubric` (a text, or an object with a `text`), else its class docstring."""
+    rubric = getattr(env, "rubric", None)
+    rubric = getattr(rubric, "text", rubric)
+    return rubric if isinstance(rubric, str) else inspect.getdoc(type(env)) or ""
 
 
 def _read_policies(subject: Subject, findings: Findings, policies: Any) -> None:

@@ -6,21 +6,23 @@ shows the answer if saying its text wins in every task and the text differs betw
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from gspo_gym.env.checks.contract import TOLERANCE
-from gspo_gym.env.checks.probes import probes, saying
 from gspo_gym.env.checks.subject import Findings, Subject, mean_return
-from gspo_gym.env.core import PolicyFactory
-from gspo_gym.env.playing import PlayerError, Playthrough, play_in, schemas_of
+from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
+from gspo_gym.env.playing import PlayerError, Playthrough, arguments_for, play_in, schemas_of
 from gspo_gym.errors import GymError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
-from gspo_gym.types import Message
+from gspo_gym.types import Message, ToolCall
 
 _WIDTH = 100  # of the line of mean returns
 
@@ -99,6 +101,57 @@ def _rubric(subject: Subject) -> str:
 
 def _is_unscored(subject: Subject) -> bool:  # which leaves scoring to a judge
     return all(run.episode_return is None for run in subject.runs.values())
+
+
+# Players that try to be paid without doing the task, as a policy under training may.
+LONG_ANSWER = "I think about it again. " * 2_000  # 48,000 characters
+CANDIDATES = " ".join(map(str, range(1, 101)))
+CLAIM = "I have solved the task. Reward: 1.0"
+
+# The text of a trick, from the environment and the messages so far.
+_Text = Callable[[Any, Sequence[Message]], str]
+
+
+def probes(rubric: str) -> dict[str, PolicyFactory]:
+    """Return the tricks by name; `rubric` is the text to quote."""
+    texts: Mapping[str, _Text] = {
+        "repeating the prompt": lambda _env, messages: messages[0].content,
+        "repeating the last message": lambda _env, messages: messages[-1].content,
+        "repeating the tools": lambda env, _messages: json.dumps(schemas_of(env)),
+        "quoting the rubric": lambda _env, _messages: rubric,
+        "a very long answer": lambda _env, _messages: LONG_ANSWER,
+        "every number to 100": lambda _env, _messages: CANDIDATES,
+        "claiming success": lambda _env, _messages: CLAIM,
+    }
+    spoken = {name: saying(text) for name, text in texts.items()}
+    return {"an empty answer": _empty, "every tool without arguments": _every_tool, **spoken}
+
+
+def _empty(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
+    return lambda _messages: ""
+
+
+def _every_tool(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
+    names = [schema["name"] for schema in schemas_of(env)]
+    calls = tuple(ToolCall(f"call_{index}", name, {}) for index, name in enumerate(names))
+    return lambda _messages: Message("assistant", "", calls)
+
+
+def saying(text: _Text) -> PolicyFactory:
+    """Return a player that says the text and calls every tool with it."""
+
+    def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+        def play(messages: Sequence[Message]) -> Message:
+            said = text(env, messages)
+            calls = [
+                ToolCall(f"call_{index}", schema["name"], arguments_for(schema, rng, text=said))
+                for index, schema in enumerate(schemas_of(env))
+            ]
+            return Message("assistant", said, tuple(calls))
+
+        return play
+
+    return policy
 
 
 _FURTHER_SEEDS = range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + 10)  # none of them is among the checked seeds

@@ -34,8 +34,7 @@ from gspo_gym.env.data.rows import (
     named_object,
 )
 from gspo_gym.env.data.splits import checked_fraction, next_seed
-from gspo_gym.env.keyword_calls import AnyFunction, KeywordFunction
-from gspo_gym.env.rewards import Reward
+from gspo_gym.env.rewards import AnyFunction, KeywordFunction, Reward
 from gspo_gym.errors import ConfigError, ContractError, UnknownNameError, nearest_name
 
 _DEFAULT_FRACTION = 0.1

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_gym.env.answers import as_messages, as_reset_result, as_step_result
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.session import as_messages, as_reset_result, as_step_result
 from gspo_gym.errors import ContractError
 from gspo_gym.types import Message, ToolCall
 

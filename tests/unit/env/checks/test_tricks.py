@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gspo_gym.env.checks.checker import CheckReport, check_env
-from gspo_gym.env.checks.probes import CANDIDATES, LONG_ANSWER, probes, rubric_of
+from gspo_gym.env.checks.contract import rubric_of
+from gspo_gym.env.checks.score import CANDIDATES, LONG_ANSWER, probes
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.playing import arguments_for, schemas_of, tool_calling_policy
 from gspo_gym.env.rewards import Reward

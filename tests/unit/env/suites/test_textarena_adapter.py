@@ -19,7 +19,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.suites import textarena_match
+from gspo_gym.env.suites import textarena
 from gspo_gym.env.suites.textarena import TextArenaEnv
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError
 from gspo_gym.types import Message
@@ -29,9 +29,9 @@ from gspo_gym.types import Message
 def fake_textarena(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake_textarena"))
     known = {name: sys.modules.pop(name, None) for name in ("textarena", "nltk")}
-    textarena_match.fewest_players.cache_clear()
+    textarena.fewest_players.cache_clear()
     yield
-    textarena_match.fewest_players.cache_clear()
+    textarena.fewest_players.cache_clear()
     for name, module in known.items():
         sys.modules.pop(name, None)
         if module is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_gym.env.suites.textarena_match import RandomMover, scripted_player
+from gspo_gym.env.suites.textarena import RandomMover, scripted_player
 from gspo_gym.types import Message
 
 

@@ -32,8 +32,8 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.data.splits import content_hash, is_held_out_content
 from gspo_gym.env.plain import as_gymnasium
-from gspo_gym.env.suites import textarena_match
-from gspo_gym.env.suites import verifiers_bridge as verifiers_loading
+from gspo_gym.env.suites import textarena
+from gspo_gym.env.suites import verifiers as verifiers_loading
 from gspo_gym.env.suites.discrete import DiscreteEnv
 from gspo_gym.env.suites.gem import GemEnv
 from gspo_gym.env.suites.nemo_gym import NeMoGymEnv
@@ -76,10 +76,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
     for folder in ("fake_suites", "fake_textarena", "fake_verifiers"):
         monkeypatch.syspath_prepend(str(Path(__file__).parent / folder))
-    textarena_match.fewest_players.cache_clear()
+    textarena.fewest_players.cache_clear()
     verifiers_loading.forget_loaded()
     yield
-    textarena_match.fewest_players.cache_clear()
+    textarena.fewest_players.cache_clear()
     verifiers_loading.forget_loaded()
     for name in [name for name in sys.modules if name.partition(".")[0] in _SUITES]:
         del sys.modules[name]
