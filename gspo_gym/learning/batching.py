@@ -160,11 +160,9 @@ def build_batch(
     were computed before under the same settings.
 
     Raises:
-        UnscoredError: a trajectory that takes part has no reward.
-        RecordError: there are groups, and no trajectory in them with a turn.
+        UnscoredError: a trajectory that takes part has no reward. RecordError: no trajectory has a turn.
     """
-    rewards = rewards or RewardSettings()
-    running = running or RunningReturns()
+    rewards, running = rewards or RewardSettings(), running or RunningReturns()
     members = [group for group in map(played, groups) if group]
     if not groups:
         return BuiltBatch(None, BatchCounts(), running, None)

@@ -139,13 +139,13 @@ class Learner:
             total_steps=total_steps,
             max_nonfinite_steps=update.max_nonfinite_steps,
         )
-        make_computer = partial(
+        make = partial(
             LogprobComputer,
             sampling=scored_sampling(sampling or Sampling(), update),
             chunk_tokens=update.scoring_chunk_tokens,
             entropy_has_gradient=loss.entropy_coef > 0,
         )
-        self._computer = make_computer(model)
+        self._computer = make(model)
         has_reference = any(given is not None for given in (reference, reference_model, reference_policy))
         compares = loss.kl_coef > 0 or self._shaper.uses_reference
         if not compares and has_reference:
@@ -153,11 +153,7 @@ class Learner:
         self._reference = reference_policy
         if compares and reference_policy is None:
             self._reference = Reference(
-                model,
-                self._reference_settings,
-                computer=self._computer,
-                make_computer=make_computer,
-                given=reference_model,
+                model, self._reference_settings, computer=self._computer, make_computer=make, given=reference_model
             )
 
     def update(self, batch: TrainBatch) -> UpdateReport:
