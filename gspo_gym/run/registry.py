@@ -17,8 +17,7 @@ from typing import Any
 
 from gspo_gym.base.files import writing
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
-from gspo_gym.rollout.evaluation import Evaluation
-from gspo_gym.rollout.evaluation_comparison import compare
+from gspo_gym.rollout.evaluation import Evaluation, compare
 from gspo_gym.run.process import holder_of, locked, read_process, refusal
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_events, read_run_id
 

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_gym.errors import CheckpointError, ConfigError, StorageError
-from gspo_gym.learning.scoring import Scorer
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import Weights, export, require_sums
@@ -56,7 +56,7 @@ def scored(policy: Policy) -> np.ndarray[Any, Any]:
     acted = mask.clone()
     acted[:, : len(PROMPT)] = False
     with torch.no_grad():
-        logprobs = Scorer(policy.model).score(tokens, mask, acted).logprobs
+        logprobs = LogprobComputer(policy.model).compute(tokens, mask, acted).logprobs
     return logprobs[0, len(PROMPT) :].double().numpy()
 
 
