@@ -1,7 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
-`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `mutants`, `runs` and `crash` are other measurements, each in a
-file of its name.
+`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs` and `crash` are other
+measurements, each in a file of its name.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.checkpoints import run_checkpoints
 from benchmarks.crash import run_crash
 from benchmarks.faults import run_faults
 from benchmarks.gateway import run_gateway
@@ -240,7 +241,18 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    choices = ["engines", "faults", "isolation", "pipeline", "gateway", "weights", "mutants", "runs", "crash"]
+    choices = [
+        "engines",
+        "faults",
+        "isolation",
+        "pipeline",
+        "gateway",
+        "weights",
+        "checkpoints",
+        "mutants",
+        "runs",
+        "crash",
+    ]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
     parser.add_argument(
@@ -289,6 +301,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     if arguments.what == "weights":
         return run_weights(arguments.model, dtype=arguments.dtype, num_updates=arguments.repeats)
+    if arguments.what == "checkpoints":
+        return run_checkpoints(arguments.model, repeats=arguments.repeats)
     policy = load_policy(arguments.model, dtype=arguments.dtype)
     plans = make_workload(arguments.episodes or 64)
     turns = [len(plan.num_sampled) for plan in plans]

@@ -30,6 +30,11 @@ class SmallDisk:
         else:
             _limit_files(num_bytes)
 
+    def set_read_only(self, is_read_only: bool) -> None:
+        """Refuse, or allow, all writing, as a system does with a disk that fails; of one that is mounted."""
+        mode = "ro" if is_read_only else "rw"
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(self.folder)], check=True)
+
 
 @contextlib.contextmanager
 def small_disk(folder: Path, num_bytes: int, *, may_mount: bool = True) -> Iterator[SmallDisk]:

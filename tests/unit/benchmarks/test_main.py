@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.checkpoints import Costs as CheckpointCosts
+from benchmarks.checkpoints import measure as measure_checkpoints
 from benchmarks.isolation import Costs, private_bytes_of
 from benchmarks.isolation import measure as measure_isolation
 from benchmarks.isolation import render as render_isolation
@@ -48,6 +51,14 @@ def test_the_table_shows_rates_and_ratios_to_the_first_row(capsys: pytest.Captur
     rows = [line for line in capsys.readouterr().out.splitlines() if "1,000" in line]
     assert [cell.strip() for cell in rows[0].split("│")][4:6] == ["100", "1.00x"]
     assert [cell.strip() for cell in rows[1].split("│")][4:6] == ["400", "4.00x"]
+
+
+def test_the_checkpoint_benchmark_saves_every_repeat(tmp_path: Path) -> None:
+    costs = asyncio.run(measure_checkpoints(load_policy("tiny:qwen3-64"), tmp_path, repeats=2))
+    assert [len(each) for each in (costs.copy, costs.blocked, costs.whole, costs.longest_wait)] == [2] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    costs = CheckpointCosts(copy=[1.0, 3.0, 2.0], blocked=[2.2, 9.0, 0.1])
+    assert costs.ratio == pytest.approx(1.1)
 
 
 def test_the_pipeline_benchmark_trains_and_every_turn_takes_the_same_time_in_every_run() -> None:

@@ -7,7 +7,9 @@ the libraries that write tensors say neither as an OSError.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_base, save_policy
 from gspo_gym.policy.staging import Staging
 from gspo_gym.policy.weight_sync import WeightSync
+from gspo_gym.run.saving import Saver
+from gspo_gym.run.settings import LoopSettings
+from gspo_gym.run.state import TrainState
 
 ROOM = 16_000_000  # for everything that is written here
 SAMPLING = SamplingParams(max_tokens=1, stop_token_ids=(), seed=0)
@@ -124,3 +129,60 @@ def test_a_policy_that_does_not_fit_is_a_storage_error_wherever_it_is_saved(disk
         save_policy(policy_of("full"), disk.folder / "policy")
     with pytest.raises(StorageError, match=FULL):
         save_base(policy_of("adapter"), disk.folder / "base")
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_run_goes_on_while_the_disk_refuses_and_ends_at_the_third_checkpoint_in_a_row(
+    trouble: str, disk: SmallDisk, tmp_path: Path
+) -> None:
+    """The policy's folder is the disk; what happens is recorded elsewhere."""
+    if trouble == "read-only" and not disk.is_mounted:
+        pytest.skip("nothing refuses root but a file system that is mounted read-only")
+    policy, events = policy_of("full"), []
+    store = CheckpointStore(disk.folder / "checkpoints")
+
+    def copy(state: TrainState) -> Callable[[], Path]:
+        draft = store.copy(state.step, policy=policy, learner=Optimizer(4_000), trainer_state=state.to_dict())
+        return partial(store.write, draft)
+
+    def set_trouble(is_there: bool) -> None:
+        used = sum(path.stat().st_size for path in disk.folder.rglob("*")) if disk.is_mounted else 0
+        disk.grow(used + 200_000 if is_there and trouble == "full" else ROOM)
+        if trouble == "read-only":
+            disk.set_read_only(is_there)
+
+    async def main() -> None:
+        saver = Saver(
+            copy,
+            LoopSettings(checkpoint_every_n_iters=4),
+            on_event=lambda kind, step, data: events.append((kind, step, data.get("reason", ""))),
+        )
+
+        async def step(number: int) -> None:
+            await saver.after_step(TrainState(step=number))
+            await saver.wait()
+
+        set_trouble(False)
+        for number in range(1, 5):
+            await step(number)
+        set_trouble(True)
+        for number in range(5, 10):
+            await step(number)
+        set_trouble(False)
+        await step(10)
+        set_trouble(True)
+        for number in range(11, 14):
+            await step(number)
+        with pytest.raises(CheckpointError, match="3 checkpoints in a row could not be saved"):
+            await step(14)
+
+    asyncio.run(main())
+    failed = "checkpoint_failed"
+    assert [event[:2] for event in events] == [
+        ("checkpoint", 4), (failed, 8), (failed, 9), ("checkpoint", 10), (failed, 12), (failed, 13), (failed, 14),
+    ]  # fmt: skip
+    refusal = "Read-only file system" if trouble == "read-only" else FULL
+    assert all(re.search(refusal, reason) for kind, _, reason in events if kind == failed)
+    set_trouble(False)
+    assert names(disk.folder / "checkpoints") == ["step_000004", "step_000010"]
+    assert store.load_latest().step == 10
