@@ -327,6 +327,7 @@ def num_tokens_to_sample(prompt_length: int, sampling: SamplingParams, max_model
     6
     """
     if prompt_length < 1:
+        # An empty prompt has no logits for a first token.
         raise EngineError("generate: expected a prompt of at least one token, got none")
     if prompt_length >= max_model_len:
         raise ContextOverflowError(

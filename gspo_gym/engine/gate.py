@@ -104,6 +104,7 @@ class Gate:
                 raise
             raise EngineTimeoutError(f"generate: no completion within {deadline_seconds:g} seconds") from error
         except asyncio.CancelledError:
+            # A stopped call ends with the engine's reason, an aborted one with its own; others the caller cancelled.
             if task in self._stopped:
                 task.uncancel()
                 self.require_open()
@@ -150,7 +151,7 @@ class Gate:
         while self.num_in_flight:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._draining.append(future)
-            await future
+            await future  # another call may have been admitted meanwhile
         self.require_open()
 
     def require_paused(self) -> None:
@@ -177,6 +178,7 @@ class Gate:
 
     def poison(self, reason: str) -> None:
         """Admit no calls ever again; those in flight end at once. The first reason counts."""
+        # Later reasons are consequences of the first.
         if self._reason is not None:
             return
         self._reason = reason
@@ -202,7 +204,7 @@ class Gate:
         for task in self._sessions.keys() - self._aborted - self._stopped:
             self._stopped.add(task)
             task.cancel()
-        _wake(self._draining)
+        _wake(self._draining)  # they wait for calls that end now, and find out why
 
     @asynccontextmanager
     async def _in_flight(self) -> AsyncIterator[None]:
@@ -283,29 +285,18 @@ class GatedEngine(ABC):
         """Do nothing: nothing is kept for sessions; see `Engine.end_session`."""
 
     def _close_to_calls(self, mode: PauseMode) -> None:
-        """Admit no calls until `resume`.
-
-        Raises:
-            ConfigError: a mode that is not in the capabilities.
-            EngineError: it is paused already.
-        """
+        # Checked first, because a wrong mode must not leave the engine paused.
         if mode not in (modes := self.capabilities.pause_modes):
             wanted = " or ".join(map(repr, modes))
             raise ConfigError(f"{type(self).__name__}.pause: expected mode {wanted}, got {mode!r}")
         self._gate.pause()
 
     def _require_kind(self, update: WeightUpdate) -> None:
-        """Refuse an update that the engine cannot take.
-
-        Raises:
-            ConfigError: its kind is not in the capabilities.
-        """
         if update.kind not in (kinds := self.capabilities.update_kinds):
             wanted = " or ".join(map(repr, kinds)) or "none"
             raise ConfigError(f"{type(self).__name__}: expected an update of kind {wanted}, got {update.kind!r}")
 
     async def _close_gate(self) -> None:
-        """Admit no calls ever again, and wait until those in flight have ended."""
         self._gate.close()
         with suppress(EngineError):  # which `drained` raises at its end, because the gate is closed
             await self._gate.drained()

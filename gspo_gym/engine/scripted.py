@@ -155,7 +155,7 @@ class ScriptedEngine(GatedEngine):
             index = len(self.calls)
             self.calls.append(Call(prompt, sampling, session_id))
             reply = _cut(self._reply(prompt, session_id, index), sampling.stop_token_ids, max_new)
-            version = self._gate.weight_version
+            version = self._gate.weight_version  # before the wait, in which it may change
             await self._take_time_or_fail(index, len(reply))
         return Completion(
             token_ids=np.array(reply, np.int32),
@@ -201,7 +201,7 @@ class ScriptedEngine(GatedEngine):
         if fails:
             self.num_failures += 1
         if fails and self._failures is not None and self._failures.kind == "hang":
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # for ever: only a cancellation ends it
         if self._latency is not None:
             await self._sleep(self._latency.seconds(index, num_tokens))
         if fails:

@@ -71,6 +71,7 @@ class Canary:
         for number, ((tokens, sampled), logprobs) in enumerate(zip(answers, scored, strict=True)):
             for position, logprob in sampled.items():
                 gap = abs(float(logprobs[position - 1]) - logprob)
+                # Not `>`: NaN is beyond every tolerance.
                 if not gap <= self.tolerance:
                     raise EngineError(
                         f"canary {number}: token {tokens[position]} at position {position} of {len(tokens)}: the "
@@ -81,7 +82,7 @@ class Canary:
         return worst
 
     async def _answer(self, engine: Engine, number: int) -> tuple[list[int], Mapping[int, float]]:
-        """Two turns: all token ids, and the engine's logprob of each sampled one by its position."""
+        # The second turn extends the first: an engine that kept keys of an earlier version would show it.
         prompt = self.prompts[number % len(self.prompts)]
         tokens = [int(token) for token in prompt]
         logprobs: dict[int, float] = {}
@@ -97,7 +98,7 @@ class Canary:
             )
             logprobs |= {len(tokens) + k: float(value) for k, value in enumerate(completion.logprobs)}
             tokens += [int(token) for token in completion.token_ids]
-            tokens += [int(token) for token in prompt[:2]]  # what an environment says next
+            tokens += [int(token) for token in prompt[:2]]  # an environment's answer would stand here
         return tokens, logprobs
 
 
@@ -117,10 +118,9 @@ def canary_prompts(vocab_size: int, max_model_len: int, *, max_tokens: int = 8) 
     return tuple(tuple(int(token) for token in rng.integers(vocab_size, size=length)) for length in lengths)
 
 
+# Digests of the tensors of an update, as they were staged and as an engine holds them.
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Digests of the tensors of an update, as they were staged and as an engine holds them."""
-
     update: WeightUpdate
     staged: Mapping[str, str]
     digests: Mapping[str, str]

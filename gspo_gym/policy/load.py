@@ -33,7 +33,7 @@ from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny,
 
 Quantization = Literal["as_saved", "nf4", "int8"]
 
-_QUANTIZATION_FILE = "quantization.json"  # beside an adapter: what the weights below it were quantized to
+_QUANTIZATION_FILE = "quantization.json"  # beside an adapter: the form of the weights below it
 # Of a folder: nothing is downloaded, and code in it is not run (transformers would ask at the terminal).
 _OWN_FILES = {"local_files_only": True, "trust_remote_code": False}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,12 +56,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """In which form weights are to be loaded: dtype, device, what becomes of linear layers, and how many share each."""
-
     dtype: torch.dtype
     device: str
     quantization: Quantization
-    tp: int
+    tp: int  # so many of torch's ranks share each layer
 
 
 def load_policy(
@@ -112,7 +110,7 @@ def load_policy(
         _require_plain(policy)
         require_even_parts(policy.model)
     keep_differentiable(policy.model)
-    if not is_quantized(policy.model):  # those are where they belong, and transformers refuses to move them
+    if not is_quantized(policy.model):  # transformers refuses to move them
         policy.model.to(device)
     policy.model.eval()
     return policy
@@ -295,7 +293,7 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
 
 
 def _require_sound(folder: Path) -> None:
-    """Refuse a run's checkpoint with files that do not fit the manifest; other folders are not checked."""
+    # A folder of another origin has no manifest to compare with.
     if (folder / MANIFEST).is_file() and (folder / "resume").is_dir():
         _require_own_parts(folder, verify(folder))
 
@@ -365,7 +363,6 @@ def _load_hub(base: str, form: _Form) -> Policy:
 
 
 def _options(form: _Form, read_config: Callable[[], Any]) -> dict[str, Any]:
-    """Return the options of transformers' `from_pretrained` (Any: untyped)."""
     quantized = (
         {} if form.quantization == "as_saved" else quantization_options(form.quantization, form.dtype, form.device)
     )
@@ -381,7 +378,7 @@ def _require_plain(policy: Policy) -> None:
 
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
-    """Return what `load` gets from the hub or the local cache (Any: transformers is untyped)."""
+    # Refused at once if it cannot be an id, not after the retries of a dead network.
     check_base(base)
     try:
         return load(base, **options)
@@ -397,10 +394,10 @@ def _unknown_model(base: str, reason: object) -> UnknownNameError:
 
 
 def _may_be_hub_id(base: str) -> bool:
-    """Return whether to ask the hub: a misspelt path is refused at once, not after the retries of a dead network."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base):
         return False
     first, slash, _ = base.partition("/")
+    # `runs/policy` with a folder `runs` here is a misspelt path.
     return not (slash and Path(first).is_dir())
 
 
@@ -413,7 +410,7 @@ def _base_name(folder: Path) -> str:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Without transformers' bars, which would run through the trainer's own display at every checkpoint."""
+    """Switch off transformers' bars, which would run through the trainer's display at every checkpoint."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -469,7 +466,7 @@ def quantization_options(kind: str, dtype: torch.dtype, device: str) -> dict[str
 
 
 def _is_not_about_casting(record: logging.LogRecord) -> bool:
-    """Refuse a line that bitsandbytes logs in every forward of every layer although all is well."""
+    # bitsandbytes logs this in every forward of every layer although all is well.
     return "inputs will be cast" not in record.msg
 
 

@@ -28,24 +28,15 @@ _UNKNOWN_TO_SETTINGS = ("use_dora", "modules_to_save", "lora_bias", "trainable_t
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """The matrices to be adapted.
-
-    Attributes:
-        modules, parameters: names in PEFT's sense: of every module, or parameter, that has this name or ending.
-        matrices: the full names of the modules and parameters meant.
-    """
-
-    modules: tuple[str, ...]
+    modules: tuple[str, ...]  # names in PEFT's sense: of every module, or parameter, that has this name or ending
     parameters: tuple[str, ...]
-    matrices: frozenset[str]
+    matrices: frozenset[str]  # the full names of the modules and parameters meant
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The adapter of one matrix: delta = scale * B @ A, with `rank` rows of A (for each expert, if there are some)."""
-
-    rank: int
-    scale: float
+    rank: int  # rows of A, for each expert if there are some
+    scale: float  # delta = scale * B @ A
 
 
 def is_adapter(model: Any) -> bool:
@@ -66,7 +57,8 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
         ConfigError: a target that names nothing in the model (PEFT would pass over it if another does), or dropout on
             fused experts, for which PEFT has none.
     """
-    from peft import LoraConfig, get_peft_model  # here: it takes seconds to load, and full training needs none of it
+    # Here: it takes seconds to load, and full training needs none of it.
+    from peft import LoraConfig, get_peft_model
 
     targets = _find_targets(model, settings.target_modules)
     if targets.parameters and settings.dropout > 0:
@@ -82,12 +74,14 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
         target_parameters=list(targets.parameters) or None,
         task_type="CAUSAL_LM",
     )
+    # PEFT draws from the global generator, which is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(child_seed(seed, "lora"))
         try:
             adapted = get_peft_model(model, config, adapter_name=ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora: {error}") from error
+    # PEFT adapts every module of a name's ending: more than was meant, if a name occurs twice.
     if differing := sorted(targets.matrices ^ _layout(adapted).keys()):
         raise ConfigError(
             f"lora.target_modules: PEFT cannot tell {differing[0]!r} (and {len(differing) - 1} more) from others of "
@@ -132,6 +126,7 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
                 f'{_describe(wanted)}. Set it to the adapter\'s shape, or training.lora.on_mismatch to "merge" (the '
                 "larger rank, the modules of both)"
             )
+        # Both adapters' targets: what one did not adapt begins with B = 0.
         names |= _target_names(fresh)
         fresh = add_lora(fresh.unload(), _merged(settings, layout, wanted, names), seed)
     _put(fresh, factors)
@@ -139,15 +134,12 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
 
 
 def _find_targets(model: Any, targets: tuple[str, ...] | str) -> _Targets:
-    """Find the matrices that "all-linear" or these names mean in the model.
-
-    Raises:
-        ConfigError: a name means nothing.
-    """
+    # By full name: PEFT passes over a name that means nothing if another means something.
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_LINEAR, nn.Embedding))}
     owned = {f"{name}.{parameter}" for name in layers for parameter in ("weight", "bias")}
     fused = {name: p.ndim for name, p in model.named_parameters() if name not in owned and p.ndim in (2, 3)}
     if isinstance(targets, str):
+        # The head is left alone: its delta would have a row for each token.
         head = model.get_output_embeddings()
         meant = [name for name, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
         experts = [name for name, num_axes in fused.items() if num_axes == 3]
@@ -168,13 +160,12 @@ def _is_called(name: str, target: str) -> bool:
 
 
 def _short(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the last part of each name, each once, sorted; of `mlp.gate.weight`, the last two."""
+    # Of `mlp.gate.weight` the last two parts, because "weight" alone names everything.
     parts = [name.rsplit(".", 2) for name in names]
     return tuple(sorted({".".join(part[-2:]) if part[-1] == "weight" else part[-1] for part in parts}))
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the full name of each adapted matrix and PEFT's layer around it (Any: untyped)."""
     from peft.tuners.lora import LoraLayer
 
     for path, layer in model.get_base_model().named_modules():
@@ -194,7 +185,7 @@ def _target_names(model: Any) -> set[str]:
 
 
 def _weights(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return the factors of a layer as A [experts, rank, in] and B [out, rank, experts], in PEFT's layout; views."""
+    # Views, as A [experts, rank, in] and B [out, rank, experts], in PEFT's layout.
     experts, rank = getattr(layer, "num_experts", 1), layer.r[ADAPTER]
     if ADAPTER in layer.lora_embedding_A:
         a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
@@ -208,7 +199,7 @@ def _factors(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _put(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Write old factors into the first ranks. In the others B is zero as drawn: they add nothing."""
+    # In the other ranks B is zero as drawn: they add nothing.
     for name, layer in _layers(model):
         if name in factors:
             (a, b), (old_a, old_b) = _weights(layer), factors[name]
@@ -219,6 +210,7 @@ def _put(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
 def _merged(
     settings: LoraSettings, layout: Mapping[str, _Shape], wanted: Mapping[str, _Shape], names: Iterable[str]
 ) -> LoraSettings:
+    # One alpha holds for all matrices, so several scales cannot be kept.
     scales = {shape.scale for shape in layout.values()}
     if len(scales) > 1:
         raise ConfigError(
@@ -244,7 +236,7 @@ def _require_plain_lora(config: Any) -> None:
 
 
 def _describe(layout: Mapping[str, _Shape]) -> str:
-    """Such as "r 8, alpha 16 on 4 matrices (q_proj, v_proj)"."""
+    # Such as "r 8, alpha 16 on 4 matrices (q_proj, v_proj)".
     shapes = sorted({(shape.rank, shape.scale * shape.rank) for shape in layout.values()})
     sizes = " and ".join(f"r {rank}, alpha {alpha:g}" for rank, alpha in shapes)
     return f"{sizes} on {len(layout)} matrices ({', '.join(_short(layout))})"

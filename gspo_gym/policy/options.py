@@ -38,6 +38,7 @@ def check_options(*, device: str, torch_compile: bool = False, liger_kernels: bo
             )
     if torch_compile:
         names = _GPU_COMPILERS if device_type == "cuda" else _CPU_COMPILERS
+        # torch asks these variables first.
         candidates = (os.environ.get("CC" if device_type == "cuda" else "CXX"), *names)
         if not any(shutil.which(name) for name in candidates if name):
             raise ConfigError(
@@ -70,6 +71,7 @@ def prepare_for_training(
         apply_liger(inner)
     if gradient_checkpointing:
         try:
+            # Reentrant checkpointing needs an input with a gradient, and an adapter's base has none.
             inner.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise ConfigError(f"gradient_checkpointing: {error}") from error
@@ -91,6 +93,7 @@ def apply_liger(model: Any) -> None:
         known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
         raise ConfigError(f"liger_kernels: there are none for models of type {kind!r}, only for {known}; set false")
     module = sys.modules[type(model).__module__]
+    # Liger writes into transformers' module, which other models of the process use, too.
     before = dict(vars(module))
     try:
         # Liger can replace the rotary embedding only in all models of the process; head and log-softmax belong to

@@ -128,7 +128,7 @@ def write_full(policy: Policy, folder: Path, *, dtype: torch.dtype | None, max_s
     """
     model = policy.model
     base = model.get_base_model() if is_adapter(model) else model
-    once = frozenset(_names_once(model))  # cast, tied weights would no longer be seen to be one
+    once = frozenset(_names_once(model))  # tied weights that are cast are no longer seen to be one
     weights = {name: _cast(tensor, dtype) for name, tensor in full_weights(model) if name in once}
     if is_quantized(model):  # transformers would write how it was quantized, too
         config = copy.deepcopy(base.config)
@@ -202,7 +202,7 @@ class PolicyTensors:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """Return the device of the weights."""
         device: torch.device = self._model.device
         return device
 
@@ -245,7 +245,7 @@ def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return the weights below an adapter, or all, detached, under their names without one (Any: untyped)."""
+    # Under the names that they have without an adapter.
     if not is_adapter(model):
         yield from ((name, tensor.detach()) for name, tensor in model.state_dict().items())
         return
@@ -255,7 +255,6 @@ def _base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Return functions that compute the adapter's addition to each matrix, by its name (Any: peft is untyped)."""
     from peft.tuners.lora import LoraLayer  # here: it takes seconds to load, and full training needs none of it
 
     for path, layer in base.named_modules():
@@ -265,7 +264,7 @@ def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _names_once(model: Any) -> Iterator[str]:
-    """Yield the names of all weights, but one name for tied weights, such as head and embeddings (Any: untyped)."""
+    # One name for tied weights, such as head and embeddings.
     seen = set()  # in the model's order embeddings come first: transformers and vLLM expect this name of tied weights
     for name, tensor in _base_weights(model):
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -275,7 +274,7 @@ def _names_once(model: Any) -> Iterator[str]:
 
 
 def _fingerprint(model: Any) -> list[int]:
-    """Return a number for each parameter that other values would change: the sum of its bits as 64-bit words."""
+    # The sum of the bits as 64-bit words: other values would change it.
     # Reading all weights costs little beside sending them; torch's count of writes misses fused optimizers.
     return [int(total) for total in torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()]
 
@@ -308,6 +307,7 @@ def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
     there; else in the run's folder.
     """
     run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()
+    # In both places, because the setting may have changed between two starts.
     for above, prefix in ((_MEMORY, f"gspo_gym-{run}-"), (run_folder, ".weights-")):
         for leftover in above.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -357,8 +357,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _seal(folder: Path, version: int, kind: UpdateKind) -> Mapping[str, str]:
-    """Write the manifest and give the digest of every other file by name. Nothing is forced to the disk: what a power
-    cut leaves is removed before the next process stages anything."""
+    # Nothing is forced to the disk: what a power cut leaves is removed before the next process stages anything.
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): path for path in paths}
     digests = {name: _sha256(path) for name, path in files.items()}
@@ -369,7 +368,7 @@ def _seal(folder: Path, version: int, kind: UpdateKind) -> Mapping[str, str]:
 
 
 def _say_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Make a config say in which precision the weights beside it are."""
+    # The config speaks of the weights as they are here, and these were cast.
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config), encoding="utf-8")

@@ -146,7 +146,7 @@ def tiny_tokenizer() -> Any:
 
 
 def _byte_symbols() -> list[str]:
-    """Return the printable stand-in of each byte in the byte-level alphabet of GPT-2, by byte value."""
+    # Byte-level BPE of GPT-2: unprintable bytes have printable stand-ins.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unprintable = (byte for byte in range(256) if byte not in printable)
     stand_ins = {byte: chr(256 + rank) for rank, byte in enumerate(unprintable)}

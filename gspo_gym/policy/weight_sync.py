@@ -101,7 +101,7 @@ class WeightSync:
         """
         update = await self._stage(version)
         self._num_published += 1
-        try:
+        try:  # from here on the engines may hold anything
             self._staged_tensors = await asyncio.to_thread(self._verified_tensors, update)
             results = await asyncio.gather(
                 *(self._prepare(target.engine, update) for target in self._targets), return_exceptions=True
@@ -115,6 +115,7 @@ class WeightSync:
                 await self._mend(target, update, outcome, lambda fresh: self._bring_up(fresh, update))
         except BaseException as error:
             reason = _reason(update, error)
+            # Other kinds of end, too: a half-made update must never sample.
             for target in self._targets:
                 target.engine.poison(reason)
             if isinstance(error, Exception) and not isinstance(error, EnginePoisonedError):
@@ -172,17 +173,16 @@ class WeightSync:
             return await asyncio.to_thread(self._staging.stage, version, self._kind)
         except EngineError as error:
             self._tell("staging_failed", {"version": version, "reason": str(error)})
+            # Once more, while it costs nothing: no engine has been paused yet.
             return await asyncio.to_thread(self._staging.stage, version, self._kind)
 
     def _verified_tensors(self, update: WeightUpdate) -> Mapping[str, str] | None:
-        """Return digests of the staged tensors, if it is this update's turn to be verified; else None."""
         if update.kind == "shared" or not self._verify_every_k or self._num_published % self._verify_every_k:
             return None
         verify_staged(update)
         return tensor_digests(update)
 
     async def _prepare(self, engine: Engine, update: WeightUpdate) -> None:
-        """Take all steps of an update before the commit."""
         await engine.pause(self._mode)
         await engine.apply_weights(update)
         if self._staged_tensors is not None:
@@ -197,7 +197,6 @@ class WeightSync:
     async def _mend(
         self, target: Target, update: WeightUpdate, failure: BaseException | None, bring_up: BringUp
     ) -> None:
-        """Replace the engine if it failed."""
         if failure is None:
             return
         if target.rebuild is None or not isinstance(failure, Exception):
@@ -300,7 +299,6 @@ def _reason(update: WeightUpdate, error: BaseException) -> str:
 
 
 async def _outcome(step: Awaitable[None]) -> Exception | None:
-    """Return the error that a step raised; None if it raised none."""
     try:
         await step
     except Exception as error:

@@ -118,11 +118,7 @@ class AppPlayers:
         config = self._config
         answers: list[AppRollout] = []
         episodes = self._episodes_of(
-            source,
-            sampling=config.rollout.sampling,
-            limits=config.training_limits,
-            mode="rl",
-            on_answer=answers.append,
+            source, sampling=config.rollout.sampling, limits=config.training_limits, mode="rl", on_answer=answers.append
         )
         task = Task(source.env_name, config.evaluation_seeds[0])
         sampling_seed = child_seed(config.run.seed, "app probe", number)

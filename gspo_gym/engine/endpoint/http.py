@@ -44,7 +44,7 @@ from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
 
-# (prompt, sampling) -> a completion; retried as the engine's own requests are.
+# (prompt, sampling) -> a completion; retried as the engine's other requests are.
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 
 _COMPLETIONS = "/completions"
@@ -79,7 +79,7 @@ async def model_length(client: EngineClient, model: str) -> int | None:
     """
     try:
         answer = await client.get_object("/models")
-    except RefusedError:
+    except RefusedError:  # it may be an endpoint without the route
         return None
     listed = answer.get("data")
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
@@ -157,7 +157,7 @@ async def _temperature_halves_differences(ask: Ask) -> bool:
 
 
 def _logit(completion: Completion) -> float:
-    """Return ln(p / (1 - p)) of the first token; infinite if p is 1."""
+    # Not ln(p) - ln(1 - p): near p = 1 the subtraction loses all digits.
     logprob = min(float(completion.logprobs[0]), 0.0)
     return math.inf if logprob > -1e-7 else logprob - math.log(-math.expm1(logprob))
 
@@ -236,13 +236,7 @@ class HttpEngine(GatedEngine):
     """
 
     def __init__(
-        self,
-        settings: HttpSettings,
-        client: EngineClient,
-        route: Route,
-        *,
-        max_model_len: int,
-        retries: Retries,
+        self, settings: HttpSettings, client: EngineClient, route: Route, *, max_model_len: int, retries: Retries
     ) -> None:
         """Make it without a probe: nothing is known about logprobs and seeds. Use `start`."""
         super().__init__()
@@ -254,7 +248,7 @@ class HttpEngine(GatedEngine):
         self._max_model_len = max_model_len
         self._retries = retries
         self._seeds_per_request = False
-        self._name = uuid.uuid4().hex  # an identity, not randomness: no two processes may share call ids
+        self._name = uuid.uuid4().hex  # no two processes may share call ids
         self._num_calls = 0
 
     @classmethod
@@ -276,12 +270,8 @@ class HttpEngine(GatedEngine):
         key = read_key(settings.api_key_env, "HttpSettings.api_key_env")
         client = EngineClient(settings.base_url, api_key=key, timeout_seconds=settings.timeout_seconds)
         try:
-            return await cls._start(
-                settings,
-                client,
-                tokenizer,
-                Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep),
-            )
+            retries = Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep)
+            return await cls._start(settings, client, tokenizer, retries)
         except BaseException:
             await client.close()
             raise
@@ -311,6 +301,7 @@ class HttpEngine(GatedEngine):
             reuses_prefixes=False,
             max_model_len=self._max_model_len,
             logprob_mode=self.logprobs.mode,
+            # The weights behind a URL may be replaced at any time.
             reports_versions=False,
             update_kinds=(),
             pause_modes=("wait",),
@@ -318,7 +309,7 @@ class HttpEngine(GatedEngine):
 
     @property
     def counters(self) -> RetryCounters:
-        """Calls, attempts and failures so far, those of the probe included."""
+        """Return the calls, attempts and failures so far, those of the probe included."""
         return self._retries.counters
 
     async def generate(
@@ -344,6 +335,7 @@ class HttpEngine(GatedEngine):
         if wrong := [token for token in prompt if token < 0 or (top is not None and token >= top)]:
             raise EngineError(f"generate: expected prompt tokens in [0, {top or 'vocab_size'}), got {wrong[0]}")
         max_tokens = num_tokens_to_sample(len(prompt), sampling, self._max_model_len)
+        # The logprob of a truncated sample would be that of the whole distribution.
         if self.logprobs.mode == "processed" and not self.logprobs.is_renormalised:
             _require_untruncated(sampling)
         deadline = self._settings.deadline_seconds if deadline_seconds is None else deadline_seconds
@@ -382,6 +374,7 @@ class HttpEngine(GatedEngine):
         async def ask(prompt: Sequence[int], sampling: SamplingParams) -> Completion:
             return await self._sample(prompt, sampling, sampling.max_tokens)
 
+        # Asked even of a text route: seeds matter to an evaluation, too.
         self._seeds_per_request = await obeys_seeds(ask)
         if not self.route.has_logprobs:
             self.why_not_trainable = (
@@ -401,11 +394,7 @@ class HttpEngine(GatedEngine):
 async def _find_route(
     settings: HttpSettings, client: EngineClient, tokenizer: Tokenizer | None, retries: Retries
 ) -> Route:
-    """Return the first route that works, best first.
-
-    Raises:
-        EngineError: none does; says why, for each. ConfigError: tier "text" without a tokenizer.
-    """
+    # Best first; the first that works is taken.
     if settings.tier == "text" and tokenizer is None:
         raise ConfigError('HttpEngine: tier "text" needs the tokenizer of the prompts, got none')
     vocab_size = settings.vocab_size

@@ -7,7 +7,7 @@ returns is good for evaluation, not for gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,12 +34,10 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.types import Completion, FinishReason
 
 UNKNOWN_VERSION = -1
-# OpenAI's own endpoint takes so many stop texts.
-_MAX_STOPS = 4
+_MAX_STOPS = 4  # OpenAI's own endpoint takes so many stop texts
 # A token of the endpoint's model may be several of the policy's, as a word is several letters, but not any number.
 _MAX_TOKENS_A_TOKEN = 16
-# By which vLLM may keep a session's requests on one of several data-parallel copies.
-_SESSION_HEADER = "x-session-id"
+_SESSION_HEADER = "x-session-id"  # by which vLLM may keep a session's requests on one of several data-parallel copies
 
 
 class Tokenizer(Protocol):
@@ -138,11 +136,13 @@ class SampleChecks:
         Raises:
             AnswerError: the answer is refused.
         """
+        # Another adapter of the same server would give a plausible sample.
         if self._is_ours and raw.get("model") != request.served.model:
             found = raw.get("model")
             raise AnswerError(f"answer: expected a sample of {request.served.model!r}, got one of {found!r}")
         # A gateway that knows the call answers a later attempt with the sample of an earlier one.
         self._ids.require(found_id, f"{request.call_id}-{attempt}" if self._is_ours else request.call_id)
+        # Logprobs of ours were tried, and those that will be replaced may be anything.
         if not (self._is_ours or self._is_rescored):
             written = None
             if self._tokenizer is not None and answer.text is not None:
@@ -157,6 +157,7 @@ class _TokenRoute(ABC):
         vocab_size: token ids are below it; None: not known.
     """
 
+    request_of: Callable[..., dict[str, Any]]  # makes the body, of prompt, sampling, model, max_tokens and request_id
     has_logprobs = True
     says_versions = False
 
@@ -179,11 +180,16 @@ class _TokenRoute(ABC):
             vocab_size=self._vocab_size,
             version=request.served.version,
         )
+        # After the reading: an answer that cannot be read is not compared.
         self._checks.require(raw, found_id, answer, request, attempt)
         return Sampled(completion, answer.versions)
 
-    @abstractmethod
-    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]: ...
+    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]:
+        served = request.served
+        body = type(self).request_of(
+            request.prompt, request.sampling, model=served.model, max_tokens=request.max_tokens, request_id=request_id
+        )
+        return body if served.salt is None else {**body, "cache_salt": served.salt}
 
     @abstractmethod
     def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:
@@ -194,19 +200,11 @@ class CompletionsRoute(_TokenRoute):
     """`/v1/completions` with token ids, as vLLM extends it."""
 
     name = "/v1/completions with token ids"
-
-    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]:
-        body = completions_request(
-            request.prompt,
-            request.sampling,
-            model=request.served.model,
-            max_tokens=request.max_tokens,
-            request_id=request_id,
-        )
-        return _salted(body, request)
+    request_of = staticmethod(completions_request)
 
     def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:  # noqa: ARG002
         answer = read_completions_answer(raw)
+        # Without it the server might have read another prompt, such as one with a token put before it.
         if answer.prompt_token_ids is None:
             raise AnswerError("answer: expected choices[0].prompt_token_ids, the prompt as the server read it")
         return answer, raw.get("id")
@@ -220,16 +218,7 @@ class GenerateRoute(_TokenRoute):
 
     name = "/inference/v1/generate"
     says_versions = True
-
-    def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]:
-        body = generate_request(
-            request.prompt,
-            request.sampling,
-            model=request.served.model,
-            max_tokens=request.max_tokens,
-            request_id=request_id,
-        )
-        return _salted(body, request)
+    request_of = staticmethod(generate_request)
 
     def _read(self, raw: Any, request: SampleRequest) -> tuple[WireAnswer, Any]:  # noqa: ARG002
         answer = read_generate_answer(raw)
@@ -303,9 +292,10 @@ class TextRoute:
         if type(said) is int and len(ids) > _MAX_TOKENS_A_TOKEN * max(said, 1):
             raise AnswerError(f"answer: padded: a text of {len(ids)} tokens, of which the endpoint sampled {said}")
         ids = ids[:max_tokens]
+        # A stop token needs room: a cut text did not stop.
         has_stopped = reason == "stop" and bool(sampling.stop_token_ids) and len(ids) < max_tokens
         if has_stopped:
-            ids.append(sampling.stop_token_ids[0])
+            ids.append(sampling.stop_token_ids[0])  # endpoints cut off the text that stopped them
         if not ids:
             raise AnswerError("answer: expected a text, got an empty one")
         return Completion(
@@ -317,16 +307,13 @@ class TextRoute:
 
     def _encode(self, text: str) -> list[int]:
         ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+        # Another model's text may hold what the policy's tokenizer changes, such as other spaces.
         if (read := self._tokenizer.decode(ids, skip_special_tokens=False)) != text:
             raise AnswerError(
                 f"answer: expected a text that the policy's tokenizer can write, got {shorten(text)}, of which it "
                 f"makes {shorten(read)}"
             )
         return ids
-
-
-def _salted(body: dict[str, Any], request: SampleRequest) -> dict[str, Any]:
-    return body if request.served.salt is None else {**body, "cache_salt": request.served.salt}
 
 
 def _headers(request: SampleRequest, attempt: int) -> dict[str, str]:
@@ -338,7 +325,7 @@ def _headers(request: SampleRequest, attempt: int) -> dict[str, str]:
 
 
 def _require_plain(sampling: SamplingParams) -> None:
-    """Refuse parameters that OpenAI's protocol has no field for: they would be dropped silently."""
+    # OpenAI's protocol has no field for these: they would be dropped silently.
     if wrong := [name for name in sampling.changed() if name not in ("temperature", "top_p")]:
         raise ConfigError(
             f"HttpEngine: an endpoint that gives text only takes temperature, top_p, seed and max_tokens; "

@@ -18,7 +18,7 @@ from gspo_gym.base import http
 from gspo_gym.base.retries import AttemptError
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.vllm.requests import sampling_fields
-from gspo_gym.errors import EngineError
+from gspo_gym.errors import EngineError, shortened
 from gspo_gym.types import Completion, FinishReason
 
 # OpenAI's protocol has no infinity; vLLM writes this for it. No sampled token can have it.
@@ -81,6 +81,7 @@ class EchoedIds:
         Raises:
             AnswerError: it names another call, or none although others did.
         """
+        # Servers put prefixes and suffixes around the id that they were given.
         if isinstance(found, str) and re.search(rf"(?<![0-9A-Za-z]){re.escape(call_id)}(?![0-9A-Za-z])", found):
             self._is_echoing = True
         elif self._is_echoing:
@@ -234,6 +235,7 @@ def to_completion(
     """
     if answer.prompt_token_ids is not None and answer.prompt_token_ids != tuple(prompt):
         got = answer.prompt_token_ids
+        # Where they part helps to find the cause: at 0 it is another conversation, later a token that was put in.
         at = next((i for i, (x, y) in enumerate(zip(got, prompt, strict=False)) if x != y), min(len(got), len(prompt)))
         raise AnswerError(
             f"answer: to another prompt: {len(got)} tokens instead of {len(prompt)}, different from token {at} on"
@@ -284,12 +286,13 @@ def require_sampled(answer: WireAnswer, sampling: SamplingParams, written: str |
         return
     if num_certain == len(logprobs):
         raise AnswerError(f"answer: all logprobs of {len(ids)} sampled tokens are 0: the endpoint does not know them")
+    # One token repeated with certainty is padding; others may follow from what was said.
     if len(set(ids[-num_certain:])) == 1:
         raise AnswerError(f"answer: padded: it ends in {num_certain} tokens {ids[-1]} whose logprobs are 0")
 
 
 def _finish_reason(answer: WireAnswer, sampling: SamplingParams, max_tokens: int) -> FinishReason:
-    """Return the reason that the tokens show; the server's own word must not contradict it."""
+    # The tokens decide; the server's word must not contradict them.
     ids, stops = answer.token_ids, set(sampling.stop_token_ids)
     if answer.finish_reason not in ("stop", "length"):
         raise AnswerError(f'answer: expected finish reason "stop" or "length", got {answer.finish_reason!r}')
@@ -319,6 +322,7 @@ def _member(value: Any, name: str, kind: type[Any]) -> Any:
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
+    # `type` and not isinstance: true is no token.
     if not isinstance(value, list) or any(type(each) is not int for each in value):
         raise AnswerError(f"answer: expected {name} as a list of integers, got {shorten(value)}")
     return tuple(value)
@@ -334,7 +338,6 @@ def _numbers(value: Any, name: str) -> tuple[float, ...]:
 
 
 def _count(value: Any, name: str) -> int | None:
-    """Return a number of tokens; None where an answer has none."""
     found = value.get(name) if isinstance(value, dict) else None
     return found if type(found) is int else None
 
@@ -354,9 +357,9 @@ def _versions(value: Any) -> tuple[tuple[str, int, int], ...]:
 
 
 def shorten(value: Any, limit: int = 120) -> str:
-    """Return a value shortened for an error: servers answer with pages of HTML."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """Return the beginning of a value for an error."""
+    # Servers answer with pages of HTML.
+    return shortened(repr(value), limit)
 
 
 class RefusedError(http.RefusedError, EngineError):

@@ -33,7 +33,7 @@ class Request:
     prompt_bytes: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt_bytes = self.prompt.tobytes()
+        self.prompt_bytes = self.prompt.tobytes()  # compared with many others: bytes are compared at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Batch(ABC):
         self._rows = RowTable(max_batch_size)
         self._waiting: deque[Request] = deque()
         self._requests: dict[int, Request] = {}  # in work, by slot
-        self._is_unchecked = True  # the batch has been empty since the weights were last compared
+        self._is_unchecked = True  # since the weights were last compared, the batch has been empty
 
     @property
     def num_in_flight(self) -> int:
@@ -92,6 +92,7 @@ class Batch(ABC):
         """Drop a request that waits or runs; its keys and values stay with its session. Finished ones are fine."""
         if request in self._waiting:
             self._waiting.remove(request)
+        # The slot stays with its session: the next turn may extend what was read.
         for slot in [slot for slot, other in self._requests.items() if other is request]:
             self._leave(np.array([slot]))
 
@@ -122,6 +123,7 @@ class Batch(ABC):
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Run one step; return the requests that left."""
+        # Tensors are compared by version every step; their contents, which takes longer, only when a batch begins.
         if self.shared.weights_changed() or (self._is_unchecked and self.shared.contents_changed()):
             return self.fail_all(
                 f"the model's weights changed since version {self.weight_version} was published, so keys and values in "
@@ -154,14 +156,14 @@ class Batch(ABC):
         """Drop the contents of all slots, which were computed under other weights."""
 
     def _sample(self, due: NextLogits) -> list[Finished]:
-        """Sample a token for each of these slots; those that are done or have logits that are not finite leave."""
         slots = due.slots
         sampled = sample(due.logits, self._rows.sampling(slots, self.shared.device))
         token_ids, logprobs = sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy()
         done = self._rows.append(slots, token_ids, logprobs)
+        # Logits that are NaN or infinite give such a logprob.
         broken = ~np.isfinite(logprobs)
         self.counters.num_sampled_tokens += len(slots)
-        if not (done | broken).any():
+        if not (done | broken).any():  # the usual step: nothing is done, so no Python work per request
             return []
         finished = []
         for slot in slots[broken].tolist():

@@ -52,10 +52,8 @@ class Batcher(Batch):
         return Caching.TURNS
 
     def _admit(self) -> None:
-        """Give waiting requests slots, first come first served, and the parts of their prompts that the cache holds.
-
-        A request with a beginning that is being read in this very step for another waits a step, and copies it then.
-        """
+        # First come first served. A request with a beginning that is being read in this very step for another waits a
+        # step, and copies it then.
         if self._waiting:  # all at once: growing step by step would copy what is there each time
             self._cache.reserve(min(self._slots.num_used + len(self._waiting), self._cache.max_slots), 1)
         postponed = []
@@ -77,7 +75,6 @@ class Batcher(Batch):
         self._waiting.extendleft(reversed(postponed))
 
     def _is_soon_shared(self, prompt: Int32Array, length: int) -> bool:
-        """Return whether a prompt that is being read now begins with the same `length` tokens."""
         if length > len(prompt):
             return False
         beginning = prompt[:length].tobytes()
@@ -97,7 +94,7 @@ class Batcher(Batch):
         self._requests[slot] = request
         self._rows.start(slot, request.sampling, request.max_new, request.prompt)
         if shared == len(request.prompt) - 1:
-            self._rows.next_token[slot] = request.prompt[-1]
+            self._rows.next_token[slot] = request.prompt[-1]  # its last token is fed as a sampled one would be
             self._decoding = np.sort(np.append(self._decoding, slot))
         else:
             self._reading[slot] = shared
@@ -162,7 +159,7 @@ class Batcher(Batch):
         return super()._sample(due)
 
     def _forget(self, slot: int) -> None:
-        self._cache.wipe(slot)
+        self._cache.wipe(slot)  # what is NaN would reach the slot's next owner
 
     def _forget_all(self) -> None:
         self._cache.clear()
@@ -199,10 +196,7 @@ class PackedModel:
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, logits_at: torch.Tensor | None
     ) -> torch.Tensor:
         """Return logits [R, V] of the packed tokens [N] at the packed indices `logits_at` [R], or of all if None."""
-        if logits_at is None or not self._keeps_logits:
-            extra = {}
-        else:
-            extra = {"logits_to_keep": logits_at}
+        extra = {} if logits_at is None or not self._keeps_logits else {"logits_to_keep": logits_at}
         logits: torch.Tensor = self.shared.module(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, slot_step=step, **extra
         ).logits[0]
@@ -216,6 +210,7 @@ class PackedModel:
             ConfigError: they disagree, so something in this model is not what its interface says.
         """
         shared = self.shared
+        # Multiples of a prime: spread over the vocabulary, and the same in every run.
         token_ids = torch.arange(1, _PROBE_LENGTH + 1, device=shared.device) * 7919 % shared.vocab_size
         cache = SlotCache(max_slots=1, max_len=_PROBE_LENGTH)
         try:
@@ -225,7 +220,7 @@ class PackedModel:
             parts = [self._probe(cache, token_ids, start, stop) for start, stop in itertools.pairwise(_PROBE_PARTS)]
         except EngineError as error:
             raise ConfigError(f"{error}, which it does not support") from error
-        except Exception as error:
+        except Exception as error:  # a model's own code may raise anything
             raise ConfigError(f"{shared.name} does not run with the engine's cache: {error!r}") from error
         difference = (torch.cat(parts).float().log_softmax(-1) - expected).abs().max().item()
         tolerance = shared.rounding(expected)
@@ -259,6 +254,7 @@ def _check_layers(model: Any) -> None:
             f"{name} has layers of type {sorted(layer_types - _SUPPORTED_LAYERS)}, which are neither full nor "
             "sliding-window attention"
         )
+    # Offloaded weights are "meta" until they are used.
     devices = {str(parameter.device).replace("meta", "offloaded") for parameter in model.parameters()}
     if len(devices) > 1 or "offloaded" in devices:
         raise ConfigError(f"{name} is not on one device: its weights are {sorted(devices)}")

@@ -129,13 +129,13 @@ class LocalEngine(GatedEngine):
 
     @property
     def path(self) -> RunPath:
-        """The way in which the model is run."""
+        """Return the way in which the model is run."""
         name: Literal["packed", "general"] = "packed" if self._reason is None else "general"
         return RunPath(name, self._reason, self._worker.batch.caching)
 
     @property
     def counters(self) -> Counters:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         return replace(self._worker.batch.counters)
 
     async def generate(
@@ -169,6 +169,7 @@ class LocalEngine(GatedEngine):
             try:
                 return await answer
             except asyncio.CancelledError:
+                # The thread must not settle a future of a call that has gone, and its slot is needed.
                 self._worker.forget(request)
                 with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
                     self._worker.post(lambda batch: batch.cancel(request))
@@ -194,6 +195,7 @@ class LocalEngine(GatedEngine):
         return self._gate.health(self._worker.failure)
 
     def _take(self, batch: Batch, version: int) -> None:
+        # In the engine's thread, between two steps: a step in work would read half of both.
         if self._source is not None:
             copied = self._source.state_dict()
             with torch.no_grad():
@@ -202,7 +204,7 @@ class LocalEngine(GatedEngine):
         batch.update_weights(version)
 
     async def _do(self, command: Callable[[Batch], object]) -> None:
-        """Run a command in the engine's thread, between two steps, also if this is cancelled."""
+        # Between two steps, and also if this is cancelled: the thread has the command already.
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = object()
 
@@ -220,14 +222,14 @@ class LocalEngine(GatedEngine):
     async def close(self) -> None:
         """Stop the thread. Requests in flight, and later calls, raise EngineError."""
         self._gate.close()
-        await asyncio.to_thread(self._stop)
+        await asyncio.to_thread(self._stop)  # joining would block the loop that its last results go to
 
 
 def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
-    """Return a batch that runs the model packed if possible, else unchanged, and why it is not packed, else None."""
     check_length(inner_model(model), max_model_len)
     try:
         packed = PackedModel(model, max_model_len=max_model_len)
+        # Compared before anything is sampled: a model that does not keep its interface's promises gives wrong logprobs.
         packed.verify()
     except ConfigError as error:
         reason = str(error)
@@ -279,6 +281,7 @@ class _Worker:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]] = {}
         for key, result in results:
             future = self._futures.pop(key, None)
+            # One call_soon a loop and step, not one a request: waking a loop costs more than a token.
             if future is not None:
                 by_loop.setdefault(future.get_loop(), []).append((future, result))
         for loop, settled in by_loop.items():
@@ -303,7 +306,7 @@ class _Worker:
         try:
             while self._take_commands():
                 self.settle([(item.request, item.result) for item in self.batch.step()])
-        except BaseException as error:  # of any kind: calls that wait must get it
+        except BaseException as error:  # calls that wait must get it, whatever it is
             reason = f"the engine's thread died: {error!r}"
             with self._changed:
                 self._failure = error
@@ -318,6 +321,7 @@ class _Worker:
                 self._changed.wait()
             commands, self._commands = self._commands, deque()
         if self._is_closing:
+            # Commands that were posted before the close find their futures failed in `run`.
             return False
         for command in commands:
             command(self.batch)
@@ -336,5 +340,5 @@ def _settle_in_loop(settled: list[tuple[asyncio.Future[Any], object]]) -> None:
 
 def _stop(worker: _Worker, thread: threading.Thread) -> None:
     worker.close()
-    if threading.current_thread() is not thread:
+    if threading.current_thread() is not thread:  # the finalizer may run in the thread itself
         thread.join()

@@ -23,7 +23,7 @@ Int64Array = NDArray[np.int64]
 BLOCK = 64
 """Tokens in a block: long enough to stream, short enough that the unused end of the last one does not matter."""
 
-_COST_OF_GATHERING = 3  # reading, writing and reading again, against reading a slot in place
+_COST_OF_GATHERING = 3  # reading, writing and reading again, against once in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,6 @@ def _untouched_zeros(*shape: int) -> torch.Tensor:
 
 
 def _plan_blocks(rows: SingleRows, window: int | None, num_heads: int, shape: torch.Size) -> _BlockPlan:
-    """`shape` is that of the layer's keys."""
     _, num_kv_heads, blocks_per_slot, size, _ = shape
     first = np.zeros_like(rows.lengths) if window is None else np.maximum(rows.lengths - window, 0) // BLOCK
     counts = -(-rows.lengths // BLOCK) - first
@@ -378,7 +377,7 @@ class SlotCache:
     ) -> KeyValueStore:
         """Store keys and values [N, H, D] of N tokens at (slot, position); returns the layer's store."""
         store = self._layers.get(layer)
-        if store is None:
+        if store is None:  # only now are the heads, sizes and dtype known
             store = self._layers[layer] = make_store(keys, values, self._num_slots, self._num_tokens)
         store.write(keys, values, slots, positions)
         return store

@@ -53,7 +53,7 @@ class PlainModel:
         self.shared = SharedModel(model, max_model_len=max_model_len)
         self.caching = Caching.NONE
         self._max_model_len = max_model_len
-        self._pads_rows = True
+        self._pads_rows = True  # until a probe finds otherwise
         self._keeps_logits = keeps_logits(self.shared.module)
         parameters = inspect.signature(type(self.shared.module).forward).parameters.values()
         self._takes_use_cache = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -94,6 +94,7 @@ class PlainModel:
         """
         try:
             probe = _Probe(self)
+            # If padded rows change a result, rows of one length may not.
             self._pads_rows = probe.agrees_on_prefixes()
             is_causal = self._pads_rows or probe.agrees_on_prefixes()
         except Exception as error:
@@ -116,7 +117,6 @@ class PlainModel:
         self._find_caching(probe)
 
     def _find_caching(self, probe: _Probe) -> None:
-        """Return the best caching that works; NONE if the weights give NaN."""
         probe.sharpen()
         kinds = (Caching.TURNS, Caching.TOKENS) if self._takes_use_cache else ()
         self.caching = next((kind for kind in kinds if probe.agrees_with_cache(kind)), Caching.NONE)
@@ -136,7 +136,7 @@ class PlainModel:
         return logits if kept is None or self._keeps_logits else logits[:, kept]
 
     def _read_group(self, sequences: Sequence[Int32Array]) -> torch.Tensor:
-        """[R, V]. Padded on the right, where a causal model never looks, with tokens that are no padding to it."""
+        # Padded on the right, where a causal model never looks, with tokens that are no padding to it.
         ends = np.array([len(sequence) - 1 for sequence in sequences])
         padded = np.stack([np.pad(s, (0, ends.max() + 1 - len(s)), mode="edge") for s in sequences])
         kept, column = np.unique(ends, return_inverse=True)
@@ -145,7 +145,7 @@ class PlainModel:
         return logits[torch.arange(len(ends), device=device), torch.from_numpy(column).to(device)]
 
     def _groups(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Indices of sequences that are read together: of like length, and few enough for the memory."""
+        # Of like length, and few enough for the memory.
         limit = _MAX_TOKENS_AT_ONCE
         if not self._keeps_logits:
             limit = min(limit, _MAX_LOGITS_AT_ONCE // self.shared.vocab_size)
@@ -244,16 +244,17 @@ class GeneralBatch(Batch):
 
     def update_weights(self, version: int) -> None:
         super().update_weights(version)
-        self._model.verify_again()
+        self._model.verify_again()  # an untrained model may hardly use what its cache gets wrong
 
     def end_session(self, session_id: str) -> None:
         slot = self._slots.kept_slot(session_id)
         super().end_session(session_id)
         if slot is not None:
-            self._forget(slot)
+            self._forget(slot)  # a cache may be large: it goes with its session
 
     def _admit(self) -> None:
         budget = _MAX_READ_TOKENS
+        # At least one joins, however long its prompt: else it would wait for ever.
         while self._waiting and budget > 0:
             slot = self._slots.acquire(self._waiting[0].session_id)
             if slot is None:
@@ -271,7 +272,7 @@ class GeneralBatch(Batch):
         if is_extendable and np.array_equal(held.tokens, request.prompt[: len(held.tokens)]):
             self.counters.num_kept_tokens += len(held.tokens)
             return len(held.tokens)
-        self._forget(slot)
+        self._forget(slot)  # of no use to this prompt
         return 0
 
     def _advance(self) -> NextLogits | None:
@@ -290,7 +291,7 @@ class GeneralBatch(Batch):
     def _extend(self, slot: int, sequence: Int32Array) -> torch.Tensor:
         held = self._held.setdefault(slot, _Held())
         unread = sequence[len(held.tokens) :]
-        if len(self._rows.sampled(slot)) == 0:
+        if len(self._rows.sampled(slot)) == 0:  # sampled tokens are no prompt's
             self.counters.num_read_tokens += len(unread)
         logits, held.state = self._model.extend(held.state, unread)
         held.tokens = sequence

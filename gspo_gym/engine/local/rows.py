@@ -116,7 +116,7 @@ class RowTable:
         )
 
     def _forbidden(self, slots: Int64Array, device: torch.device) -> ForbiddenTokens | None:
-        """Return the stop tokens of the rows that must go on."""
+        # Stop tokens of rows that must go on.
         must_go_on = self._num_sampled[slots] < self._min_tokens[slots]
         if not must_go_on.any():
             return None
@@ -136,6 +136,7 @@ class RowTable:
             self._stop_tokens = np.pad(self._stop_tokens, ((0, 0), (0, extra)), constant_values=_NO_TOKEN)
         width = self._token_ids.shape[1]
         if num_tokens > width:
+            # Doubled, so that growing costs nothing per token.
             extra = max(num_tokens, 2 * width) - width
             self._token_ids = np.pad(self._token_ids, ((0, 0), (0, extra)))
             self._logprobs = np.pad(self._logprobs, ((0, 0), (0, extra)))
@@ -152,7 +153,7 @@ def uniform_numbers(streams: NDArray[np.uint64], index: Int64Array) -> NDArray[n
 
 
 def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply SplitMix64's finalizer; arrays of unsigned integers wrap around without a warning."""
+    # Arrays of unsigned integers wrap around without a warning.
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -68,6 +68,7 @@ def sample(logits: torch.Tensor, rows: RowSampling) -> SampledTokens:
     """Draw a token for every row of `logits` [B, V], in any floating dtype; computed in float32, the CDF in float64."""
     distribution = sampling_logprobs(logits, rows)
     token_ids = _inverse_cdf(distribution, rows.uniforms)
+    # Both are computed, because the rows of a batch may be greedy or not.
     if rows.is_greedy is not None:
         token_ids = torch.where(rows.is_greedy, distribution.argmax(-1), token_ids)
     logprobs = distribution.gather(-1, token_ids[:, None])[:, 0]
@@ -86,6 +87,7 @@ def sampling_logprobs(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
         scaled = _penalise(scaled, rows.repetition)
     if rows.temperature is not None:
         scaled = scaled / rows.temperature[:, None]
+    # Before the truncations by rank: as in vLLM, these act on what min-p leaves.
     if rows.min_p is not None:
         least = scaled.amax(dim=-1) + rows.min_p.log()  # log 0 is -inf: nothing is below it
         scaled = scaled.masked_fill(scaled < least[:, None], float("-inf"))
@@ -95,21 +97,21 @@ def sampling_logprobs(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 
 
 def _forbid(logits: torch.Tensor, forbidden: ForbiddenTokens) -> torch.Tensor:
-    """Set -inf at the pairs. Stop tokens that the model has no logit for cannot be sampled anyway."""
+    # Stop tokens that the model has no logit for cannot be sampled anyway.
     has_logit = forbidden.token_ids < logits.shape[-1]
     minus_infinity = torch.full((), float("-inf"), device=logits.device)
     return logits.index_put((forbidden.rows[has_logit], forbidden.token_ids[has_logit]), minus_infinity)
 
 
 def _penalise(logits: torch.Tensor, repetition: RepetitionPenalty) -> torch.Tensor:
-    """Penalise the history's tokens, each once: all its places write the same number."""
+    # Each token once, however often it was said: all its places write the same number.
     penalty = repetition.penalty[:, None]
     said = logits.gather(-1, repetition.history)
     return logits.scatter(-1, repetition.history, torch.where(said > 0, said / penalty, said * penalty))
 
 
 def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """Set -inf outside the kept set. Equal logits are ranked by token id: the set is always the same."""
+    # Equal logits are ranked by token id, so the kept set is always the same.
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     if rows.top_k is not None:
@@ -117,6 +119,7 @@ def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
         ordered = ordered.masked_fill(rank >= limit[:, None], float("-inf"))
     if rows.top_p is not None:
         probs = ordered.softmax(dim=-1)
+        # The mass before a token and not up to it: the token that crosses top_p is kept.
         mass_before = probs.cumsum(dim=-1) - probs
         # The first token that reaches top_p is kept; rank 0 always is, even if a tiny top_p is rounded to 0.
         ordered = ordered.masked_fill((mass_before >= rows.top_p[:, None]) & (rank > 0), float("-inf"))
@@ -124,16 +127,15 @@ def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return [B] int64: the first token with a cumulative probability above the row's uniform number.
-
-    A token of probability 0 is never returned. Rows that hold NaN get an arbitrary valid id.
-    """
+    # The first token with a cumulative probability above the row's uniform number, so one of probability 0 is never
+    # returned. Rows that hold NaN get an arbitrary valid id.
     rows_at_once = max(1, _MAX_CDF_ELEMENTS // logprobs.shape[-1])
     drawn = []
     for start in range(0, len(logprobs), rows_at_once):
         rows = slice(start, start + rows_at_once)
         cdf = logprobs[rows].double().exp_().cumsum_(dim=-1)
         total = cdf[:, -1]
+        # Scaled by the total, which rounding keeps from being 1; and below it, or the index would be V.
         target = torch.minimum(uniforms[rows] * total, torch.nextafter(total, torch.zeros_like(total)))
         drawn.append(torch.searchsorted(cdf, target[:, None], right=True)[:, 0])
     return torch.cat(drawn).clamp_(max=logprobs.shape[-1] - 1)

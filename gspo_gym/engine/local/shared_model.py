@@ -50,32 +50,32 @@ class SharedModel:
 
     @property
     def name(self) -> str:
-        """The name of the model's class."""
+        """Return the name of the model's class."""
         return type(self.module).__name__
 
     @property
     def config(self) -> Any:
-        """The configuration of the model's text part (Any: transformers is untyped)."""
+        """Return the configuration of the model's text part."""
         return self.module.config.get_text_config(decoder=True)
 
     @property
     def own_attention(self) -> Any:
-        """The attention implementation that the learner's model uses."""
+        """Return the attention implementation that the learner's model uses."""
         return inner_model(self._source).config._attn_implementation
 
     @property
     def device(self) -> torch.device:
-        """The device of the embedding and of the engine's tensors."""
+        """Return the device of the embedding and of the engine's tensors."""
         return self._device
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids that the embedding knows."""
+        """Return the number of token ids that the embedding knows."""
         return int(self.module.get_input_embeddings().weight.shape[0])
 
     @property
     def tolerance(self) -> float:
-        """The largest difference between two ways of computing a logprob, in nats."""
+        """Return the largest difference between two ways of computing a logprob, in nats."""
         return _TOLERANCE if self._is_precise else _TOLERANCE_HALF
 
     def rounding(self, logprobs: torch.Tensor) -> float:
@@ -86,7 +86,7 @@ class SharedModel:
 
     @property
     def _is_precise(self) -> bool:
-        """Return whether the model computes in float32 or better, and not in TF32 or the like."""
+        # TF32 and the like round to 10 bits, whatever the dtype says.
         return self.module.dtype in (torch.float32, torch.float64) and torch.get_float32_matmul_precision() == "highest"
 
     def weights_changed(self) -> bool:
@@ -100,7 +100,8 @@ class SharedModel:
 
     def contents_changed(self) -> bool:
         """Return whether any of a few elements of each parameter has changed; finds writes that hide."""
-        return not torch.equal(self._samples().view(torch.int64), self._fingerprint.view(torch.int64))  # bits: NaN too
+        # Compared by bits, because NaN is not equal to itself.
+        return not torch.equal(self._samples().view(torch.int64), self._fingerprint.view(torch.int64))
 
     def accept_weights(self) -> None:
         """Take the learner's present model: its weights, and its modules too.
@@ -110,9 +111,8 @@ class SharedModel:
         """
         inner = inner_model(self._source)
         shared = (*inner.parameters(), *inner.buffers(), *_offloaded(inner), *_int8_state(inner))
-        self.module = copy.deepcopy(
-            inner, {id(t): t for t in shared}
-        )  # takes what its memo holds instead of copying it
+        # Deepcopy takes what its memo holds instead of copying it.
+        self.module = copy.deepcopy(inner, {id(t): t for t in shared})
         self.module.eval()
         if self._attention is not None:
             self.module.config._attn_implementation = self._attention
@@ -130,7 +130,7 @@ class SharedModel:
         return [p.data_ptr() for p in self._parameters]
 
     def _samples(self) -> torch.Tensor:
-        """Eight elements of each parameter, evenly spread."""
+        # Evenly spread: a write to one row, such as one token's embedding, may still hide.
         some = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         for parameter in self._parameters:
             flat = parameter.detach().reshape(-1)
@@ -180,18 +180,15 @@ def check_length(model: Any, max_model_len: int) -> None:
 
 
 def _offloaded(model: Any) -> list[Any]:
-    """Return accelerate's store of weights that are on no device, which are shared like the others (Any: untyped)."""
+    # Accelerate's store of weights that are on no device is shared like the weights.
     maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
     return [weights_map for weights_map in maps if weights_map is not None]
 
 
 def _int8_state(model: Any) -> list[torch.Tensor]:
-    """Return the codes and scales of bitsandbytes' 8-bit layers, which are no parameters or buffers (Any: untyped).
-
-    Before its first forward pass a layer keeps them at its weight, and takes them from there. The weight is shared: of
-    two modules only the first would get the scales, and the other multiply by codes up to 127. So each layer takes its
-    own here, before it is copied.
-    """
+    # bitsandbytes' codes and scales are no parameters or buffers. Before its first forward pass a layer keeps them at
+    # its weight, and takes them from there. The weight is shared: of two modules only the first would get the scales,
+    # and the other multiply by codes up to 127. So each layer takes its own here, before it is copied.
     found = []
     for module in model.modules():
         if not hasattr(module, "init_8bit_state"):
@@ -203,7 +200,7 @@ def _int8_state(model: Any) -> list[torch.Tensor]:
 
 
 def _input_device(model: Any) -> torch.device:
-    """Return the embedding's device: as accelerate says of a model spread over devices, else that of its weight."""
+    # As accelerate says of a model spread over devices, else that of the embedding's weight.
     embedding = model.get_input_embeddings()
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     device = embedding.weight.device if device is None else torch.device(device)

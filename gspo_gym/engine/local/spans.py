@@ -33,7 +33,7 @@ class SegmentSpan:
 
     @property
     def total(self) -> int:
-        """The length of the sequence with the new tokens."""
+        """Return the length of the sequence with the new tokens."""
         return self.context + self.num_new
 
 
@@ -77,6 +77,7 @@ def group_spans(spans: Sequence[SegmentSpan], device: torch.device) -> tuple[Seg
     """Put spans of like size together."""
     alike: dict[tuple[bool, int, int], list[SegmentSpan]] = {}
     for span in spans:
+        # Apart, because spans without a context need no mask and no stored keys.
         key = (bool(span.context), (span.num_new - 1) // _NEW_STEP, (span.total - 1) // _TOTAL_STEP)
         alike.setdefault(key, []).append(span)
     return tuple(_make_group(members, device) for members in alike.values())
@@ -126,6 +127,7 @@ def _make_group(spans: Sequence[SegmentSpan], device: torch.device) -> SegmentGr
     longest = int(num_new.max())
     index = np.arange(longest)
     is_token = index < num_new
+    # Padding repeats the last token: an index that is valid, with an output that is dropped.
     packed = starts + np.minimum(index, num_new - 1)
     return SegmentGroup(
         slots=torch.tensor([span.slot for span in spans], device=device),

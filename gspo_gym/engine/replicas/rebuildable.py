@@ -49,12 +49,7 @@ class RebuildableEngine:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        make: MakeEngine,
-        *,
-        max_rebuilds: int = 100,
-        on_close: Callable[[], object] | None = None,
+        self, engine: Engine, make: MakeEngine, *, max_rebuilds: int = 100, on_close: Callable[[], object] | None = None
     ) -> None:
         self.num_rebuilds = 0
         self.bring_up: BringUp | None = None
@@ -85,6 +80,7 @@ class RebuildableEngine:
             EnginePoisonedError: it cannot be made or brought up; all calls raise this from now on.
             EngineError: this engine was closed or poisoned meanwhile, or a later rebuild replaced this one.
         """
+        # It may be superseded by a later rebuild while it is awaited.
         mine = self._begin_rebuild(bring_up)
         await wait_or_cancel(mine)
         if mine.cancelled():
@@ -109,12 +105,14 @@ class RebuildableEngine:
         deadline = Deadline.after(deadline_seconds)
         await self._wait_for_rebuild(deadline)
         left = deadline.seconds_left()
+        # The engine in place may be another one when the call ends.
         engine = self._engine
         try:
             return await engine.generate(prompt_token_ids, sampling, session_id=session_id, deadline_seconds=left)
         except EngineError as error:
             await self._rebuild_if_dead(engine)
             if isinstance(error, EnginePoisonedError) and (self._is_rebuilding or engine is not self._engine):
+                # Another call will be answered: poison is an end for the caller.
                 raise EngineError(f"the engine was replaced while it answered: {error}") from error
             raise
 
@@ -128,7 +126,7 @@ class RebuildableEngine:
         try:
             await engine.end_session(session_id)
         except EngineError:
-            if (await engine.health()).is_alive:
+            if (await engine.health()).is_alive:  # a dead engine has forgotten every session
                 raise
 
     async def pause(self, mode: PauseMode) -> None:
@@ -166,7 +164,7 @@ class RebuildableEngine:
 
     def poison(self, reason: str) -> None:
         """Never answer again before the next `rebuild`; a rebuild that is under way is given up."""
-        self._is_lost = True
+        self._is_lost = True  # also for the health checks: it is not rebuilt by itself
         if self._rebuilding is not None:
             self._rebuilding.cancel()
         self._engine.poison(reason)
@@ -180,9 +178,10 @@ class RebuildableEngine:
         self._is_closed = True
         if self._rebuilding is not None:
             self._rebuilding.cancel()
+            # They close the engines that they made.
             await wait_until_ended({self._rebuilding, *self._superseded})
         await self._engine.close()
-        on_close, self._on_close = self._on_close, None
+        on_close, self._on_close = self._on_close, None  # once, although closing twice is fine
         if on_close is not None:
             on_close()
 
@@ -217,7 +216,7 @@ class RebuildableEngine:
             self._begin_rebuild(self.bring_up)
 
     def _begin_rebuild(self, bring_up: BringUp) -> asyncio.Task[None]:
-        """Cancel the rebuild under way and begin another behind it; nothing is awaited in between."""
+        # Nothing is awaited in between, so no two rebuilds can both be the last.
         self._require_open()
         self._superseded = {task for task in self._superseded if not task.done()}
         if self._rebuilding is not None and not self._rebuilding.done():
@@ -228,11 +227,12 @@ class RebuildableEngine:
         return self._rebuilding
 
     async def _replace(self, bring_up: BringUp, former: Collection[asyncio.Task[None]]) -> None:
-        await wait_until_ended(former)
+        await wait_until_ended(former)  # their engines must be closed before another takes their memory
         try:
             if self.num_rebuilds >= self._max_rebuilds:
                 raise EnginePoisonedError(f"the engine was rebuilt {self.num_rebuilds} times; see why it fails")
             self.num_rebuilds += 1
+            # Before another is made: two models may not fit into the memory.
             await _close(self._engine)
             fresh = await self._make()
             try:
@@ -249,11 +249,7 @@ class RebuildableEngine:
 
 
 async def _close(engine: Engine) -> None:
-    """Close an engine to the end, also when this is cancelled meanwhile.
-
-    Raises:
-        CancelledError: this was cancelled; the engine is closed all the same.
-    """
+    # To the end, also when this is cancelled meanwhile: a process that is left would hold its memory.
     closing = asyncio.ensure_future(engine.close())
     await wait_until_ended({closing})
     closing.result()

@@ -72,16 +72,8 @@ class ReplicaSet:
         committed_version: Callable[[], int | None],
     ) -> None:
         self.rebuild: EngineAction | None = None
-        self.all = tuple(
-            Replica(
-                number,
-                engine,
-                max_in_flight=settings.max_in_flight,
-                failures_to_open=settings.failures_to_open,
-                cool_down_seconds=settings.cool_down_seconds,
-            )
-            for number, engine in enumerate(engines)
-        )
+        watched = (settings.max_in_flight, settings.failures_to_open, settings.cool_down_seconds)
+        self.all = tuple(Replica(number, engine, *watched) for number, engine in enumerate(engines))
         self._settings = settings
         self._clock, self._sleep = clock, sleep
         self._committed_version = committed_version
@@ -94,7 +86,7 @@ class ReplicaSet:
 
     @property
     def members(self) -> Sequence[Replica]:
-        """The replicas that are not left out."""
+        """Return the replicas that are not left out."""
         return [replica for replica in self.all if replica.left_out is None]
 
     def choose(self, session_id: str | None, among: Sequence[Replica]) -> Replica | None:
@@ -125,6 +117,7 @@ class ReplicaSet:
             replica.sessions.discard(session_id)
         self.wake()
         for replica in homes:
+            # Dead ones have forgotten it already.
             with contextlib.suppress(EngineError):
                 await replica.engine.end_session(session_id)
 
@@ -136,6 +129,7 @@ class ReplicaSet:
         """
         now = self._clock()
         may_come = [replica for replica in among if replica.left_out is None or self.rebuild is not None]
+        # A replica that can be rebuilt may come back; without that, a replica that is left out never does.
         is_late = now - since >= self._settings.max_wait_seconds
         if not may_come or (is_late and not any(replica.is_up(now) for replica in may_come)):
             raise EngineError("; ".join([*failures, "no replica can be asked"]))
@@ -145,7 +139,7 @@ class ReplicaSet:
         if replica.left_out is None:
             _log.warning("replica %d is left out: %s", replica.number, reason)
         replica.left_out = reason
-        replica.engine.poison(reason)
+        replica.engine.poison(reason)  # whatever it still answers must not be used
         replica.stop_calls()
         self.wake()
 
@@ -195,7 +189,7 @@ class ReplicaSet:
         for replica in self.all:
             if replica.rebuilding is not None:
                 replica.rebuilding.cancel()
-                await asyncio.wait({replica.rebuilding})
+                await asyncio.wait({replica.rebuilding})  # a rebuild holds an engine that is not in place yet
             await replica.engine.close()
 
     async def _watch(self) -> None:
@@ -204,7 +198,7 @@ class ReplicaSet:
             while True:
                 await self._sleep(self._checked + self._settings.health_interval_seconds - self._clock())
                 await self.check_health()
-        except Exception as error:  # a defect of ours: calls that wait for a change raise it, for this is not awaited
+        except Exception as error:  # a defect of ours, which calls that wait raise, because this task is not awaited
             self._watch_error = error
             self.wake()
 
@@ -215,6 +209,7 @@ class ReplicaSet:
             return  # an update is under way, which may leave the replica in any state
         if health is not None and not health.is_poisoned and health.weight_version == version:
             replica.left_out = None
+        # Left out and not in order: it takes a fresh engine.
         elif replica.left_out is not None:
             self._begin_rebuild(replica)
         elif health is not None:
@@ -225,7 +220,7 @@ class ReplicaSet:
                 replica.stop_calls()
 
     async def _health_if_alive(self, engine: Engine) -> EngineHealth | None:
-        """Return the state of an engine; None if it is dead, does not answer in time, or raises."""
+        # Whatever a broken engine raises means that it cannot be asked.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._settings.health_interval_seconds):
                 health = await engine.health()
@@ -257,7 +252,7 @@ class Replica:
     """
 
     def __init__(
-        self, number: int, engine: Engine, *, max_in_flight: int, failures_to_open: int, cool_down_seconds: float
+        self, number: int, engine: Engine, max_in_flight: int, failures_to_open: int, cool_down_seconds: float
     ) -> None:
         self.number = number
         self.engine = engine
@@ -271,7 +266,7 @@ class Replica:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of calls that it has not answered."""
+        """Return the number of calls that it has not answered."""
         return len(self._calls)
 
     def is_up(self, now: float) -> bool:
@@ -357,6 +352,7 @@ class InFlightLimit:
 
     def succeed(self, num_in_flight: int) -> None:
         """Count a call that was answered in time while so many were under way, itself included."""
+        # Answers below the limit say nothing about a higher one.
         if num_in_flight < self.limit or self.limit == self._most:
             return
         self._num_in_time += 1
@@ -365,7 +361,7 @@ class InFlightLimit:
 
     def time_out(self, *, begun: float, now: float) -> None:
         """Count a call made at `begun` that ran out of time at `now`."""
-        if begun < self._decreased:
+        if begun < self._decreased:  # sent under the limit that was too high
             return
         self._set(max(1, self.limit // 2))
         self._decreased = now

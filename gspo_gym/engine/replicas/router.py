@@ -69,12 +69,12 @@ class RoutedEngine(GatedEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The promises that all replicas make."""
+        """Return the promises that all replicas make."""
         return common_capabilities([replica.engine.capabilities for replica in self._set.all])
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """The replicas, to be watched; one that is updated by any other way than this engine is left out."""
+        """Return the replicas, to be watched; one that is updated by any other way than this engine is left out."""
         return self._set.all
 
     def set_rebuild(self, rebuild: EngineAction) -> None:
@@ -102,7 +102,7 @@ class RoutedEngine(GatedEngine):
         """
         num_tokens_to_sample(len(prompt_token_ids), sampling, self.capabilities.max_model_len)
         async with self._gate.admit(session_id, deadline_seconds) as deadline, self._set.watched():
-            is_probe = self._gate.is_paused  # else it would not have been admitted
+            is_probe = self._gate.is_paused  # or it would not have been admitted
             return await self._answer(_Call(prompt_token_ids, sampling, session_id, deadline, is_probe))
 
     async def end_session(self, session_id: str) -> None:
@@ -178,6 +178,7 @@ class RoutedEngine(GatedEngine):
         version: int | None = None  # that the first attempt began under
         while True:
             replica = await self._pick(call, tried, failures)
+            # The sample would be another policy's than the session's other calls expect.
             if version not in (None, self._gate.weight_version):
                 raise EngineError(f"weights changed before the call could be made elsewhere: {'; '.join(failures)}")
             version = self._gate.weight_version
@@ -185,6 +186,7 @@ class RoutedEngine(GatedEngine):
             tried.append(replica)
             try:
                 return await self._ask(replica, call, version)
+            # The time is up for another replica, too.
             except EngineTimeoutError:
                 raise
             except EngineError as error:
@@ -193,7 +195,7 @@ class RoutedEngine(GatedEngine):
                     raise EngineError("; ".join(failures)) from error
 
     def _gives_same_sample(self) -> bool:
-        """Return whether another replica would; a sample that is never trained on may differ."""
+        # A sample that is never trained on may differ.
         common = self.capabilities
         return common.seeds_per_request or not common.is_trainable
 
@@ -207,6 +209,7 @@ class RoutedEngine(GatedEngine):
         untried = [replica for replica in self._set.all if replica not in tried]
         while True:
             replica = self._set.choose(call.session_id, untried)
+            # Between updates only: a call would begin under weights that are about to go.
             if replica is not None and (call.is_probe or not self._gate.is_paused):
                 self._set.settle(call.session_id, replica)
                 return replica
@@ -215,7 +218,7 @@ class RoutedEngine(GatedEngine):
 
     async def _ask(self, replica: Replica, call: _Call, version: int) -> Completion:
         begun, left = self._clock(), call.deadline.seconds_left()
-        in_flight = replica.num_in_flight + 1
+        in_flight = replica.num_in_flight + 1  # read before the call, which counts itself in
         try:
             completion = await replica.run(
                 replica.engine.generate(
@@ -259,6 +262,7 @@ class RoutedEngine(GatedEngine):
             EnginePoisonedError: all failed.
         """
         members = self._set.members
+        # All of them, even if one fails: the others commit without it.
         results = await asyncio.gather(*(action(r.engine) for r in members), return_exceptions=True)
         for replica, result in zip(members, results, strict=True):
             if isinstance(result, BaseException):

@@ -40,6 +40,7 @@ class Adapters:
         """
         assert update.folder is not None
         folder = adapter_folder(update.folder)
+        # Imported when it is used: vLLM takes seconds to load.
         from vllm.lora.request import LoRARequest
 
         # A fresh number even if a version is published twice: vLLM takes equal numbers for equal adapters.
@@ -101,6 +102,7 @@ def require_tensors(shapes: Mapping[str, tuple[int, ...]], model_folder: Path | 
     Raises:
         EngineError: names their place, and the tensors that are missing, unknown or of another shape.
     """
+    # Without a folder nothing is known to compare with.
     expected = _shapes(model_folder) if model_folder is not None else shapes
     wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if wrong:

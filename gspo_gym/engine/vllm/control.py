@@ -93,6 +93,7 @@ class VllmControl:
     async def pause(self, mode: PauseMode) -> None:
         """Let requests in flight end ("wait") or freeze them ("keep"). Their caches stay: see `reset_prefix_cache`."""
         await self._client.post("/pause", params={"mode": mode, "clear_cache": "false"})
+        # The server answers 200 also to what it does not do.
         if not await self.is_paused():
             raise EngineError("pause: the server says that it is not paused")
 
@@ -115,6 +116,7 @@ class VllmControl:
             EngineError: the server may now hold half of the new weights, or keys and values of the old ones.
         """
         await self._client.post(
+            # vLLM's method without our workers; ours repacks copies of weights, too.
             "/collective_rpc",
             {"method": RELOAD_METHOD if has_our_workers else "reload_weights", "kwargs": {"weights_path": str(folder)}},
         )
@@ -188,6 +190,7 @@ def address_of(url: str) -> Address:
             raise ConfigError(f"vLLM server: expected unix:/absolute/path, got {url!r}")
         return Address(url=url, base_url="http://localhost", uds=path, is_local=True)
     parts = urlsplit(url)
+    # A path or a query would be dropped by the routes that are appended.
     is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
     if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain or parts.path not in ("", "/"):
         raise ConfigError(f"vLLM server: expected http://host:port or unix:/absolute/path, got {url!r}")

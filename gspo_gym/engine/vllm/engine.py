@@ -28,6 +28,7 @@ from gspo_gym.engine.base import (
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import Adapters, weights_folder
+from gspo_gym.engine.vllm.control import EMPTY_DIGEST
 from gspo_gym.engine.vllm.ranks import SessionRanks, environment
 from gspo_gym.engine.vllm.requests import completion_of, finish_reason_of, sampling_fields, versions_of
 from gspo_gym.engine.vllm.server import as_engine_error, commanding
@@ -37,13 +38,10 @@ from gspo_gym.engine.vllm.worker import RELOAD_METHOD
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
 from gspo_gym.types import Completion, TokenIds
 
-# sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
-_EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-
 # Every update has ten lines in vLLM's log, which would bury those of a run, unless the user has set this variable.
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
-# How long vLLM's processes may take to end by themselves; on the CPU they need more than vLLM's own 5 seconds.
+# For vLLM's processes to end by themselves; on the CPU they need more than vLLM's own 5 seconds.
 _SHUTDOWN_SECONDS = 30.0
 
 
@@ -145,11 +143,13 @@ class VllmEngine(GatedEngine):
         fields = sampling_fields(sampling, max_new)
         rank = self._ranks.of(session_id)
         async with self._gate.admit(session_id, deadline_seconds):
+            # A task of its own, which `close` can cancel without cancelling the caller.
             call = asyncio.ensure_future(self._sample(prompt, fields, sampling.stop_token_ids, rank))
             self._in_flight.add(call)
             try:
                 return await call
             except asyncio.CancelledError:
+                # Not the caller's cancellation but that of `close`.
                 if call.cancelled() and self._is_closed and not _is_cancelled():
                     raise EngineError("the engine was closed") from None
                 raise
@@ -248,7 +248,7 @@ class VllmEngine(GatedEngine):
         self._is_closed = True
         self._gate.close()
         for call in self._in_flight:
-            call.cancel()
+            call.cancel()  # they would wait for answers that never come
         if self._in_flight:
             await asyncio.wait(self._in_flight)
         if (handler := self._llm.output_handler) is not None:  # it would report the end as a failure
@@ -274,7 +274,7 @@ class VllmEngine(GatedEngine):
     async def _sample(
         self, prompt: list[int], fields: dict[str, Any], stop_token_ids: tuple[int, ...], rank: int | None
     ) -> Completion:
-        version = self._version
+        version = self._version  # a kept call may end under a later one
         adapter = self._adapters.begin()
         where, name = {"lora_request": adapter, "data_parallel_rank": rank}, f"gspo-gym-{next(self._request_ids)}"
         try:
@@ -294,11 +294,7 @@ class VllmEngine(GatedEngine):
         spans = None if self._settings.max_lora_rank else output.weight_versions
         versions = [version] * len(tokens) if self._settings.max_lora_rank else versions_of(spans, len(tokens))
         return completion_of(
-            tokens,
-            output.logprobs.logprobs,
-            finish_reason=reason,
-            versions=versions,
-            vocab_size=self._vocab_size,
+            tokens, output.logprobs.logprobs, finish_reason=reason, versions=versions, vocab_size=self._vocab_size
         )
 
     async def _let_run(self) -> None:
@@ -319,7 +315,7 @@ class VllmEngine(GatedEngine):
     async def _digests(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for worker in await self._llm.compute_weight_checksums():
-            found |= {name: digest for name, digest in worker.items() if digest != _EMPTY_DIGEST}
+            found |= {name: digest for name, digest in worker.items() if digest != EMPTY_DIGEST}
         return found
 
 
@@ -338,6 +334,7 @@ async def _ask(llm: Any, prompt: list[int], fields: dict[str, Any], *, request_i
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     answers = llm.generate(tokens_input(prompt, cache_salt=salt), params, request_id, **where)
+    # Closed here, because a generator that is dropped aborts its request only when it is collected.
     async with contextlib.aclosing(answers):
         outputs = [output async for answer in answers for output in answer.outputs]
     if len(outputs) != 1:

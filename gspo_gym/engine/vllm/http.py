@@ -34,14 +34,7 @@ from gspo_gym.engine.base import (
     token_list,
 )
 from gspo_gym.engine.endpoint.http import find_logprob_facts
-from gspo_gym.engine.endpoint.routes import (
-    CompletionsRoute,
-    GenerateRoute,
-    Route,
-    SampleChecks,
-    SampleRequest,
-    Served,
-)
+from gspo_gym.engine.endpoint.routes import CompletionsRoute, GenerateRoute, Route, SampleChecks, SampleRequest, Served
 from gspo_gym.engine.endpoint.wire import EngineClient, RefusedError, shorten
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import weights_folder
@@ -52,7 +45,7 @@ from gspo_gym.engine.vllm.worker import WORKER_EXTENSION
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
 
-# The time that a server may take to say that it is well, or to forget an adapter.
+# For a server to say that it is well, or to forget an adapter.
 _HEALTH_SECONDS = 5.0
 
 
@@ -118,7 +111,6 @@ class VllmHttpEngine(GatedEngine):
         handshake: Handshake,
         retries: Retries,
     ) -> None:
-        """Use `start`."""
         super().__init__()
         self.handshake = handshake
         self._settings = settings
@@ -145,24 +137,12 @@ class VllmHttpEngine(GatedEngine):
         key = read_key(settings.api_key_env, "VllmHttpSettings.api_key_env")
         address = address_of(settings.url)
         control_url = settings.control_url or (settings.url if address.is_local else None)
-        control = (
-            VllmControl(control_url, api_key=key, timeout_seconds=settings.control_timeout_seconds)
-            if control_url
-            else None
-        )
+        timeout = settings.control_timeout_seconds
+        control = VllmControl(control_url, api_key=key, timeout_seconds=timeout) if control_url else None
         client = client_of(address, api_key=key, timeout_seconds=settings.timeout_seconds)
         try:
             retries = Retries(settings.retries, gives_up_with=EngineError, seed=settings.seed, sleep=sleep)
-            handshake = await shake_hands(
-                address,
-                client,
-                control,
-                retries,
-                model=settings.model,
-                vocab_size=settings.vocab_size,
-                dtype=settings.dtype,
-                max_model_len=settings.max_model_len,
-            )
+            handshake = await shake_hands(address, client, control, retries, settings)
         except BaseException:
             await client.close()
             if control is not None:
@@ -176,6 +156,7 @@ class VllmHttpEngine(GatedEngine):
     @property
     def capabilities(self) -> Capabilities:
         found = self.handshake
+        # Without the versions of single tokens it could not be told which weights sampled a kept call.
         can_keep = bool(found.update_kinds) and (found.route.says_versions or "adapter" in found.update_kinds)
         return Capabilities(
             is_trainable=True,
@@ -190,7 +171,7 @@ class VllmHttpEngine(GatedEngine):
 
     @property
     def counters(self) -> RetryCounters:
-        """Calls, attempts and failures so far, those of the handshake included."""
+        """Return the calls, attempts and failures so far, those of the handshake included."""
         return self._retries.counters
 
     async def generate(
@@ -233,9 +214,6 @@ class VllmHttpEngine(GatedEngine):
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Have the server read a whole model ("full") or an adapter ("adapter"); see `Engine.apply_weights`.
 
-        Afterwards the server goes on, for the attestation of the new weights; the gate lets no answer out before
-        `resume`.
-
         Raises:
             ConfigError: a kind that is not in the capabilities; says why not.
             EngineError: the engine is not paused, or the weights cannot be loaded.
@@ -255,6 +233,7 @@ class VllmHttpEngine(GatedEngine):
                 folder = weights_folder(update.folder, self.handshake.model_folder)
                 await self._control.reload_weights(folder, has_our_workers=self.handshake.has_our_workers)
                 await self._served.relabel(update.version)
+            # For the attestation of the new weights; the gate lets no answer out before `resume`.
             await self._control.resume()
         except EngineError as error:
             raise EngineError(f"the weights of version {update.version} could not be loaded: {error}") from error
@@ -272,6 +251,7 @@ class VllmHttpEngine(GatedEngine):
     async def resume(self, version: int) -> None:
         """Commit; see `Engine.resume`. Without `apply_weights` before it, the weights go on under a new version."""
         self._gate.require_paused()
+        # Without an update the weights go on under a new name.
         if version != self._served.current.version:
             await self._served.relabel(version)
         if self._control is not None:
@@ -374,34 +354,21 @@ class Handshake:
 
 
 async def shake_hands(
-    address: Address,
-    client: EngineClient,
-    control: VllmControl | None,
-    retries: Retries,
-    *,
-    model: str | None,
-    vocab_size: int,
-    dtype: str | None,
-    max_model_len: int | None,
+    address: Address, client: EngineClient, control: VllmControl | None, retries: Retries, settings: VllmHttpSettings
 ) -> Handshake:
     """Ask the server; afterwards it runs, and its weights have a name that we gave, if it takes one.
 
     Args:
-        address: of the server.
         client, control: connections for samples and for weights; no control: the server is another machine's.
-        retries: of samples.
-        model, max_model_len: None: as the server says.
-        vocab_size: token ids are below it.
-        dtype: in which it must compute; None: any.
 
     Raises:
         ConfigError: it computes in another dtype, or its logprobs are not of the sampling distribution.
         EngineError: it does not answer, or not with token ids and logprobs.
     """
-    card = await retries.run(lambda _: _model_card(client, address.url, model))
+    card = await retries.run(lambda _: _model_card(client, address.url, settings.model))
     info = await _info(control)
     if info is not None:
-        _require_fit(address.url, info, dtype)
+        _require_fit(address.url, info, settings.dtype)
     if control is not None and info is not None:
         await control.resume()  # a client that died in an update left it paused
     else:
@@ -410,13 +377,13 @@ async def shake_hands(
     kinds: tuple[UpdateKind, ...] = ()
     if why_not is None and info is not None:
         kinds = ("adapter",) if info.max_lora_rank else ("full",)
-    route = await _find_route(client, retries, model=card["id"], vocab_size=vocab_size)
+    route = await _find_route(client, retries, model=card["id"], vocab_size=settings.vocab_size)
     ask = _ask(route, retries, model=card["id"])
     await _require_processed(address.url, ask)
     return Handshake(
         route=route,
         model=card["id"],
-        max_model_len=max_model_len or _length(address.url, card),
+        max_model_len=settings.max_model_len or _length(address.url, card),
         label=await _label(control, ask),
         update_kinds=kinds,
         why_no_updates=why_not,
@@ -430,7 +397,7 @@ async def shake_hands(
 
 
 async def _model_card(client: EngineClient, url: str, model: str | None) -> dict[str, Any]:
-    """Return the entry of `/v1/models` for the model; adapters, which have a parent, are left out."""
+    # Adapters are listed, too: they have a parent.
     answer = await client.get("/v1/models")
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
@@ -449,7 +416,7 @@ def _length(url: str, card: dict[str, Any]) -> int:
 
 
 async def _info(control: VllmControl | None) -> ServerInfo | None:
-    """Return the settings that the server was started with; None if it does not tell."""
+    # A server without the development mode has no such route.
     if control is None:
         return None
     try:
@@ -477,11 +444,7 @@ def _why_no_updates(control: VllmControl | None, info: ServerInfo | None, *, is_
 
 
 async def _find_route(client: EngineClient, retries: Retries, *, model: str, vocab_size: int) -> Route:
-    """Return the first route that works, best first.
-
-    Raises:
-        EngineError: none does; says why, for each.
-    """
+    # Best first: the first route also tells which weights sampled each token.
     routes: list[Route] = [
         GenerateRoute(client, "/inference/v1/generate", vocab_size=vocab_size, checks=SampleChecks(is_ours=True)),
         CompletionsRoute(client, "/v1/completions", vocab_size=vocab_size, checks=SampleChecks(is_ours=True)),
@@ -498,11 +461,12 @@ async def _find_route(client: EngineClient, retries: Retries, *, model: str, voc
 
 
 def _ask(route: Route, retries: Retries, *, model: str) -> _Ask:
+    # A name that no update uses: its keys and values are never found again.
     return _Ask(route, retries, Served(version=0, model=model, salt=new_name(0)))
 
 
 class _Ask:
-    """Samples for the handshake, under a name that no update uses; `labels` are those that the tokens carried."""
+    """Samples for the handshake; `labels` are those that the tokens carried."""
 
     def __init__(self, route: Route, retries: Retries, served: Served) -> None:
         self.labels: set[str] = set()
@@ -526,7 +490,7 @@ class _Ask:
 
 
 async def _require_processed(url: str, ask: _Ask) -> None:
-    """Require logprobs of the sampling distribution, shown by samples: a plugin could change the server's mode."""
+    # Shown by samples, because a plugin could change the server's mode.
     facts = await find_logprob_facts(ask)
     if facts.mode != "processed" or not facts.is_renormalised:
         raise ConfigError(
@@ -536,7 +500,7 @@ async def _require_processed(url: str, ask: _Ask) -> None:
 
 
 async def _label(control: VllmControl | None, ask: _Ask) -> str:
-    """Return the server's name for its weights; it gets a new one if there is control."""
+    # A new one, so that a later label that is not ours shows another client.
     if control is not None:
         label = new_name(0)
         await control.set_version(label)

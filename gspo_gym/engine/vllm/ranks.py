@@ -1,4 +1,4 @@
-"""Where vLLM's parallel ranks run: on which cores of a processor, and which copy of the model a session stays with.
+"""The places of vLLM's parallel ranks: the cores of a processor, and the copy of the model that a session stays with.
 
 Does not import vLLM. Read with vLLM 0.32.
 """
@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-# Which cores each worker computes on: lists by rank, or "nobind" for wherever the system puts them.
+# The cores of each worker: lists by rank, or "nobind" for any that the system chooses.
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -33,7 +33,7 @@ def binding_of(num_workers: int, cores: Sequence[int]) -> str:
 
 
 def allowed_cores() -> list[int]:
-    """Those that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -69,7 +69,7 @@ class SessionRanks:
     def of(self, session_id: str | None) -> int | None:
         """Return the rank of the copy; None, which leaves it to vLLM, without a session or without copies."""
         if session_id is None or self._num_ranks == 1:
-            return None
+            return None  # vLLM chooses by load
         if session_id not in self._rank_of:
             self._rank_of[session_id] = next(self._turns)
         return self._rank_of[session_id]

@@ -32,7 +32,7 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
     """Return all fields of vLLM's `SamplingParams` that change a distribution or an end: no default of vLLM applies.
 
     `max_new` comes from `num_tokens_to_sample`. Greedy needs no more than temperature 0: vLLM then drops the
-    truncations and reports logprobs of temperature 1. One logprob is reported for each token, that of the token itself.
+    truncations and reports logprobs of temperature 1.
 
     Raises:
         ConfigError: a temperature that vLLM would change silently, or refuse.
@@ -54,7 +54,7 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
         "stop": [],
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # the only ends are `stop_token_ids`
-        "logprobs": 0,
+        "logprobs": 0,  # one for each token, that of the token itself
         **schema,
     }
 

@@ -87,7 +87,7 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """The address, for `VllmHttpSettings.url`."""
+        """Return the address, for `VllmHttpSettings.url`."""
         if self._uds is not None:
             return f"unix:{self._uds}"
         return f"http://[{self._host}]:{self._port}" if ":" in self._host else f"http://{self._host}:{self._port}"
@@ -118,7 +118,7 @@ class VllmServer:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=self._environment(),
-                    start_new_session=True,
+                    start_new_session=True,  # a group, which is ended as a whole
                 )
             self._wait_until_it_answers()
         except BaseException:
@@ -126,7 +126,7 @@ class VllmServer:
             raise
 
     def wait(self) -> int:
-        """Until it ends by itself; its exit status."""
+        """Return its exit status when it has ended by itself."""
         assert self._process is not None
         return self._process.wait()
 
@@ -149,7 +149,7 @@ class VllmServer:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         if self._uds is not None:
-            Path(self._uds).unlink(missing_ok=True)
+            Path(self._uds).unlink(missing_ok=True)  # or the next server could not listen there
 
     def __enter__(self) -> VllmServer:
         self.start()
@@ -182,7 +182,7 @@ class VllmServer:
         env = {**self._settings.environment(), **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         if self._settings.max_lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if self._settings.model_folder is not None:  # nothing of it is elsewhere, so nothing is looked for elsewhere
+        if self._settings.model_folder is not None:  # nothing of it is elsewhere
             env["HF_HUB_OFFLINE"] = "1"
         # Its workers load `engine/vllm/worker.py`, with an interpreter that may not have this package.
         ours = str(Path(__file__).parents[3])
@@ -196,6 +196,7 @@ class VllmServer:
         address = address_of(self.url)
         deadline = time.monotonic() + self._start_seconds
         while not _answers(address):
+            # A server that has ended would be waited for until the deadline.
             status = self._process.poll()
             if status is not None:
                 tail = self.log_tail()
@@ -240,7 +241,7 @@ def _require_reachable_from_here_only(host: str, uds: str | None) -> None:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Return the port, or any free one for 0, if nothing listens there: its answers would be taken for our server's."""
+    # If something listens there, its answers would be taken for our server's.
     # vLLM does not say which port it took, if it is told to take any.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -253,10 +254,10 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _answers(address: Address) -> bool:
-    """Return whether `/health` says that all is well."""
     parts = urlsplit(address.base_url)
     connection = http.client.HTTPConnection(parts.hostname or "localhost", parts.port, timeout=_HEALTH_SECONDS)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        # http.client speaks to no Unix socket by itself.
         if address.uds is not None:
             connection.sock = socket.socket(socket.AF_UNIX)
             connection.sock.settimeout(_HEALTH_SECONDS)
@@ -267,7 +268,7 @@ def _answers(address: Address) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to the leader, which ends its workers; then kill the rest of the group."""
+    # The leader ends its workers at SIGTERM; the rest of the group is killed.
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -279,7 +280,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def as_engine_error(doing: str) -> Iterator[None]:
-    """vLLM's exceptions, of many classes over its versions, become EngineError; ours pass."""
+    """Raise vLLM's exceptions, of many classes over its versions, as EngineError; ours pass."""
     try:
         yield
     except GymError:
@@ -290,7 +291,7 @@ def as_engine_error(doing: str) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def commanding(llm: Any, doing: str) -> AsyncIterator[None]:
-    """Around commands to the processes of an `AsyncLLM` (Any: untyped), which must not die before they answer.
+    """Guard commands to the processes of an `AsyncLLM`, which must not die before they answer.
 
     Requests for tokens fail when a process dies, but vLLM waits for the answer to a command for ever: seen with an
     engine that was killed while it slept. The task that reads all answers has ended then, and so does the block.
@@ -310,7 +311,7 @@ async def commanding(llm: Any, doing: str) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _told(task: asyncio.Task[None], callback: Callable[[object], None]) -> AsyncIterator[None]:
-    """Within, the task's end is told; also if it has ended before."""
+    # Called also if the task has ended before.
     task.add_done_callback(callback)
     try:
         yield

@@ -11,11 +11,15 @@ from gspo_gym.engine.vllm.ranks import BINDING, allowed_cores, binding_of
 from gspo_gym.engine.vllm.worker import TRANSFER_BACKENDS, TRANSFER_EXTENSION, WORKER_EXTENSION
 from gspo_gym.errors import ConfigError
 
-# How whole models reach vLLM: it reads files, or they are handed over in memory; see `engine/vllm/transfer.py`.
+# The ways of whole models to vLLM: it reads files, or they are handed over in memory; see `engine/vllm/transfer.py`.
 Transfer = Literal["files", "ipc", "nccl", "shared_memory"]
 
 _GIB = 2**30
 _TOKENS_PER_STEP = 4096  # on the CPU; vLLM's own default there
+_SAME_IN_VLLM = (
+    "max_model_len", "dtype", "max_num_seqs", "tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization",
+    "enforce_eager", "seed", "enable_prefix_caching", "enable_sleep_mode",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class VllmSettings:
 
     @property
     def num_workers(self) -> int:
-        """Processes that compute."""
+        """Return the number of processes that compute."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     def environment(self) -> dict[str, str]:
@@ -125,7 +129,7 @@ class VllmSettings:
         return variables
 
     def engine_args(self) -> dict[str, Any]:
-        """Fields of vLLM's `AsyncEngineArgs`, what training needs included.
+        """Return the fields of vLLM's `AsyncEngineArgs`, what training needs included.
 
         Logprobs are those of the sampling distribution, no sampling default is read from the model's files, and there
         is no tokenizer unless a schema needs one, because only token ids go in and out.
@@ -133,16 +137,7 @@ class VllmSettings:
         folder = self.model_folder
         fields: dict[str, Any] = {
             "model": str(folder) if folder else self.model,
-            "max_model_len": self.max_model_len,
-            "dtype": self.dtype,
-            "max_num_seqs": self.max_num_seqs,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "data_parallel_size": self.data_parallel_size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "enforce_eager": self.enforce_eager,
-            "seed": self.seed,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "enable_sleep_mode": self.enable_sleep_mode,
+            **{name: getattr(self, name) for name in _SAME_IN_VLLM},
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "skip_tokenizer_init": not self.structured_output,
@@ -153,10 +148,8 @@ class VllmSettings:
         if not _sees_gpus():
             # Read in parts, a prompt would have its first draws taken back, which the CPU's generator cannot: vLLM 0.32
             # dies of a request with a seed that does not fit into the step. So whole prompts wait for the next one.
-            fields |= {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(self.max_model_len, _TOKENS_PER_STEP),
-            }
+            longest = max(self.max_model_len, _TOKENS_PER_STEP)
+            fields |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
         if self.device_ids:
             fields["device_ids"] = list(self.device_ids)
         if self.kv_cache_gib is not None:

@@ -75,6 +75,7 @@ class WeightTransfer:
 
     async def close(self) -> None:
         """Let go of what the trainer's end holds; the workers' end with their processes."""
+        # Cleared first: closing twice is fine, and a failed shutdown is not tried again.
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             closing = _in_thread(trainer.shutdown)
@@ -88,7 +89,6 @@ class WeightTransfer:
             self._trainer.send_weights()
 
     def _open(self, tensors: TensorSource) -> Any:
-        """Return vLLM's trainer's end, with workers that are ready (Any: untyped)."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         info = trainer_info(self._settings, tensors)
@@ -100,6 +100,7 @@ def trainer_info(settings: VllmSettings, tensors: TensorSource) -> Any:
 
     Tensors are packed, which bounds the memory for a transfer. All ends are on this machine.
     """
+    # The largest tensor must fit, too: it is packed as a whole.
     buffer_bytes = max(CHUNK_BYTES, *(math.prod(meta.shape) * meta.dtype.itemsize for meta in tensors.metadata()))
     if settings.transfer == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -42,6 +42,7 @@ class TransferWorkerExtension(WorkerExtension):
     """The methods that every worker gains; importing this module has registered the transfer."""
 
 
+# By name, because vLLM makes its transfer engine after the extension was imported.
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKENDS["shared_memory"], __name__, "SharedMemoryEngine")
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKENDS["ipc"], __name__, "PlainIpcEngine")
 
@@ -81,7 +82,7 @@ class Chunk(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is untyped
     offsets: list[int]
 
     def tensors(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Views of that memory, [num_bytes] uint8."""
+        """Yield views of that memory, [num_bytes] uint8."""
         for name, dtype_name, shape, offset in zip(
             self.names, self.dtype_names, self.shapes, self.offsets, strict=True
         ):
@@ -136,7 +137,8 @@ class SharedMemoryEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a chunk. vLLM's own method waits for the accelerator, which raises where there is none."""
+        """Load a chunk."""
+        # vLLM's own method waits for the accelerator, which raises where there is none.
         if torch.accelerator.is_available():
             super().update_weights(update_info)
         else:
@@ -172,7 +174,6 @@ def plan_chunks(metadata: Sequence[TensorMeta], chunk_bytes: int) -> Iterator[li
 
 
 def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
-    """Return the offset of each tensor, and the end of the last one."""
     offsets, end = [], 0
     for meta in metas:
         offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -182,7 +183,7 @@ def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
 
 @contextmanager
 def _written(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
-    """Hold the next tensors in memory that other processes can open by its path until this ends."""
+    # In memory that other processes can open by its path until this ends.
     offsets, end = _layout(metas)
     num_bytes = max(end, 1)  # nothing cannot be mapped
     file = os.memfd_create("gspo_gym-weights")
@@ -198,6 +199,7 @@ def _written(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]])
         )
         for meta, offset in zip(metas, offsets, strict=True):
             name, tensor = next(tensors)
+            # The workers cut the bytes by the metadata, so another tensor would become a wrong weight.
             if TensorMeta(name, tensor.dtype, tuple(tensor.shape)) != meta:
                 raise EngineError(f"the source gave {name!r}, {tensor.dtype} {tuple(tensor.shape)}, and not {meta}")
             _write(file, offset, tensor)
@@ -207,7 +209,7 @@ def _written(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]])
 
 
 def _write(file: int, offset: int, tensor: Tensor) -> None:
-    """Written and not mapped: the kernel then need not clear memory that is about to be filled."""
+    # Written and not mapped: the kernel then need not clear memory that is about to be filled.
     rest = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
     while rest:  # a call writes 2 GiB at most
         written = os.pwrite(file, rest, offset)
@@ -215,7 +217,7 @@ def _write(file: int, offset: int, tensor: Tensor) -> None:
 
 
 def _mapped(chunk: Chunk) -> Tensor:
-    """Return a chunk's memory, [num_bytes] uint8; writes to it stay in this process."""
+    # Copy on access: writes stay in this process, and torch wants memory that can be written.
     with open(chunk.path, "rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), chunk.num_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 

@@ -1,7 +1,8 @@
 """The client of a reference server, and the server's process, which belongs to the run.
 
-Scoring is one synchronous request with tensors as its body, so this is not `base.http`'s client for JSON. Nothing is
-retried: a server that fails on this machine's loopback has died.
+Scoring is one synchronous request with tensors as its body, so this is not `base.http`'s client for JSON: that one is
+asynchronous, and the learner scores in a thread without a loop. Nothing is retried: a server that fails on this
+machine's loopback has died.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ReferenceClient:
         try:
             status, body = self._request("GET", "/health", b"", _HEALTH_SECONDS)
         except (OSError, http.client.HTTPException):
-            return None
+            return None  # it is not there yet, or is gone
         return self._read_json(body) if status == http.client.OK else None
 
     def wait_until_healthy(
@@ -81,6 +82,7 @@ class ReferenceClient:
         while True:
             require_alive()
             health = self.health()
+            # A server that was left from an earlier run would score with another model.
             if health is not None and pid not in (None, health.get("pid")):
                 raise self._error(f"cannot be reached: another server answers at its port, process {health.get('pid')}")
             if health is not None:
@@ -106,6 +108,7 @@ class ReferenceClient:
             logprobs: Tensor = load(answer)["logprobs"]
         except (SafetensorError, KeyError) as error:
             raise self._error(f"gave no logprobs: {error}") from error
+        # A NaN would reach the loss as a KL term.
         if logprobs.shape != batch.token_ids.shape or not bool(torch.isfinite(logprobs).all()):
             raise self._error(
                 f"gave logprobs {list(logprobs.shape)}, expected finite ones {list(batch.token_ids.shape)}"
@@ -139,7 +142,7 @@ class ReferenceClient:
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:
-            connection.close()
+            connection.close()  # one connection a request: a server that restarts leaves none half open
 
     def _read_json(self, body: bytes) -> Mapping[str, Any]:
         try:
@@ -216,18 +219,14 @@ class ServedReference:
             self._send()
 
     def _hold(self, parameters: Mapping[str, Tensor]) -> None:
-        """Write parameters to a new file, and remove the last one.
-
-        Raises:
-            StorageError: the disk refuses (full, read-only).
-        """
+        # A fresh name each time: the server may still read the last one.
         assert self._folder is not None
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".safetensors", delete=False) as file:
                 path = Path(file.name)
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items()}, path)
-        if self._file is not None:
+        if self._file is not None:  # only now: a full disk leaves the old one
             self._file.unlink()
         self._file = path
 
@@ -257,6 +256,7 @@ class ReferenceProcess:
     def __init__(self, arguments: Sequence[str], *, log: Path, visible_gpus: Sequence[str] | None = None) -> None:
         self.token = secrets.token_hex(16)
         self._log = log
+        # In the environment, because arguments can be read by every program of this machine.
         environment = {**os.environ, TOKEN_VARIABLE: self.token}
         if visible_gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus)
@@ -268,7 +268,7 @@ class ReferenceProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,
+                start_new_session=True,  # its own group, to be ended with its ranks
             )
 
     @property
@@ -297,7 +297,7 @@ class ReferenceProcess:
         """End it and its children. Closing twice is fine."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._process.stdin.close()  # it ends when its standard input closes
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)

@@ -107,8 +107,8 @@ class Ranks:
         self._give_up(f"rank {rank} (process {process.pid}) has ended with status {code}")
 
     def _give_up(self, reason: str) -> NoReturn:
-        """End this process and the others, which would not all notice by themselves."""
-        self._is_ending.acquire()  # and never released: one reason is enough
+        # The others would not all notice by themselves: a collective may wait for ever.
+        self._is_ending.acquire()  # never released: one reason is enough
         for other in self._others:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 other.wait(_LAST_WORDS_SECONDS / len(self._others))
@@ -175,10 +175,7 @@ def _prepare_devices(size: int, device: str) -> None:
 
 
 def _join(store: Store, rank: int, size: int, device: str) -> None:
-    """Become that rank of torch's default process group.
-
-    Tested on the processor; with "cuda" it was never run, because no machine had two GPUs.
-    """
+    # With "cuda" it was never run, because no machine had two GPUs.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # transformers asks these
     own = torch.device("cuda", rank) if device == "cuda" else None
     if own is not None:
@@ -200,11 +197,7 @@ def _write(stream: IO[bytes], *frames: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> bytes:
-    """Read one frame.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    # Frames, because one end writes JSON and tensors after each other.
     count = stream.read(8)
     frame = stream.read(int.from_bytes(count))
     if len(count) < 8 or len(frame) < int.from_bytes(count):
@@ -240,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listen(orders: queue.SimpleQueue[tuple[bytes, bytes]]) -> None:
-    """Watch standard input: if rank 0 ends while this rank waits in a collective, only this thread is told."""
+    # If rank 0 ends while this rank waits in a collective, only this thread is told.
     with contextlib.suppress(EOFError):
         while True:
             orders.put((_read(sys.stdin.buffer), _read(sys.stdin.buffer)))

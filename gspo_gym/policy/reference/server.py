@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002  # the base class has it
         """Answer requests outside this protocol as the base class does, but unknown methods with 405, not 501."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
-        self.close_connection = True  # what follows in the stream is of the request that was not read
+        self.close_connection = True  # the stream goes on with the request that was not read
         self._say(status, message or status.phrase)
 
     def _say(self, status: HTTPStatus, text: str) -> None:
@@ -157,11 +157,12 @@ class _Handler(BaseHTTPRequestHandler):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped; 1 if the port is taken or the model cannot be loaded."""
     arguments = _parser().parse_args(argv)
+    # Ranks share the processor's cores.
     num_threads = (arguments.num_threads or torch.get_num_threads()) // arguments.tp or 1
     torch.set_num_threads(num_threads)
     model = ReferenceModel()
     if arguments.ends_with_stdin:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        threading.Thread(target=_end_with_stdin, daemon=True).start()  # also while the model is loaded
     try:
         server = make_server(arguments.port, model, os.environ.get(TOKEN_VARIABLE))
     except OSError as error:
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"reference server: {error}", file=sys.stderr)
         return 1
     print(f"reference server: {arguments.model} at http://127.0.0.1:{server.server_port}", flush=True)
-    threading.Event().wait()
+    threading.Event().wait()  # the other threads serve
     return 0
 
 
@@ -214,7 +215,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _end_with_stdin() -> None:
-    """End the server when its standard input closes: a run that is killed cannot stop it otherwise."""
+    # A run that is killed cannot stop it otherwise.
     while sys.stdin.buffer.read(1024):
         pass
     os._exit(0)

@@ -79,6 +79,7 @@ def check_inputs(tensors: Mapping[str, Tensor], vocab_size: int) -> None:
         tensor = tensors[name]
         if tensor.dtype != dtype or tensor.shape != shape or tensor.ndim != 2 or 0 in shape:
             raise RecordError(f"/score: {name}: expected {dtype} [B, T], got {tensor.dtype} {list(tensor.shape)}")
+    # Outside of it an embedding would be read beyond its end, on a GPU without an error.
     lowest, highest = int(tensors["token_ids"].min()), int(tensors["token_ids"].max())
     if lowest < 0 or highest >= vocab_size:
         raise RecordError(f"/score: expected token ids from 0 to {vocab_size - 1}, got {lowest} to {highest}")

@@ -222,10 +222,7 @@ def require_possible(completion: Completion, *, max_tokens: int, vocab_size: int
     """
     try:
         record.require_possible(
-            completion.token_ids,
-            max_tokens=max_tokens,
-            vocab_size=vocab_size,
-            stop_token_ids=renderer.stop_token_ids,
+            completion.token_ids, max_tokens=max_tokens, vocab_size=vocab_size, stop_token_ids=renderer.stop_token_ids
         )
     except RecordError as error:
         raise EngineError(f"the engine's answer cannot be right: {error}") from error

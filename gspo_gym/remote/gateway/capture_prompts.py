@@ -87,12 +87,7 @@ def chat_prompt(
 
 
 def raw_prompt(
-    call: CompletionCall,
-    *,
-    renderer: Renderer,
-    conversations: Conversations,
-    tokenizer: Any,
-    max_model_len: int,
+    call: CompletionCall, *, renderer: Renderer, conversations: Conversations, tokenizer: Any, max_model_len: int
 ) -> Prompt:
     """Return the prompt of a request without a template; it continues a call if it begins with exactly its tokens.
 

@@ -195,10 +195,7 @@ def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bo
         "ops_executed": played.num_ops,
         "trace_correlation_id": context.correlation_id,
         "trace": None,
-        "pipeline_metadata": {
-            "inference_url": context.inference_url,
-            "trace_correlation_id": context.correlation_id,
-        },
+        "pipeline_metadata": {"inference_url": context.inference_url, "trace_correlation_id": context.correlation_id},
     }
     if request.record.return_trace:
         is_compact = request.record.trace_format == "compact"

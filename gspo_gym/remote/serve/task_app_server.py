@@ -127,10 +127,7 @@ def _inference(facts: AppFacts) -> Json:
 
 
 def _limits(facts: AppFacts) -> Json:
-    return {
-        "timeout_seconds": facts.timeout_seconds,
-        "max_concurrent_rollouts": facts.max_concurrent_rollouts,
-    }
+    return {"timeout_seconds": facts.timeout_seconds, "max_concurrent_rollouts": facts.max_concurrent_rollouts}
 
 
 def _rubrics(facts: AppFacts) -> Json | None:
